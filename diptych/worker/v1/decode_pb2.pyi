@@ -1,0 +1,68 @@
+from diptych.worker.v1 import work_pb2 as _work_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DecodeServiceLinkRequest(_message.Message):
+    __slots__ = ("hello", "attach", "cancel", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: _work_pb2.GatewayHello
+    attach: _work_pb2.Work
+    cancel: _work_pb2.Cancel
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class DecodeServiceLinkResponse(_message.Message):
+    __slots__ = ("hello", "step", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: _work_pb2.WorkerHello
+    step: StepBatch
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class StepBatch(_message.Message):
+    __slots__ = ("tokens", "ended")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
+    ended: _containers.RepeatedCompositeFieldContainer[DecodeEnded]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("id", "index", "token_ids", "cached_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cached_tokens: int
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class DecodeEnded(_message.Message):
+    __slots__ = ("id", "finished", "preempted", "failure", "times")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    finished: _work_pb2.FinishReason
+    preempted: Preempted
+    failure: _work_pb2.Failure
+    times: _work_pb2.PhaseTimes
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., finished: _Optional[_Union[_work_pb2.FinishReason, str]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
+
+class Preempted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,168 @@
+from diptych.worker.v1 import work_pb2 as _work_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Fingerprint(_message.Message):
+    __slots__ = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size", "num_layers", "num_kv_heads", "head_dim", "hash_version", "tensor_parallel")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    HASH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    dtype: str
+    kv_dtype: str
+    kv_layout: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hash_version: int
+    tensor_parallel: int
+    def __init__(self, model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., hash_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+
+class GrantId(_message.Message):
+    __slots__ = ("id", "slot", "generation")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    slot: int
+    generation: int
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class HandoffServiceLinkRequest(_message.Message):
+    __slots__ = ("hello", "ask", "pushed", "commit", "stopped", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: HandoffHello
+    ask: GrantAsk
+    pushed: Pushed
+    commit: Commit
+    stopped: Stopped
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., ask: _Optional[_Union[GrantAsk, _Mapping]] = ..., pushed: _Optional[_Union[Pushed, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., stopped: _Optional[_Union[Stopped, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class HandoffServiceLinkResponse(_message.Message):
+    __slots__ = ("welcome", "grant", "denied", "abort", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    DENIED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: HandoffWelcome
+    grant: Grant
+    denied: GrantDenied
+    abort: Abort
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class HandoffHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    pid: int
+    fingerprint: Fingerprint
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    host_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class HandoffWelcome(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    fingerprint: Fingerprint
+    transport: str
+    endpoint: str
+    token: bytes
+    num_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[str] = ..., token: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class GrantAsk(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("grant", "block_ids", "cached_tokens")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    grant: GrantId
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    cached_tokens: int
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class GrantDenied(_message.Message):
+    __slots__ = ("id", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    failure: _work_pb2.Failure
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class Pushed(_message.Message):
+    __slots__ = ("grant", "first_block", "num_blocks", "digests")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    grant: GrantId
+    first_block: int
+    num_blocks: int
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("grant", "num_tokens", "first_token", "times")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    grant: GrantId
+    num_tokens: int
+    first_token: int
+    times: _work_pb2.PhaseTimes
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("grant",)
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    grant: GrantId
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ...) -> None: ...
+
+class Stopped(_message.Message):
+    __slots__ = ("grant", "failure")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    grant: GrantId
+    failure: _work_pb2.Failure
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ...) -> None: ...

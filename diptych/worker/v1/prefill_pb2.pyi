@@ -1,0 +1,55 @@
+from diptych.worker.v1 import work_pb2 as _work_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillServiceLinkRequest(_message.Message):
+    __slots__ = ("hello", "dispatch", "cancel", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: _work_pb2.GatewayHello
+    dispatch: Dispatch
+    cancel: _work_pb2.Cancel
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Dispatch(_message.Message):
+    __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    work: _work_pb2.Work
+    decode_worker_id: str
+    decode_address: str
+    decode_incarnation: int
+    def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
+
+class PrefillServiceLinkResponse(_message.Message):
+    __slots__ = ("hello", "ended", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: _work_pb2.WorkerHello
+    ended: PrefillEnded
+    heartbeat: _work_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+
+class PrefillEnded(_message.Message):
+    __slots__ = ("id", "committed", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    committed: Committed
+    failure: _work_pb2.Failure
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

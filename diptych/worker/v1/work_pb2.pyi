@@ -1,0 +1,187 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_REASON_UNSPECIFIED: _ClassVar[FailureReason]
+    FAILURE_REASON_INTERNAL: _ClassVar[FailureReason]
+    FAILURE_REASON_KV_TRANSFER_FAILED: _ClassVar[FailureReason]
+    FAILURE_REASON_PEER_LOST: _ClassVar[FailureReason]
+    FAILURE_REASON_DRAINING: _ClassVar[FailureReason]
+    FAILURE_REASON_NEVER_FITS: _ClassVar[FailureReason]
+    FAILURE_REASON_DEADLINE: _ClassVar[FailureReason]
+    FAILURE_REASON_INCOMPATIBLE: _ClassVar[FailureReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FAILURE_REASON_UNSPECIFIED: FailureReason
+FAILURE_REASON_INTERNAL: FailureReason
+FAILURE_REASON_KV_TRANSFER_FAILED: FailureReason
+FAILURE_REASON_PEER_LOST: FailureReason
+FAILURE_REASON_DRAINING: FailureReason
+FAILURE_REASON_NEVER_FITS: FailureReason
+FAILURE_REASON_DEADLINE: FailureReason
+FAILURE_REASON_INCOMPATIBLE: FailureReason
+
+class AttemptId(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Stopping(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Work(_message.Message):
+    __slots__ = ("id", "token_ids", "prompt_tokens", "sampling", "stopping", "cache_namespace", "cache_read", "cache_write", "priority", "time_left", "traceparent", "tracestate", "reserve_worst_case")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_READ_FIELD_NUMBER: _ClassVar[int]
+    CACHE_WRITE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_WORST_CASE_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_tokens: int
+    sampling: Sampling
+    stopping: Stopping
+    cache_namespace: bytes
+    cache_read: bool
+    cache_write: bool
+    priority: int
+    time_left: _duration_pb2.Duration
+    traceparent: str
+    tracestate: str
+    reserve_worst_case: bool
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., cache_namespace: _Optional[bytes] = ..., cache_read: _Optional[bool] = ..., cache_write: _Optional[bool] = ..., priority: _Optional[int] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., reserve_worst_case: _Optional[bool] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: FailureReason
+    message: str
+    def __init__(self, reason: _Optional[_Union[FailureReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PhaseTimes(_message.Message):
+    __slots__ = ("prefill_queue", "grant_wait", "prefill", "kv_send", "kv_receive", "decode_queue", "decode", "kv_bytes_transferred", "cached_tokens", "prefill_steps")
+    PREFILL_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_WAIT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    KV_SEND_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_TRANSFERRED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    prefill_queue: _duration_pb2.Duration
+    grant_wait: _duration_pb2.Duration
+    prefill: _duration_pb2.Duration
+    kv_send: _duration_pb2.Duration
+    kv_receive: _duration_pb2.Duration
+    decode_queue: _duration_pb2.Duration
+    decode: _duration_pb2.Duration
+    kv_bytes_transferred: int
+    cached_tokens: int
+    prefill_steps: int
+    def __init__(self, prefill_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., grant_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_send: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_receive: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode_queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_bytes_transferred: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefill_steps: _Optional[int] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class GatewayHello(_message.Message):
+    __slots__ = ("gateway_id", "incarnation")
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    incarnation: int
+    def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("progress", "busy", "load")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    progress: int
+    busy: bool
+    load: Load
+    def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    total_blocks: int
+    quarantined_blocks: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
