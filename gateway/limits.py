@@ -1,0 +1,58 @@
+"""Every bound the public surface sets on a request, in one place.
+
+Each is tested at the limit and one above it. A bound exists because the thing it bounds costs time or
+memory before a request is admitted, or because values beyond it have no meaning to the engine. What
+depends on the model (context, vocabulary) is in its `ModelCard` instead.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# --- the message ---------------------------------------------------------------------------------
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024  # gRPC itself answers RESOURCE_EXHAUSTED above this
+# Below this a request is parsed on the event loop (well under 1 ms of tokenising); above it in a thread.
+INLINE_PARSE_BYTES: Final = 4 * 1024
+
+# --- names and labels ----------------------------------------------------------------------------
+MAX_REQUEST_ID_CHARS: Final = 128
+MAX_MODEL_NAME_CHARS: Final = 256  # longer names are unknown by definition
+MAX_SALT_BYTES: Final = 256
+MAX_SESSION_ID_BYTES: Final = 256
+
+# --- prompt --------------------------------------------------------------------------------------
+# Independent of the model: byte-pair encoding one word of n bytes costs about n log n, and a caller
+# gets its answer to a bad request within 50 ms. Ordinary text of this size is about 250,000 tokens.
+MAX_PROMPT_BYTES: Final = 1024 * 1024
+MAX_MESSAGES: Final = 2048
+MAX_MESSAGE_NAME_CHARS: Final = 64
+MAX_RENDERED_CHARS: Final = 4 * MAX_PROMPT_BYTES  # of a rendered chat template
+MAX_RENDER_SECONDS: Final = 2.0
+MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; larger is a wrong file
+
+# --- sampling ------------------------------------------------------------------------------------
+# Below this a temperature is greedy: logits / t would leave the range of float32 for nothing.
+GREEDY_BELOW_TEMPERATURE: Final = 1e-5
+MAX_TEMPERATURE: Final = 100.0
+MAX_PENALTY: Final = 2.0  # frequency and presence, either sign (the range of the OpenAI API)
+MIN_REPETITION_PENALTY: Final = 0.01  # a divisor of logits: near 0 they overflow
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_N: Final = 1  # this build decodes one output per request
+
+# --- stopping ------------------------------------------------------------------------------------
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_BYTES: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_TIME_LIMIT_SECONDS: Final = 24 * 3600.0
+
+# --- response ------------------------------------------------------------------------------------
+MAX_STREAM_INTERVAL: Final = 1024
+
+# --- tokenize and detokenize ---------------------------------------------------------------------
+MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context
+
+# --- GGUF files (the operator's, still bounds-checked) ---------------------------------------------
+MAX_GGUF_METADATA_ENTRIES: Final = 65_536
+MAX_GGUF_KEY_BYTES: Final = 65_535  # the format's own bound
+MAX_GGUF_ARRAY_LENGTH: Final = 16_777_216
+MAX_GGUF_ARRAY_DEPTH: Final = 4
