@@ -1,0 +1,75 @@
+"""Keys of KV blocks: one hash chain per prompt, the same function in the gateway and in every worker.
+
+A block's key names the block's tokens *and everything before them*, so equal keys mean equal KV
+content. Sharing a block on equal keys is therefore as safe as the hash is strong:
+
+- the keys are keyed (a PRF), never a plain fast hash such as xxh3, for which collisions can be made
+  on purpose: whoever finds two prompts with one key reads another request's attention state;
+- the key of the chain (the namespace) is itself an HMAC over the server's secret, the tenant, the
+  salt, the model and the KV type, so that nobody outside can compute keys, and no two tenants,
+  models or precisions ever meet in one cache.
+
+The chain uses BLAKE2b in its keyed mode (RFC 7693), which is a MAC by construction and, at about
+1 µs a block from Python, three times cheaper than `hmac` with SHA-256.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+
+HASH_VERSION = 1
+"""Grows with any change below; part of the workers' compatibility fingerprint."""
+
+NAMESPACE_BYTES = 32
+KEY_BYTES = 16
+
+
+def namespace_key(secret: bytes, *, tenant: str, salt: str, model_digest: str, kv_dtype: str) -> bytes:
+    """The 32-byte key under which one tenant's blocks of one model are hashed (HMAC-SHA256).
+
+    Fields are length-prefixed: ("ab", "c") and ("a", "bc") are different namespaces. Raises
+    ValueError for an empty secret, because everybody could compute its keys.
+    """
+    if not secret:
+        raise ValueError("the secret of the block hashes is empty")
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for field in (f"diptych.block.{HASH_VERSION}", tenant, salt, model_digest, kv_dtype):
+        data = field.encode("utf-8", "surrogatepass")
+        mac.update(struct.pack("<I", len(data)))
+        mac.update(data)
+    return mac.digest()
+
+
+def block_keys(
+    namespace: bytes, token_ids: Sequence[int], block_size: int, *, start: int = 0, parent: bytes = b""
+) -> list[bytes]:
+    """The 16-byte keys of the full blocks of `token_ids`, in order; a partial last block has none.
+
+    To continue a chain pass `start`, the number of leading tokens already hashed (a multiple of
+    `block_size`), and `parent`, the key of the block that ends there: the tokens before `start` are
+    not read again. Raises ValueError when start and parent do not fit together, and for ids that are
+    not unsigned 32-bit numbers.
+    """
+    if len(namespace) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
+    if block_size < 1 or start < 0 or start % block_size:
+        raise ValueError(f"start {start} is no multiple of the block size {block_size}")
+    if len(parent) != (KEY_BYTES if start else 0):
+        raise ValueError("a chain that starts in the middle needs its parent's key, any other has none")
+    count = (len(token_ids) - start) // block_size
+    if count <= 0:
+        return []
+    wanted = token_ids[start : start + count * block_size]
+    try:
+        data = struct.pack(f"<{len(wanted)}I", *wanted)
+    except struct.error as error:
+        raise ValueError("token ids are unsigned 32-bit numbers") from error
+    width = 4 * block_size
+    keys: list[bytes] = []
+    for offset in range(0, len(data), width):
+        mac = hashlib.blake2b(parent, digest_size=KEY_BYTES, key=namespace)
+        mac.update(data[offset : offset + width])
+        parent = mac.digest()
+        keys.append(parent)
+    return keys

