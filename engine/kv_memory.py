@@ -1,0 +1,108 @@
+"""The memory that holds keys and values, in blocks of tokens.
+
+Block-major: one block is one contiguous region over all layers, so that a hand-over moves (or grants) one
+region per block whatever the depth of the model. Inside it, per layer and KV head, keys lie transposed
+`[head_dim, block_size]` (the lanes of a dot product over the head are tokens, so a score kernel reads them
+contiguously) and values lie `[block_size, head_dim]`.
+
+Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+LAYOUT_NAME = "block-major/k-transposed/1"
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What one block looks like. Two processes may share blocks only if their layouts are equal."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens a block."""
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1")
+
+    @property
+    def name(self) -> str:
+        """The arrangement inside a block; changes when its meaning changes."""
+        return LAYOUT_NAME
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """`(layers, 2 (keys, values), KV heads, head_dim * block_size)`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.head_dim * self.block_size)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+
+class KVMemory:
+    """`num_blocks` blocks of one layout over one writable buffer.
+
+    `data` is a tensor `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]` that aliases the
+    buffer. The buffer stays exported while this object lives: an mmap given here can be closed only after it.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, buffer: mmap.mmap | memoryview | None = None
+    ) -> None:
+        """Lay blocks over `buffer`, or over fresh zeroed memory of this process when there is none.
+
+        Raises ValueError if the buffer is read-only or smaller than the blocks need.
+        """
+        if num_blocks < 1:
+            raise ValueError("a KV memory needs at least one block")
+        size = layout.bytes_per_block * num_blocks
+        if buffer is None:
+            # An anonymous mapping is zeroed lazily by the kernel: a pool of gigabytes costs only what is
+            # touched.
+            buffer = mmap.mmap(-1, size)
+        view = memoryview(buffer).cast("B")
+        if view.readonly:
+            raise ValueError("the buffer of a KV memory must be writable")
+        if view.nbytes < size:
+            raise ValueError(f"the buffer holds {view.nbytes} bytes, {num_blocks} blocks need {size}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._bytes = view[:size]
+        flat = torch.frombuffer(self._bytes, dtype=layout.dtype)
+        self.data: torch.Tensor = flat.view(num_blocks, *layout.block_shape)
+
+    @property
+    def address(self) -> int:
+        """Where block 0 starts in this process."""
+        return self.data.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks together."""
+        return self._bytes.nbytes
+
+    def block_bytes(self, block: int) -> memoryview:
+        """The writable bytes of one block. Raises IndexError for a block that is not there."""
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} of {self.num_blocks}")
+        size = self.layout.bytes_per_block
+        return self._bytes[block * size : (block + 1) * size]
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Copy all layers of block `src` over block `dst` (the copy of copy-on-write)."""
+        self.block_bytes(dst)[:] = self.block_bytes(src)

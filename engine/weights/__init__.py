@@ -1,0 +1,23 @@
+"""A model's tensors under canonical names, whatever file they came from.
+
+`gguf.py` reads GGUF files (dequantised), `safetensors_folder.py` Hugging Face folders; both give the
+`Weights` of `canonical.py` and the `ModelShape` of engine/shape.py. The canonical form, with all matrices
+`[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging Face's order (the rotation
+pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cpp's interleaving):
+
+    Weights        embed [vocab, hidden], layers (one LayerWeights each), final_norm [hidden],
+                   head [vocab, hidden] or None when tied to embed
+    LayerWeights   input_norm [hidden],
+                   q [heads*head_dim, hidden], k and v [kv_heads*head_dim, hidden],
+                   q_bias, k_bias, v_bias or None, q_norm and k_norm [head_dim] or None,
+                   o [hidden, heads*head_dim], o_bias or None,
+                   post_norm [hidden],
+                   gate and up [intermediate, hidden], down [hidden, intermediate],
+                   gate_bias, up_bias, down_bias or None
+
+All tensors are contiguous, on the CPU, in the dtype that was asked for (norms too).
+"""
+
+from engine.weights.canonical import LayerWeights, Weights
+
+__all__ = ["LayerWeights", "Weights"]

@@ -1,0 +1,107 @@
+"""The canonical tensors of a decoder; the package's docstring has their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from engine.shape import ModelShape, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The tensors of one layer."""
+
+    input_norm: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    post_norm: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of a model."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor | None
+    """None: the output matrix is `embed`."""
+
+    def output_matrix(self) -> torch.Tensor:
+        """`[vocab, hidden]`: what turns the last hidden state into logits."""
+        return self.embed if self.head is None else self.head
+
+
+def layer_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a layer of `shape` has."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield "input_norm", (hidden,)
+    yield "q", (queries, hidden)
+    yield "k", (pairs, hidden)
+    yield "v", (pairs, hidden)
+    yield "o", (hidden, queries)
+    yield "post_norm", (hidden,)
+    yield "gate", (inner, hidden)
+    yield "up", (inner, hidden)
+    yield "down", (hidden, inner)
+    if shape.qkv_bias:
+        yield "q_bias", (queries,)
+        yield "k_bias", (pairs,)
+        yield "v_bias", (pairs,)
+    if shape.output_bias:
+        yield "o_bias", (hidden,)
+    if shape.qk_norm:
+        yield "q_norm", (shape.head_dim,)
+        yield "k_norm", (shape.head_dim,)
+    if shape.mlp_bias:
+        yield "gate_bias", (inner,)
+        yield "up_bias", (inner,)
+        yield "down_bias", (hidden,)
+
+
+def assemble(shape: ModelShape, read: Callable[[str], torch.Tensor]) -> Weights:
+    """Build `Weights` from a reader of canonical names: `embed`, `final_norm`, `head`, `layers.N.<field>`.
+
+    Raises UnsupportedModel if a tensor has another shape than `shape` says.
+    """
+
+    def checked(name: str, expected: tuple[int, ...]) -> torch.Tensor:
+        tensor = read(name)
+        if tuple(tensor.shape) != expected:
+            raise UnsupportedModel(
+                f"tensor {name} is {tuple(tensor.shape)}, the model's shape says {expected}"
+            )
+        return tensor.contiguous()
+
+    matrix = (shape.vocab_size, shape.hidden_size)
+    known = {field.name for field in fields(LayerWeights)}
+    layers = []
+    for layer in range(shape.num_layers):
+        tensors = {
+            name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape) if name in known
+        }
+        layers.append(LayerWeights(**tensors))
+    return Weights(
+        embed=checked("embed", matrix),
+        layers=tuple(layers),
+        final_norm=checked("final_norm", (shape.hidden_size,)),
+        head=None if shape.tied_embeddings else checked("head", matrix),
+    )
