@@ -1,0 +1,160 @@
+"""The key-value section of a GGUF file, every size checked before it is believed.
+
+Only the head of the file is touched: weights stay unread, so a 40 GB model costs what its vocabulary
+costs. The general reader of the `gguf` package makes one numpy view per array element and takes 1.8 s
+for a vocabulary of 49,000 tokens; this one takes about 40 ms.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Final
+
+from gateway import limits
+
+MAGIC: Final = b"GGUF"
+VERSIONS: Final = (2, 3)
+
+Scalar = int | float | bool | str
+Value = Scalar | list["Value"]
+
+_SCALARS: Final = {
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<B"),  # bool
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
+}
+_BOOL: Final = 7
+_STRING: Final = 8
+_ARRAY: Final = 9
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
+
+
+class MalformedGguf(ValueError):
+    """The file is not GGUF, or says something about itself that cannot be true."""
+
+
+def read_metadata(path: Path) -> dict[str, Value]:
+    """All metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
+    with path.open("rb") as file:
+        if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
+            raise MalformedGguf(f"{path.name}: too short for a GGUF file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            try:
+                return _Cursor(view).metadata()
+            except MalformedGguf as error:
+                raise MalformedGguf(f"{path.name}: {error}") from None
+
+
+class _Cursor:
+    """A position in the mapped file. Every advance is checked against the end of the file."""
+
+    def __init__(self, view: mmap.mmap) -> None:
+        self._view = view
+        self._end = len(view)
+        self._at = 0
+
+    def metadata(self) -> dict[str, Value]:
+        if self._take(len(MAGIC)) != MAGIC:
+            raise MalformedGguf("no GGUF magic")
+        version = self._unsigned(_U32)
+        if version not in VERSIONS:
+            raise MalformedGguf(f"version {version}, this build reads {VERSIONS}")
+        self._unsigned(_U64)  # tensor count
+        entries = self._unsigned(_U64)
+        if entries > limits.MAX_GGUF_METADATA_ENTRIES:
+            raise MalformedGguf(f"{entries} metadata entries")
+        found: dict[str, Value] = {}
+        for _ in range(entries):
+            key = self._key()
+            if key in found:
+                raise MalformedGguf(f"metadata key {key!r} twice")
+            found[key] = self._value(self._unsigned(_U32), depth=0)
+        return found
+
+    def _take(self, size: int) -> bytes:
+        if size > self._end - self._at:
+            raise MalformedGguf("ends inside its metadata")
+        taken = self._view[self._at : self._at + size]
+        self._at += size
+        return taken
+
+    def _unsigned(self, kind: struct.Struct) -> int:
+        value: int = kind.unpack(self._take(kind.size))[0]
+        return value
+
+    def _key(self) -> str:
+        size = self._unsigned(_U64)
+        if size > limits.MAX_GGUF_KEY_BYTES:
+            raise MalformedGguf(f"a metadata key of {size} bytes")
+        return _text(self._take(size))
+
+    def _value(self, kind: int, depth: int) -> Value:
+        if kind == _STRING:
+            return _text(self._take(self._unsigned(_U64)))
+        if kind == _ARRAY:
+            return self._array(depth)
+        scalar = _scalar(kind)
+        value: Scalar = scalar.unpack(self._take(scalar.size))[0]
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, depth: int) -> list[Value]:
+        if depth >= limits.MAX_GGUF_ARRAY_DEPTH:
+            raise MalformedGguf("arrays nested too deep")
+        kind = self._unsigned(_U32)
+        length = self._unsigned(_U64)
+        if length > limits.MAX_GGUF_ARRAY_LENGTH:
+            raise MalformedGguf(f"an array of {length} elements")
+        if kind == _STRING:
+            return self._strings(length)
+        if kind == _ARRAY:
+            return [self._array(depth + 1) for _ in range(length)]
+        scalar = _scalar(kind)
+        values = struct.unpack(f"<{length}{scalar.format[-1]}", self._take(length * scalar.size))
+        return [bool(value) for value in values] if kind == _BOOL else list(values)
+
+    def _strings(self, length: int) -> list[Value]:
+        """The hot loop: a vocabulary is 50,000 to 250,000 of these, its merges as many again."""
+        view, end, at = self._view, self._end, self._at
+        size_of, header = _U64.unpack_from, _U64.size
+        strings: list[Value] = []
+        try:
+            for _ in range(length):
+                (size,) = size_of(view, at)
+                at += header
+                if size > end - at:
+                    raise MalformedGguf("ends inside its metadata")
+                strings.append(str(view[at : at + size], "utf-8"))
+                at += size
+        except struct.error:
+            raise MalformedGguf("ends inside its metadata") from None
+        except UnicodeDecodeError:
+            raise MalformedGguf("a string is not UTF-8") from None
+        self._at = at
+        return strings
+
+
+def _scalar(kind: int) -> struct.Struct:
+    scalar = _SCALARS.get(kind)
+    if scalar is None:
+        raise MalformedGguf(f"unknown value type {kind}")
+    return scalar
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise MalformedGguf("a string is not UTF-8") from None
