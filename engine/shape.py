@@ -23,8 +23,8 @@ class RopeScaling:
     trained length and scales the attention (Peng et al. 2023).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
+    kind: Literal["linear", "llama3", "yarn", "factors"]
+    factor: float = 1.0
     original_context: int = 0
     """Tokens of context at training (llama3, yarn)."""
     low_freq_factor: float = 1.0
@@ -33,6 +33,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     """Multiplies cos and sin (yarn); None means 0.1 ln(factor) + 1."""
+    factors: tuple[float, ...] = ()
+    """A divisor for each pair of lanes (how GGUF files carry llama3 scaling)."""
     truncate: bool = True
     """Whether yarn rounds the borders of its blend to whole dimensions."""
 

@@ -1,6 +1,6 @@
 """A model's tensors under canonical names, whatever file they came from.
 
-`gguf.py` reads GGUF files (dequantised), `safetensors_folder.py` Hugging Face folders; both give the
+`gguf_file.py` reads GGUF files (dequantised), `safetensors_folder.py` Hugging Face folders; both give the
 `Weights` of `canonical.py` and the `ModelShape` of engine/shape.py. The canonical form, with all matrices
 `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging Face's order (the rotation
 pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cpp's interleaving):
@@ -18,6 +18,6 @@ pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cp
 All tensors are contiguous, on the CPU, in the dtype that was asked for (norms too).
 """
 
-from engine.weights.canonical import LayerWeights, Weights
+from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Weights
 
-__all__ = ["LayerWeights", "Weights"]
+__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Weights"]

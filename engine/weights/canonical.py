@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -49,6 +49,19 @@ class Weights:
         return self.embed if self.head is None else self.head
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a model's files hold."""
+
+    shape: ModelShape
+    weights: Weights
+    eos_token_ids: tuple[int, ...]
+
+
+class BadModelFile(ValueError):
+    """A file that is damaged, incomplete or not what it says it is."""
+
+
 def layer_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a layer of `shape` has."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -92,12 +105,9 @@ def assemble(shape: ModelShape, read: Callable[[str], torch.Tensor]) -> Weights:
         return tensor.contiguous()
 
     matrix = (shape.vocab_size, shape.hidden_size)
-    known = {field.name for field in fields(LayerWeights)}
     layers = []
     for layer in range(shape.num_layers):
-        tensors = {
-            name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape) if name in known
-        }
+        tensors = {name: checked(f"layers.{layer}.{name}", s) for name, s in layer_shapes(shape)}
         layers.append(LayerWeights(**tensors))
     return Weights(
         embed=checked("embed", matrix),

@@ -1,0 +1,179 @@
+"""Weights from a GGUF file (the format of llama.cpp), dequantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from engine.shape import ModelShape, RopeScaling, UnsupportedModel
+from engine.weights.canonical import BadModelFile, Checkpoint, assemble
+
+_MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+_LAYER_NAMES = {
+    "input_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "post_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "gate_bias": "ffn_gate.bias",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_INTERLEAVED = ("llama", "mistral")
+"""Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
+
+
+def read_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
+    """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        raise BadModelFile(f"{path.name} is not a sound GGUF file: {error}") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _check_extents(reader.tensors, path.stat().st_size)
+    metadata = _Metadata(reader.fields)
+    shape = _shape(metadata, tensors)
+
+    def read(name: str) -> torch.Tensor:
+        stored = _stored_name(name)
+        if stored not in tensors:
+            raise BadModelFile(f"tensor {stored} is missing")
+        return _canonical_order(name, _dequantised(tensors[stored]), shape).to(dtype)
+
+    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops = tuple(dict.fromkeys(int(token) for token in eos if token is not None))
+    return Checkpoint(shape, assemble(shape, read), stops)
+
+
+class _Metadata:
+    """Key-value pairs of the header, decoded when asked for (the token lists are long)."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def get(self, key: str) -> Any:
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+    def require(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise BadModelFile(f"metadata {key} is missing")
+        return value
+
+
+def _check_extents(tensors: list[Any], size: int) -> None:
+    """Every tensor lies inside the file and none over another."""
+    end = 0
+    for tensor in sorted(tensors, key=lambda t: int(t.data_offset)):
+        start = int(tensor.data_offset)
+        if start < end:
+            raise BadModelFile(f"tensor {tensor.name} overlaps another")
+        end = start + int(tensor.n_bytes)
+        if end > size or tensor.data.nbytes != tensor.n_bytes:
+            raise BadModelFile(f"tensor {tensor.name} reaches beyond the end of the file")
+
+
+def _shape(metadata: _Metadata, tensors: Mapping[str, Any]) -> ModelShape:
+    family = str(metadata.require("general.architecture"))
+    if family not in _FAMILIES:
+        raise UnsupportedModel(f"architecture {family!r}: supported are {', '.join(_FAMILIES)}")
+    if metadata.get(f"{family}.expert_count"):
+        raise UnsupportedModel("expert_count: mixtures of experts are not supported")
+
+    def number(key: str) -> int:
+        value = metadata.require(f"{family}.{key}")
+        if not isinstance(value, int):
+            raise UnsupportedModel(f"{family}.{key} is not one number")
+        return value
+
+    heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
+    width = metadata.get(f"{family}.attention.key_length") or hidden // heads
+    if metadata.get(f"{family}.attention.value_length") not in (None, width):
+        raise UnsupportedModel("keys and values of different length")
+    if metadata.get(f"{family}.rope.dimension_count") not in (None, width):
+        raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
+    window = metadata.get(f"{family}.attention.sliding_window")
+    if "token_embd.weight" not in tensors:
+        raise BadModelFile("tensor token_embd.weight is missing")
+    return ModelShape(
+        family=family,
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(metadata.get(f"{family}.attention.head_count_kv") or heads),
+        head_dim=int(width),
+        intermediate_size=number("feed_forward_length"),
+        rms_eps=float(metadata.require(f"{family}.attention.layer_norm_rms_epsilon")),
+        rope_theta=float(metadata.get(f"{family}.rope.freq_base") or 10000.0),
+        max_context=number("context_length"),
+        rope_scaling=_rope_scaling(metadata, family, tensors),
+        tied_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        windows=(int(window),) * layers if window else (),
+    )
+
+
+def _rope_scaling(metadata: _Metadata, family: str, tensors: Mapping[str, Any]) -> RopeScaling | None:
+    if _ROPE_FACTORS in tensors:
+        factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist()
+        return RopeScaling("factors", factors=tuple(factors))
+    kind = metadata.get(f"{family}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    factor = float(metadata.require(f"{family}.rope.scaling.factor"))
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    if kind == "yarn":
+        original = int(metadata.require(f"{family}.rope.scaling.original_context_length"))
+        return RopeScaling("yarn", factor, original)
+    raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear and yarn")
+
+
+def _stored_name(name: str) -> str:
+    if name in _MODEL_NAMES:
+        return _MODEL_NAMES[name]
+    _, layer, field = name.split(".")
+    return f"blk.{layer}.{_LAYER_NAMES[field]}"
+
+
+def _dequantised(tensor: Any) -> torch.Tensor:
+    try:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModel(f"tensor {tensor.name}: {error}") from error
+    # A float32 tensor comes back as a read-only view of the file.
+    return torch.from_numpy(np.array(values, dtype=np.float32, copy=not values.flags.writeable))
+
+
+def _canonical_order(name: str, tensor: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Undo llama.cpp's interleaving of the rotated rows; other tensors are as they should be."""
+    field = name.rsplit(".", 1)[-1]
+    if shape.family not in _INTERLEAVED or field not in ("q", "k", "q_bias", "k_bias"):
+        return tensor
+    heads = shape.num_heads if field.startswith("q") else shape.num_kv_heads
+    if tensor.shape[0] != heads * shape.head_dim:
+        raise BadModelFile(f"tensor {_stored_name(name)} is {tuple(tensor.shape)}")
+    pairs = tensor.reshape(heads, shape.head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

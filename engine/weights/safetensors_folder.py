@@ -1,0 +1,111 @@
+"""Weights from a Hugging Face folder: config.json and one or more safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.shape import UnsupportedModel
+from engine.weights.canonical import BadModelFile, Checkpoint, assemble
+from engine.weights.hf_config import eos_ids, read_config, shape_from_config
+
+_MODEL_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+
+
+def read_folder(folder: Path, dtype: torch.dtype) -> Checkpoint:
+    """Read a model folder. Raises UnsupportedModel or BadModelFile; only safetensors are read, never a
+    pickle.
+    """
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        raise UnsupportedModel("quantization_config: quantised checkpoints are not read")
+    tensors = _TensorFiles(folder)
+    tied = bool(config.get("tie_word_embeddings")) or not tensors.has(_MODEL_NAMES["head"])
+    shape = shape_from_config(config, tied=tied)
+
+    def read(name: str) -> torch.Tensor:
+        return tensors.read(_stored_name(name)).to(dtype)
+
+    eos = eos_ids(_json_object(folder / "generation_config.json"), config)
+    return Checkpoint(shape, assemble(shape, read), eos)
+
+
+def _stored_name(name: str) -> str:
+    if name in _MODEL_NAMES:
+        return _MODEL_NAMES[name]
+    _, layer, field = name.split(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
+
+
+class _TensorFiles:
+    """All tensors of a folder by name, each read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            try:
+                handle: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise BadModelFile(f"{path.name}: {error}") from error
+            self._files |= dict.fromkeys(handle.keys(), handle)
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise BadModelFile(f"tensor {name} is missing")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    names = set(_json_object(index).get("weight_map", {}).values())
+    for name in names:
+        # A name with a separator could reach outside of the folder.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadModelFile("the weight index names a file outside of its folder")
+    return [folder / name for name in sorted(names)]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadModelFile(f"{path.name}: {error}") from error
+    if not isinstance(value, dict):
+        raise BadModelFile(f"{path.name} is not an object")
+    return value

@@ -1,0 +1,76 @@
+"""Attention over keys and values that lie in blocks, and the write that puts them there.
+
+`blocks` is a whole KV memory `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`: keys as
+`[head_dim, block_size]` (transposed), values as `[block_size, head_dim]`. Position p of a sequence lies in
+block `table[p // block_size]`, lane `p % block_size`. Both functions work in place on any subset of blocks in
+any order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv(
+    blocks: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    start: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Store `keys` and `values [tokens, kv_heads, head_dim]` of positions `start, start + 1, ...` of one
+    sequence.
+
+    `table` is int64 and covers the last position.
+    """
+    tokens, kv_heads, head_dim = keys.shape
+    block_size = blocks.shape[-1] // head_dim
+    positions = torch.arange(start, start + tokens)
+    ids, lanes = table[positions // block_size], positions % block_size
+    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys
+    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values
+
+
+def paged_attention(
+    query: torch.Tensor,
+    blocks: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    start: int,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...` of one
+    sequence.
+
+    Every query head h reads KV head `h // (heads / kv_heads)`; keys and values of all positions up to the
+    last query are in `blocks` already. With a `window`, a token sees that many last tokens, itself included.
+    Scores and sums are float32. Returns `[tokens, heads, head_dim]`.
+    """
+    tokens, heads, head_dim = query.shape
+    kv_heads = blocks.shape[-2]
+    block_size = blocks.shape[-1] // head_dim
+    end = start + tokens
+    first_block = 0 if window is None else max(0, start - window + 1) // block_size
+    ids = table[first_block : -(-end // block_size)]
+    first = first_block * block_size
+    count = end - first
+    keys = blocks[ids, layer, 0].view(-1, kv_heads, head_dim, block_size)
+    keys = keys.permute(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)[..., :count].float()
+    values = blocks[ids, layer, 1].view(-1, kv_heads, block_size, head_dim)
+    values = values.permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :count].float()
+
+    group = heads // kv_heads
+    grouped = query.float().view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = grouped.reshape(kv_heads, group * tokens, head_dim) @ keys
+    scores = scores.view(kv_heads, group, tokens, count) * head_dim**-0.5
+    if tokens > 1 or window is not None:
+        at = torch.arange(start, end).unsqueeze(1)
+        seen = torch.arange(first, end).unsqueeze(0)
+        hidden = seen > at
+        if window is not None:
+            hidden |= seen <= at - window
+        scores.masked_fill_(hidden, -torch.inf)
+    weights = torch.softmax(scores, dim=-1).view(kv_heads, group * tokens, count)
+    mixed = (weights @ values).view(kv_heads, group, tokens, head_dim)
+    return mixed.permute(2, 0, 1, 3).reshape(tokens, heads, head_dim).to(query.dtype)

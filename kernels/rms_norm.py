@@ -1,0 +1,15 @@
+"""Root mean square normalisation (Zhang and Sennrich 2019)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x [..., n]` divided by its root mean square over n, times `weight [n]`.
+
+    The mean is taken in float32 whatever the dtype: squares of bfloat16 have three significant digits.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
