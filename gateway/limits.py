@@ -16,7 +16,6 @@ INLINE_PARSE_BYTES: Final = 4 * 1024
 
 # --- names and labels ----------------------------------------------------------------------------
 MAX_REQUEST_ID_CHARS: Final = 128
-MAX_MODEL_NAME_CHARS: Final = 256  # longer names are unknown by definition
 MAX_SALT_BYTES: Final = 256
 MAX_SESSION_ID_BYTES: Final = 256
 
@@ -35,7 +34,7 @@ MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; larger is a wrong
 GREEDY_BELOW_TEMPERATURE: Final = 1e-5
 MAX_TEMPERATURE: Final = 100.0
 MAX_PENALTY: Final = 2.0  # frequency and presence, either sign (the range of the OpenAI API)
-MIN_REPETITION_PENALTY: Final = 0.01  # a divisor of logits: near 0 they overflow
+MIN_REPETITION_PENALTY: Final = 1 / 64  # a divisor of logits: near 0 they overflow (exact in float32)
 MAX_REPETITION_PENALTY: Final = 100.0
 MAX_N: Final = 1  # this build decodes one output per request
 

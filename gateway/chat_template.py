@@ -1,0 +1,173 @@
+"""The model's chat template: messages in, control tokens and plain text out.
+
+Templates are Jinja2 programs that come with the model, so they are the operator's and not a caller's. They
+still run in Jinja's sandbox (no attributes that lead out, nothing mutable is changed, ``range`` is bounded)
+with a cap on the size of what they write and on the time between two writes. What a caller controls is the
+text of the messages, their number and their roles; the first passes through defused
+(`gateway.control_tokens`), the other two are bounded by `gateway.limits`.
+
+The environment is that of transformers' ``apply_chat_template`` (``utils/chat_template_utils.py``): same
+white-space rules, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, loop controls and
+the ``generation`` block.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway import limits
+from gateway.control_tokens import ControlToken, ControlTokens
+
+
+class UnusableTemplate(ValueError):
+    """The model's chat template is too large or no valid Jinja2."""
+
+
+class RenderRefused(Exception):
+    """The template raised, or wrote too much or for too long. Its text is the reason, without any content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. ``name`` is empty when the caller gave none."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+class ChatTemplate:
+    """A compiled template. Rendering keeps no state, so one object serves all requests."""
+
+    def __init__(
+        self,
+        source: str,
+        control_tokens: ControlTokens,
+        names: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """
+        Args:
+            source: Jinja2 text.
+            control_tokens: of the model's tokenizer.
+            names: special tokens that the template may name (``bos_token``, ``eos_token``, …).
+            now: for templates that write today's date.
+        """
+        if len(source) > limits.MAX_TEMPLATE_BYTES:
+            raise UnusableTemplate(f"the chat template has {len(source)} characters")
+        self._control_tokens = control_tokens
+        self._names = dict(names)
+        environment = _environment(now)
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
+        self._variables = frozenset(meta.find_undeclared_variables(tree))
+        self._keys = _keys(tree)
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether the template looks at a top-level variable (a template keyword argument)."""
+        return name in self._variables
+
+    def reads_key(self, name: str) -> bool:
+        """Whether the template looks at ``x.name`` or ``x['name']`` of anything, such as a message."""
+        return name in self._keys
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> tuple[ControlToken | str, ...]:
+        """The prompt as control tokens and plain text, for `Tokenizer.encode_parts`.
+
+        Raises `RenderRefused`.
+        """
+        context = {
+            **self._names,
+            "tools": None,
+            "documents": None,
+            **(kwargs or {}),
+            "messages": [self._defused(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._control_tokens.split(self._write(context))
+
+    def _defused(self, message: Message) -> dict[str, str]:
+        fields = {"role": message.role, "content": self._control_tokens.defuse(message.content)}
+        return fields | ({"name": message.name} if message.name else {})
+
+    def _write(self, context: Mapping[str, object]) -> str:
+        written: list[str] = []
+        size = 0
+        stop_at = time.monotonic() + limits.MAX_RENDER_SECONDS
+        try:
+            for piece in self._template.generate(context):
+                written.append(piece)
+                size += len(piece)
+                if size > limits.MAX_RENDERED_CHARS or time.monotonic() > stop_at:
+                    raise RenderRefused("it writes too much")
+        # By the template on purpose, by the sandbox, or by an operation on a message it did not expect.
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise RenderRefused("it does not accept these messages") from error
+        except (RecursionError, MemoryError) as error:
+            raise RenderRefused("it writes too much") from error
+        return "".join(written)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _keys(tree: nodes.Template) -> frozenset[str]:
+    attributes = {found.attr for found in tree.find_all(nodes.Getattr)}
+    items = {
+        found.arg.value
+        for found in tree.find_all(nodes.Getitem)
+        if isinstance(found.arg, nodes.Const) and isinstance(found.arg.value, str)
+    }
+    return frozenset(attributes | items)
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks what to train on; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it as an instance attribute)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,59 @@
+"""Fields of the protocol that this build does not implement.
+
+A request that sets one is refused by name: ignoring it would answer a question that nobody asked. A field
+set to the value it has when absent (``n`` of 1, ``echo_prompt`` false) asks for nothing and passes.
+"""
+
+from __future__ import annotations
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from runtime.errors import InvalidParameter, UnsupportedFeature
+
+
+def refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raises `UnsupportedFeature` for the first such field, `InvalidParameter` for a count of 0."""
+    _refuse_counts(request.sampling)
+    for field, is_set in _simple(request).items():
+        if is_set:
+            raise UnsupportedFeature(field)
+    constraint = request.structured_output.WhichOneof("constraint")
+    if request.HasField("structured_output"):
+        raise UnsupportedFeature(f"structured_output.{constraint}" if constraint else "structured_output")
+
+
+def refuse_unsupported_chat(chat: pb.ChatPrompt) -> None:
+    """Tools and tool turns, in prompts of any request."""
+    if chat.tools:
+        raise UnsupportedFeature("chat.tools")
+    for index, message in enumerate(chat.messages):
+        if message.tool_calls:
+            raise UnsupportedFeature(f"chat.messages[{index}].tool_calls")
+        if message.tool_call_id:
+            raise UnsupportedFeature(f"chat.messages[{index}].tool_call_id")
+
+
+def _refuse_counts(params: pb.SamplingParams) -> None:
+    for field, count in (("n", params.n), ("best_of", params.best_of)):
+        if not params.HasField(field):
+            continue
+        if count == 0:
+            raise InvalidParameter(f"sampling.{field}", "must be at least 1")
+        if count > limits.MAX_N:
+            raise UnsupportedFeature(f"sampling.{field}", f"this server supports at most {limits.MAX_N}")
+
+
+def _simple(request: pb.GenerateRequest) -> dict[str, bool]:
+    params, response = request.sampling, request.response
+    return {
+        "sampling.beam_width": params.HasField("beam_width"),
+        "sampling.logit_bias": bool(params.logit_bias),
+        "sampling.allowed_token_ids": bool(params.allowed_token_ids),
+        "sampling.bad_words": bool(params.bad_words),
+        "response.logprobs": response.HasField("logprobs"),
+        "response.prompt_logprobs": response.HasField("prompt_logprobs"),
+        "response.echo_prompt": response.echo_prompt,
+        "lora": bool(request.lora),
+        "resume_token": bool(request.resume_token),
+        "received_token_ids": bool(request.received_token_ids),
+    }
