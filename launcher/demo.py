@@ -1,0 +1,55 @@
+"""`diptych demo`: start everything, one answer, where its time went, stop everything."""
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from diptych.client import AsyncClient, CallFailed, chat
+from launcher.ask import timing_table
+from launcher.child import ChildFailed
+from launcher.progress import Progress
+from launcher.serve import report_failure
+from launcher.stack import StackOptions
+from launcher.up import run_until_signal, running_stack
+from launcher.valkey import ValkeyMissing
+
+_MAX_TOKENS = 64
+_TIMEOUT_S = 120.0
+
+
+def run_demo(prompt: str, options: StackOptions, *, verbose: bool) -> int:
+    """Exit status 0 when an answer came."""
+    console = Console(stderr=True)
+    progress = Progress(console, lines=verbose)
+    try:
+        return run_until_signal(_demo(prompt, options, console, progress))
+    except (ChildFailed, ValkeyMissing) as error:
+        progress.close()
+        report_failure(console, error, lines=not verbose)
+    except (CallFailed, TimeoutError) as error:
+        console.out(error, style="red", highlight=False)
+    return 1
+
+
+async def _demo(prompt: str, options: StackOptions, console: Console, progress: Progress) -> int:
+    try:
+        async with running_stack(options, progress) as stack:
+            progress.close()
+            async with asyncio.timeout(_TIMEOUT_S), AsyncClient(stack.address) as client:
+                await _show_answer(client, prompt, console)
+    finally:
+        progress.close()
+    console.print("[dim]everything is stopped[/]")
+    return 0
+
+
+async def _show_answer(client: AsyncClient, prompt: str, console: Console) -> None:
+    console.out(f"\n{prompt}", style="bold", highlight=False)
+    async for chunk in client.stream(chat(prompt), max_tokens=_MAX_TOKENS, temperature=0.0):
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        if chunk.timings is not None:
+            sys.stdout.write("\n\n")
+            sys.stdout.flush()
+            console.print(timing_table(chunk.timings, chunk.usage))

@@ -1,0 +1,71 @@
+"""What a person sees of the processes: who is loading and for how long, who serves, who ended and why."""
+
+import time
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
+
+
+class Progress:
+    """Prints events; on a terminal a line below them moves while something is loading.
+
+    `lines`: whether to show what the processes write.
+    """
+
+    def __init__(self, console: Console, *, lines: bool) -> None:
+        self._console = console
+        self._lines = lines
+        self._loading: dict[str, float] = {}
+        self._live: Live | None = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Loading(name):
+                self._loading[name] = time.monotonic()
+            case Serving(name, seconds):
+                self._loading.pop(name, None)
+                self._say(f"[green]●[/] {name} is ready [dim]({seconds:.1f} s)[/]")
+            case Ended(name, reason, restart_in_s):
+                self._loading.pop(name, None)
+                self._say(f"[red]●[/] {name} ended: {reason}; starts again in {restart_in_s:.1f} s")
+            case Wrote(name, line) if self._lines:
+                self._console.print(Text.assemble((f"{name:>10} │ ", "dim"), line), soft_wrap=True)
+            case Wrote():
+                pass
+        self._show()
+
+    def close(self) -> None:
+        """Takes the moving line away."""
+        self._loading.clear()
+        self._show()
+
+    def _say(self, markup: str) -> None:
+        self._console.print(markup, highlight=False, soft_wrap=True)
+
+    def _show(self) -> None:
+        if self._loading and self._live is None and self._console.is_terminal:
+            self._live = Live(
+                _LoadingLine(self._loading), console=self._console, transient=True, refresh_per_second=10
+            )
+            self._live.start()
+        elif not self._loading and self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class _LoadingLine:
+    """`⠋ loading gateway 1.2 s, decode-0 1.2 s`, drawn anew ten times a second."""
+
+    def __init__(self, since: dict[str, float]) -> None:
+        self._since = since
+        self._spinner = Spinner("dots")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        now = time.monotonic()
+        names = ", ".join(f"{name} {now - born:.1f} s" for name, born in list(self._since.items()))
+        self._spinner.update(text=f"loading {names}")
+        yield self._spinner

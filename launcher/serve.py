@@ -1,0 +1,58 @@
+"""The foreground of `diptych up`: start, say where it serves, wait for the end."""
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.child import ChildFailed
+from launcher.progress import Progress
+from launcher.stack import StackOptions
+from launcher.up import Stack, run_until_signal, running_stack
+from launcher.valkey import ValkeyMissing
+
+
+def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool) -> int:
+    """Runs until a signal comes. Exit status 1 when something did not start."""
+    console = Console(stderr=True)
+    progress = Progress(console, lines=True)
+    try:
+        return run_until_signal(_serve(options, console, progress, ready_file, show_secrets))
+    except (ChildFailed, ValkeyMissing) as error:
+        progress.close()
+        report_failure(console, error, lines=False)  # they were shown as they came
+        return 1
+
+
+async def _serve(
+    options: StackOptions, console: Console, progress: Progress, ready_file: Path | None, show_secrets: bool
+) -> int:
+    try:
+        async with running_stack(options, progress, ready_file=ready_file) as stack:
+            _welcome(console, stack, show_secrets)
+            await asyncio.Event().wait()  # until cancelled
+            return 0
+    finally:
+        progress.close()
+
+
+def report_failure(console: Console, error: ChildFailed | ValkeyMissing, *, lines: bool) -> None:
+    """Says what did not start, and with `lines` the last words of it."""
+    console.out(error, style="red", highlight=False)
+    if lines and isinstance(error, ChildFailed):
+        for line in error.last_lines:
+            console.out(f"  {line}", highlight=False)
+
+
+def _welcome(console: Console, stack: Stack, show_secrets: bool) -> None:
+    def say(markup: str) -> None:
+        console.print(markup, highlight=False, soft_wrap=True)
+
+    say(f"[bold green]Diptych serves[/]  gRPC {stack.address}   HTTP {stack.http_url}/metrics")
+    say(f'  diptych generate "What is the capital of France?" --stream --timings --address {stack.address}')
+    if show_secrets:
+        say("  another gateway joins with:")
+        for name, value in stack.shared.environment().items():
+            say(f"    export {name}={value}")
+        say("    diptych gateway --grpc-port 0 --http-port 0")
+    say("  Ctrl-C stops everything")

@@ -1,0 +1,153 @@
+"""Which processes make up Diptych on one machine, and with which flags."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from launcher.child import ChildSpec, Slot
+from launcher.thread_plan import split_cores
+
+_MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+ROLES = tuple(_MODULES)
+
+# What `diptych up` decides itself: two owners of one flag would be a riddle.
+_OWNED_FLAGS = frozenset(
+    {"grpc-port", "http-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"}
+)
+
+
+class BadOverride(ValueError):
+    """A --set that names no role, no flag, or a flag that the launcher owns."""
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What to run. Ports may be 0 (any free one); None leaves a setting to the program's own default."""
+
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    model: str = "bundled"
+    model_name: str | None = None
+    dtype: str = "auto"
+    host: str = "127.0.0.1"
+    grpc_port: int = 0
+    http_port: int = 0
+    insecure: bool = False
+    redis_url: str | None = None
+    secret: str | None = None
+    prefill_threads: int | None = None
+    decode_threads: int | None = None
+    block_size: int | None = None
+    prefill_chunk: int | None = None
+    kv_memory_mib: int | None = None
+    kv_blocks: int | None = None
+    transport: str | None = None
+    log_level: str = "info"
+    overrides: tuple[tuple[str, str, str], ...] = ()
+    """(role, flag, value): any other flag of a program."""
+
+
+@dataclass(frozen=True)
+class SharedSecrets:
+    """What processes must share to be one system; given by environment, never by command line."""
+
+    redis_url: str
+    block_secret: str = field(repr=False)
+
+    def environment(self) -> Mapping[str, str]:
+        return {"DIPTYCH_REDIS_URL": self.redis_url, "DIPTYCH_SECRET": self.block_secret}
+
+
+def parse_override(text: str) -> tuple[str, str, str]:
+    """Reads ROLE.FLAG=VALUE, such as decode.max-batch=8. Raises BadOverride."""
+    target, equals, value = text.partition("=")
+    role, dot, flag = target.partition(".")
+    flag = flag.removeprefix("--").replace("_", "-")
+    if not (equals and dot and flag) or role not in _MODULES:
+        raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
+    if flag in _OWNED_FLAGS:
+        raise BadOverride(f"--{flag} is chosen by the launcher")
+    return role, flag, value
+
+
+def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
+    """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
+    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    gateway = _spec(
+        "gateway",
+        "gateway",
+        options,
+        shared,
+        {"host": options.host, "insecure": options.insecure or None},
+        grpc_port=options.grpc_port,
+        http_port=options.http_port,
+    )
+    prefill = [
+        _spec(
+            f"prefill-{index}",
+            "prefill",
+            options,
+            shared,
+            {
+                "threads": options.prefill_threads or threads,
+                "prefill-chunk": options.prefill_chunk,
+                "transport": options.transport,
+            },
+        )
+        for index, threads in enumerate(plan.prefill)
+    ]
+    decode = [
+        _spec(
+            f"decode-{index}",
+            "decode",
+            options,
+            shared,
+            {
+                "threads": options.decode_threads or threads,
+                "kv-memory-mib": options.kv_memory_mib,
+                "kv-blocks": options.kv_blocks,
+                "transport": options.transport,
+            },
+        )
+        for index, threads in enumerate(plan.decode)
+    ]
+    return [gateway, *decode, *prefill]
+
+
+def _spec(
+    name: str,
+    role: str,
+    options: StackOptions,
+    shared: SharedSecrets,
+    own: Mapping[str, object],
+    *,
+    grpc_port: int = 0,
+    http_port: int = 0,
+) -> ChildSpec:
+    flags: dict[str, object] = {
+        "model": options.model,
+        "model-name": options.model_name,
+        "dtype": options.dtype,
+        "block-size": options.block_size,
+        "log-level": options.log_level,
+        **own,
+        **{flag: value for target, flag, value in options.overrides if target == role},
+    }
+    argv: list[str | Slot] = [sys.executable, "-m", _MODULES[role]]
+    for flag, value in flags.items():
+        if value is True:
+            argv.append(f"--{flag}")
+        elif value is not None:
+            argv += [f"--{flag}", str(value)]
+    for flag in ("grpc-port", "http-port", "ready-fd", "death-fd"):
+        argv += [f"--{flag}", Slot(flag.replace("-", "_"))]
+    return ChildSpec(
+        name=name,
+        role=role,
+        argv=tuple(argv),
+        env=shared.environment(),
+        values={"grpc_port": grpc_port, "http_port": http_port},
+        # A gateway is known by its address; workers are found through the directory, and a new port
+        # makes sure that nobody takes the new process for the old one.
+        keep=("grpc_port", "http_port") if role == "gateway" else (),
+    )

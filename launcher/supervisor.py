@@ -1,0 +1,232 @@
+"""Starts processes, keeps them running, and ends them all.
+
+The life of a supervised process:
+
+    start -> LOADING -ready-> SERVING -ended-> WAITING -backoff-> LOADING …
+                \\_ended or silent: the first time the start fails, later it counts as one more failure
+
+`stop` ends them by role, front door first: SIGTERM, a grace period, SIGKILL. Should this process be
+killed itself, the death pipe and the kernel's parent-death signal end all the others.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.child import Announcement, Child, ChildFailed, ChildSpec, describe
+from launcher.restart import RestartPolicy
+
+_KEPT_LINES = 40
+_LAST_WORDS_S = 1.0  # a process's own child may hold its output open for ever
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A process was started and is not ready yet."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A process announced itself, `seconds` after its start."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process ended unasked, or never became ready; it starts again in `restart_in_s` seconds."""
+
+    name: str
+    reason: str
+    restart_in_s: float
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """A process wrote a line."""
+
+    name: str
+    line: str
+
+
+Event = Loading | Serving | Ended | Wrote
+
+
+@dataclass
+class _Kept:
+    spec: ChildSpec
+    child: Child | None = None
+    announced: Announcement | None = None
+    restarts: int = 0
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    keeper: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A supervised process as it is now; `announced` is None while it is not serving."""
+
+    name: str
+    role: str
+    pid: int | None
+    announced: Announcement | None
+    restarts: int
+
+
+class Supervisor:
+    """Owns processes. To be used from the main thread: the parent-death signal follows the thread.
+
+    `observe` is called for every event, on the event loop; `ready_timeout_s` bounds the time from a
+    start to the ready line, `grace_s` that from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self,
+        observe: Callable[[Event], None],
+        *,
+        policy: RestartPolicy | None = None,
+        ready_timeout_s: float = 300.0,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._observe = observe
+        self._policy = policy or RestartPolicy()
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
+        self._kept: dict[str, _Kept] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        # Children inherit the read end alone: the write end closes with this process, however it ends.
+        self._death_read, self._death_write = os.pipe()
+
+    async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
+        """Starts processes at once and waits until all serve. Raises ChildFailed for the first that does not.
+
+        After a failure the others are left as they are: the caller is to stop them all.
+        """
+        starts = [asyncio.ensure_future(self._first_start(spec)) for spec in specs]
+        try:
+            return list(await asyncio.gather(*starts))
+        finally:
+            await _cancel(starts)
+
+    def running(self) -> list[Running]:
+        """All processes, in the order of their start."""
+        return [
+            Running(
+                kept.spec.name,
+                kept.spec.role,
+                kept.child.pid if kept.child is not None and kept.child.alive else None,
+                kept.announced,
+                kept.restarts,
+            )
+            for kept in self._kept.values()
+        ]
+
+    async def stop(self, roles: Sequence[str] = ()) -> None:
+        """Ends every process: those of `roles` first, one role after the other, then the rest together."""
+        self._stopping = True
+        await _cancel(kept.keeper for kept in self._kept.values() if kept.keeper is not None)
+        for role in roles:
+            await self._end([kept for kept in self._kept.values() if kept.spec.role == role])
+        await self._end(list(self._kept.values()))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            await _cancel(self._tasks)
+        for fd in (self._death_read, self._death_write):
+            os.close(fd)
+
+    def kill(self) -> None:
+        """Ends every process at once, without grace. `stop` is still to be awaited."""
+        for kept in self._kept.values():
+            if kept.child is not None:
+                kept.child.send(signal.SIGKILL)
+
+    async def _first_start(self, spec: ChildSpec) -> Announcement:
+        kept = self._kept[spec.name] = _Kept(spec)
+        born = time.monotonic()
+        try:
+            announced = await self._launch(kept)
+        except ChildFailed:
+            del self._kept[spec.name]
+            raise
+        kept.keeper = asyncio.create_task(self._keep(kept, born), name=f"keep {spec.name}")
+        return announced
+
+    async def _keep(self, kept: _Kept, born: float) -> None:
+        """Waits for the end of a serving process and starts it again, for ever."""
+        failures = 0
+        reason = await self._end_of(kept)
+        while True:
+            failures = self._policy.failures(failures, time.monotonic() - born)
+            delay_s = self._policy.delay_s(failures)
+            self._observe(Ended(kept.spec.name, reason, delay_s))
+            await asyncio.sleep(delay_s)
+            born = time.monotonic()
+            kept.restarts += 1
+            try:
+                await self._launch(kept)
+                reason = await self._end_of(kept)
+            except ChildFailed as failure:
+                reason = failure.reason
+
+    async def _end_of(self, kept: _Kept) -> str:
+        if kept.child is None or kept.announced is None:
+            raise RuntimeError(f"{kept.spec.name} is not serving")
+        status = await kept.child.exited()
+        kept.spec = kept.spec.restarted(kept.announced)
+        kept.announced = None
+        return describe(status)
+
+    async def _launch(self, kept: _Kept) -> Announcement:
+        """One start, up to the ready line. Leaves no process behind when it raises."""
+        born = time.monotonic()
+        self._observe(Loading(kept.spec.name))
+        try:
+            child = Child.start(kept.spec, self._death_read)
+        except OSError as error:
+            raise ChildFailed(kept.spec.name, f"cannot be started: {error}") from error
+        kept.child = child
+        lines = asyncio.create_task(child.lines(lambda line: self._wrote(kept, line)))
+        self._tasks.add(lines)
+        lines.add_done_callback(self._tasks.discard)
+        try:
+            kept.announced = await child.ready(self._ready_timeout_s)
+        except ChildFailed as failure:
+            child.send(signal.SIGKILL)
+            await child.exited()
+            await asyncio.wait({lines}, timeout=_LAST_WORDS_S)  # they explain the failure
+            raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
+        self._observe(Serving(kept.spec.name, time.monotonic() - born))
+        return kept.announced
+
+    def _wrote(self, kept: _Kept, line: str) -> None:
+        kept.last_lines.append(line)
+        self._observe(Wrote(kept.spec.name, line))
+
+    async def _end(self, kept: Sequence[_Kept]) -> None:
+        living = [one.child for one in kept if one.child is not None and one.child.alive]
+        if not living:
+            return
+        for child in living:
+            child.send(signal.SIGTERM)
+        ends = [asyncio.ensure_future(child.exited()) for child in living]
+        _, late = await asyncio.wait(ends, timeout=self._grace_s)
+        for child in living:
+            child.send(signal.SIGKILL)
+        if late:
+            await asyncio.wait(late)
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    pending = list(tasks)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,30 @@
+"""How many compute threads each worker gets."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads of each prefill and each decode worker, in the order of their names."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (its CPU affinity, not the machine's count)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:
+    """Deals the cores out, one after the other, prefill first (it is bound by arithmetic); at least one each.
+
+    Workers that shared cores would wait for one another inside every layer: their threads meet at
+    barriers, and a barrier is as late as its latest thread.
+    """
+    workers = prefill_workers + decode_workers
+    shares = [max(1, cores // workers + (1 if index < cores % workers else 0)) for index in range(workers)]
+    return ThreadPlan(tuple(shares[:prefill_workers]), tuple(shares[prefill_workers:]))

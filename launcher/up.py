@@ -1,0 +1,131 @@
+"""`diptych up`: the whole system on this machine, from start to stop."""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.child import ChildFailed
+from launcher.probe import http_status
+from launcher.ready_file import ReadyFile
+from launcher.stack import SharedSecrets, StackOptions, program_specs
+from launcher.supervisor import Ended, Event, Serving, Supervisor
+from launcher.thread_plan import usable_cores
+from launcher.valkey import start_valkey
+
+STOP_ORDER = ("gateway", "prefill", "decode")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ROUTABLE_TIMEOUT_S = 30.0
+_ROUTABLE_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running system: where to reach it, and what another gateway needs to join it."""
+
+    supervisor: Supervisor
+    shared: SharedSecrets
+    host: str
+    grpc_port: int
+    http_port: int
+
+    @property
+    def address(self) -> str:
+        """host:port of the public gRPC API."""
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.host}:{self.http_port}"
+
+
+@asynccontextmanager
+async def running_stack(
+    options: StackOptions,
+    observe: Callable[[Event], None],
+    *,
+    ready_file: Path | None = None,
+    ready_timeout_s: float = 300.0,
+    grace_s: float = 10.0,
+) -> AsyncIterator[Stack]:
+    """Starts everything, yields once the gateway can route a request, and stops everything at exit.
+
+    Raises ChildFailed when a process does not start (no process is left then), ValkeyMissing when there
+    is neither a redis_url nor a bundled server. `ready_file` is kept current while the system runs.
+    """
+    file = ReadyFile(ready_file) if ready_file is not None else None
+    stack: Stack | None = None
+
+    def relay(event: Event) -> None:
+        observe(event)
+        if file is not None and stack is not None and isinstance(event, (Ended, Serving)):
+            # The supervisor's own record is complete only when this call has returned.
+            asyncio.get_running_loop().call_soon(file.write, stack.shared, supervisor.running())
+
+    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=grace_s)
+    try:
+        redis_url = options.redis_url or (await start_valkey(supervisor)).url
+        shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
+        announced = await supervisor.start(program_specs(options, shared, usable_cores()))
+        gateway = announced[0]
+        stack = Stack(
+            supervisor,
+            shared,
+            _reachable(options.host),
+            int(gateway["grpc_port"]),
+            int(gateway["http_port"]),
+        )
+        await _routable(stack)
+        if file is not None:
+            file.write(shared, supervisor.running())
+        yield stack
+    finally:
+        if file is not None:
+            file.remove()
+        await _stop(supervisor)
+
+
+async def _routable(stack: Stack) -> None:
+    """Waits until the gateway has found its workers. Raises ChildFailed when it does not."""
+    deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
+    while await http_status(stack.host, stack.http_port, "/ready") != 200:
+        if time.monotonic() > deadline:
+            raise ChildFailed("gateway", f"found no workers within {_ROUTABLE_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(_ROUTABLE_PAUSE_S)
+
+
+async def _stop(supervisor: Supervisor) -> None:
+    """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
+    loop = asyncio.get_running_loop()
+    for signum in _SIGNALS:
+        loop.add_signal_handler(signum, supervisor.kill)
+    try:
+        await asyncio.shield(supervisor.stop(STOP_ORDER))
+    finally:
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
+    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it (status 0)."""
+
+    async def cancellable() -> int:
+        task = asyncio.ensure_future(main)
+        for signum in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 0
+
+    return asyncio.run(cancellable())
+
+
+def _reachable(host: str) -> str:
+    """An address to reach a server that listens on every one."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
