@@ -11,7 +11,7 @@ AsyncClient is the same with `await` and `async for`. Needs grpcio and protobuf,
 Every call raises CallFailed; leaving a stream early cancels the request on the server.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -93,8 +93,8 @@ class Client:
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
-    ) -> Iterator[Chunk]:
-        """The answer piece by piece."""
+    ) -> Generator[Chunk, None, None]:
+        """The answer piece by piece. Who leaves the loop early may `close()` it to cancel at once."""
         request = build_request(prompt, self.model, options)
         call = self._stub.StreamGenerate(request, timeout=timeout_s)
         try:
@@ -157,7 +157,7 @@ class AsyncClient:
 
     async def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """The answer piece by piece. Who leaves the loop early closes it with contextlib.aclosing."""
         request = build_request(prompt, await self.model(), options)
         call = self._stub.StreamGenerate(request, timeout=timeout_s)

@@ -51,7 +51,7 @@ class StackOptions:
 class SharedSecrets:
     """What processes must share to be one system; given by environment, never by command line."""
 
-    redis_url: str
+    redis_url: str = field(repr=False)
     block_secret: str = field(repr=False)
 
     def environment(self) -> Mapping[str, str]:

