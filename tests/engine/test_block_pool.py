@@ -159,7 +159,7 @@ def test_quarantine_counts_apart_and_refuses_shared_blocks() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences come, share prefixes, fork, write, are quarantined and go; a plain model says what must be."""
+    """Sequences come, share prefixes, fork, write, are quarantined and go; the counts must add up."""
 
     def __init__(self) -> None:
         super().__init__()
