@@ -91,8 +91,6 @@ def up(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """Run one gateway alone (gRPC 50051, HTTP 8000). `diptych gateway --help` lists its flags."""
-    os.environ.setdefault("DIPTYCH_GRPC_PORT", str(GRPC_PORT))  # its flags win over variables
-    os.environ.setdefault("DIPTYCH_HTTP_PORT", str(HTTP_PORT))
     _become("gateway", context.args)
 
 

@@ -10,6 +10,8 @@ from launcher.thread_plan import split_cores
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
 
+DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, which ends in SIGKILL
+
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
 _OWNED_FLAGS = frozenset(
     {"grpc-port", "http-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"}
@@ -78,7 +80,11 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "gateway",
         options,
         shared,
-        {"host": options.host, "insecure": options.insecure or None},
+        {
+            "host": options.host,
+            "insecure": options.insecure or None,
+            "drain-grace-s": DRAIN_S,
+        },
         grpc_port=options.grpc_port,
         http_port=options.http_port,
     )
@@ -92,6 +98,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 "threads": options.prefill_threads or threads,
                 "prefill-chunk": options.prefill_chunk,
                 "transport": options.transport,
+                "drain-s": DRAIN_S,
             },
         )
         for index, threads in enumerate(plan.prefill)
@@ -107,6 +114,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
                 "transport": options.transport,
+                "drain-s": DRAIN_S,
             },
         )
         for index, threads in enumerate(plan.decode)
