@@ -1,0 +1,102 @@
+"""What a worker says about itself in the directory."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+Role = Literal["prefill", "decode"]
+
+
+class Identity(NamedTuple):
+    """One life of one worker's cache. A restart changes the incarnation, a cache clear the epoch.
+
+    Prefix entries count only while their identity is the one in the worker's lease: a crash or a
+    clear makes all older entries void at once, without a scan.
+    """
+
+    incarnation: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """How busy a worker is; refreshed once a second (links between processes carry it more often)."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """A worker as the router sees it. `address` is host:port of its gRPC services.
+
+    `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context`
+    is in tokens.
+    """
+
+    worker_id: str
+    role: Role
+    address: str
+    incarnation: int
+    model_digest: str
+    model_name: str
+    dtype: str
+    kv_dtype: str
+    kv_layout: str
+    block_size: int
+    max_context: int
+    total_blocks: int
+    num_threads: int
+    epoch: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.incarnation, self.epoch)
+
+    def with_load(self, load: WorkerLoad) -> "WorkerRecord":
+        return dataclasses.replace(self, **dataclasses.asdict(load))
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The value of a worker's lease key: its record, and how far its prefix updates have got."""
+
+    record: WorkerRecord
+    prefix_seq: int
+
+    def to_json(self) -> str:
+        return json.dumps({"record": dataclasses.asdict(self.record), "prefix_seq": self.prefix_seq})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Lease":
+        """Raises ValueError for what is no lease. Unknown fields, of newer workers, are passed over."""
+        data = json.loads(text)
+        try:
+            return cls(_record(data["record"]), _checked(data["prefix_seq"], int, "prefix_seq"))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a worker's lease: {error!r}") from error
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(WorkerRecord)}
+
+
+def _record(data: dict[str, Any]) -> WorkerRecord:
+    values = {name: value for name, value in data.items() if name in _FIELDS}
+    for name, value in values.items():
+        _checked(value, int if _FIELDS[name].type is int else str, name)
+    if values["role"] not in get_args(Role):
+        raise ValueError("not a worker's lease: unknown role")
+    return WorkerRecord(**values)
+
+
+def _checked(value: Any, kind: type, name: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"not a worker's lease: {name} is no {kind.__name__}")
+    return value
