@@ -1,0 +1,34 @@
+"""``python -m gateway``: parse the settings once, serve until told to stop, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from gateway.config import GatewaySettings
+from gateway.program import Gateway, load_model
+from runtime.process import announce_ready, run_program
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a gateway with these flags; returns the exit status."""
+    settings = GatewaySettings.from_argv(argv)
+
+    async def serve(stop: asyncio.Event) -> int:
+        model, digest = load_model(settings)
+        gateway = Gateway(settings, model, digest)
+        try:
+            await gateway.start()
+            announce_ready(settings, {"grpc_port": gateway.grpc_port, "http_port": gateway.http_port})
+            await stop.wait()
+            await gateway.drain()
+        finally:
+            await gateway.close()
+        return 0
+
+    return run_program(serve, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,33 @@
+"""Settings of the gateway: what every program has, and the bounds of its queue."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from runtime.settings import Port, ProgramSettings
+
+GRPC_PORT = 50051
+HTTP_PORT = 8000
+
+
+class GatewaySettings(ProgramSettings):
+    """``grpc_port`` is the public one: inference, health and reflection, nothing else."""
+
+    program: ClassVar[str] = "gateway"
+
+    grpc_port: Port = Field(GRPC_PORT, description="public gRPC port; 0 = any free one")
+    http_port: Port = Field(HTTP_PORT, description="port of /metrics, /health and /ready; 0 = any free one")
+    max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
+        256, description="requests that may be with the workers at once; more wait here"
+    )
+    max_queued_tokens: Annotated[int, Field(ge=1)] = Field(
+        400_000, description="prompt tokens that may wait for prefill; beyond, requests are refused"
+    )
+    drain_settle_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        0.0, description="seconds from NOT_SERVING to refusing new requests at shutdown"
+    )
+    drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        10.0, description="seconds that running requests get to finish at shutdown"
+    )

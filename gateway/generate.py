@@ -1,0 +1,206 @@
+"""StreamGenerate and Generate: from a message to its tokens, with everything given back at the end.
+
+Validate → take a place in the queue → converse with the workers → write what comes. Whatever ends the call,
+the `finally` closes the conversation, which cancels on both workers, and gives place and id back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.admission import AdmissionGate, Ticket
+from gateway.call import Call
+from gateway.conversation import Conversation
+from gateway.detokenizer import Detokenizer
+from gateway.fleet import Fleet
+from gateway.live_requests import LiveRequests
+from gateway.output import Delta, OutputStream
+from gateway.parsed_request import ParsedRequest
+from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
+from gateway.responses import response
+from gateway.served_model import ServedModel
+from gateway.session_events import Admitted, FinishReason
+from gateway.stop_strings import StopStrings
+from gateway.validation import parse_message, parse_request
+from gateway.work import Job, TraceParent, work_id
+from runtime.errors import DiptychError, Draining, KvTransferFailed, NoReadyWorker, WorkerLost
+from runtime.metrics import GatewayMetrics
+from runtime.telemetry import Telemetry
+
+
+class Generator:
+    """The service's reason to be. One object serves all calls."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        fleet: Fleet,
+        live: LiveRequests,
+        gate: AdmissionGate,
+        *,
+        telemetry: Telemetry,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._fleet = fleet
+        self._live = live
+        self._gate = gate
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._clock = clock
+        self._context = model.card.max_context
+        self.draining = False
+
+    async def stream(self, data: bytes, call: Call) -> None:
+        """StreamGenerate: one message per piece, the last one with usage and timings."""
+        await self._run(data, call, one_message=False)
+
+    async def whole(self, data: bytes, call: Call) -> pb.GenerateResponse:
+        """Generate: the same in one message."""
+        try:
+            return await self._run(data, call, one_message=True)
+        except (WorkerLost, KvTransferFailed) as error:
+            # Tokens had come to this process, but nothing went out to the client: safe to replay.
+            raise type(error)() from error
+
+    async def _run(self, data: bytes, call: Call, *, one_message: bool) -> pb.GenerateResponse:
+        message = parse_message(pb.GenerateRequest, data)
+        report = RequestReport(call, operation_of(message))
+        error: str | None = "CANCELLED"  # what is neither finished nor failed below was cancelled
+        try:
+            # Read once: a worker that comes or goes meanwhile must not change what was validated.
+            limit = min(self._fleet.token_limit() or self._context, self._context)
+            large = len(data) >= limits.INLINE_PARSE_BYTES
+            request = await self._parse(message, call, report, limit, large=large)
+            answer = await self._converse(request, call, report, limit, one_message=one_message)
+            error = None
+            return answer
+        except DiptychError as failure:
+            error = failure.reason
+            raise
+        except Exception:
+            error = "INTERNAL"
+            raise
+        finally:
+            report.send(self._telemetry, self._metrics, error, self._clock())
+
+    async def _parse(
+        self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int, *, large: bool
+    ) -> ParsedRequest:
+        started = self._clock()
+        parse = partial(
+            parse_request,
+            message,
+            self._model,
+            header_request_id=call.header_request_id,
+            token_limit=limit,
+        )
+        # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
+        request = await asyncio.to_thread(parse) if large else parse()
+        report.tokenized = (started, self._clock())
+        report.model = request.model
+        call.answer_with_id(request.request_id)
+        return request
+
+    async def _converse(
+        self, request: ParsedRequest, call: Call, report: RequestReport, limit: int, *, one_message: bool
+    ) -> pb.GenerateResponse:
+        if self.draining:
+            raise Draining()
+        missing = self._fleet.missing_role()
+        if missing is not None:
+            raise NoReadyWorker(missing.value)
+        self._live.reserve(request.request_id)
+        ticket: Ticket | None = None
+        conversation: Conversation | None = None
+        try:
+            conversation = self._start(request, call, limit, lambda: self._gate.prefilled(_owed(ticket)))
+            report.conversation = conversation
+            self._live.add(conversation)
+            ticket = self._gate.enter(
+                len(request.prompt_ids),
+                priority=request.priority,
+                time_left_s=call.time_left_s(self._clock()),
+                on_admitted=partial(conversation.feed, Admitted()),
+            )
+            conversation.start_timers(request.time_limit_s)
+            return await self._answer(conversation, call, report, one_message=one_message)
+        finally:
+            if conversation is not None:
+                conversation.close()
+            if ticket is not None:
+                self._gate.leave(ticket)
+            self._live.release(request.request_id)
+
+    def _start(
+        self, request: ParsedRequest, call: Call, limit: int, on_first_token: Callable[[], None]
+    ) -> Conversation:
+        stop_ids = request.worker_stop_ids(self._model.card.eos_token_ids)
+        job = Job(
+            work_id=work_id(request.request_id),
+            request=request,
+            max_tokens=request.output_budget(limit),
+            stop_token_ids=stop_ids,
+            deadline=call.deadline,
+            trace=TraceParent(*call.span.child_headers(OPERATION_KEY)),
+        )
+        needs_text = request.want_text or request.stop
+        output = OutputStream(
+            Detokenizer(self._model.tokenizer, request.skip_special) if needs_text else None,
+            StopStrings(request.stop, request.include_stop) if request.stop else None,
+            stop_ids=frozenset(stop_ids),
+            include_stop=request.include_stop,
+            min_tokens=request.min_tokens,
+            interval=request.stream_interval,
+            want_text=request.want_text,
+            want_token_ids=request.want_token_ids,
+        )
+        return Conversation(job, output, self._fleet, clock=self._clock, on_first_token=on_first_token)
+
+    async def _answer(
+        self, conversation: Conversation, call: Call, report: RequestReport, *, one_message: bool
+    ) -> pb.GenerateResponse:
+        """Write pieces until the end; returns the last message (written already, unless ``one_message``)."""
+        first = True
+        delta = Delta()
+        while True:
+            record = await conversation.records.get()
+            reason: FinishReason | None = None
+            while True:  # what piled up meanwhile goes into one message
+                if isinstance(record, Delta):
+                    delta += record
+                elif isinstance(record, FinishReason):
+                    reason = record
+                else:
+                    if delta.tokens and not one_message:  # what was promised as delivered is delivered
+                        await call.context.write(_message(conversation, delta, None, first, call))
+                    raise record
+                if conversation.records.empty():
+                    break
+                record = conversation.records.get_nowait()
+            if reason is None and one_message:
+                continue
+            message = _message(conversation, delta, reason, first, call)
+            if not one_message:
+                await call.context.write(message)
+            if reason is not None:
+                report.reason = reason
+                return message
+            first, delta = False, Delta()
+
+
+def _message(
+    conversation: Conversation, delta: Delta, reason: FinishReason | None, first: bool, call: Call
+) -> pb.GenerateResponse:
+    return response(conversation, delta, reason, first=first, received_at=call.received_at)
+
+
+def _owed(ticket: Ticket | None) -> Ticket:
+    if ticket is None:
+        raise RuntimeError("a token came before the request was in the queue")
+    return ticket

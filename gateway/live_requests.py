@@ -1,0 +1,80 @@
+"""The requests that are alive in this gateway: by the client's id, and by the id that workers know."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.conversation import Conversation
+from gateway.session_events import CancelAsked, Event, ShuttingDown, TokensArrived, WorkerGone
+from gateway.wires import News
+from runtime.errors import DuplicateRequest
+
+
+class LiveRequests:
+    """Registry and switchboard: what comes from the workers finds its conversation here."""
+
+    def __init__(self) -> None:
+        self._reserved: set[str] = set()  # ids of requests that are alive, registered below or not yet
+        self._by_request: dict[str, Conversation] = {}
+        self._by_work: dict[str, Conversation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    def reserve(self, request_id: str) -> None:
+        """Claim an id. Raises DuplicateRequest while a live request has it."""
+        if request_id in self._reserved:
+            raise DuplicateRequest(request_id)
+        self._reserved.add(request_id)
+        self._idle.clear()
+
+    def add(self, conversation: Conversation) -> None:
+        self._by_request[conversation.job.request.request_id] = conversation
+        self._by_work[conversation.job.work_id] = conversation
+
+    def release(self, request_id: str) -> None:
+        """The request is over: nothing finds it any more."""
+        self._reserved.discard(request_id)
+        conversation = self._by_request.pop(request_id, None)
+        if conversation is not None:
+            del self._by_work[conversation.job.work_id]
+        if not self._reserved:
+            self._idle.set()
+
+    def cancel(self, request_id: str) -> bool:
+        """Finish a request with CANCELLED. False: there is none of this id that still runs."""
+        conversation = self._by_request.get(request_id)
+        if conversation is None or conversation.session.over:
+            return False
+        conversation.feed(CancelAsked())
+        return True
+
+    def deliver(self, news: News) -> None:
+        """Hand what a worker said to its conversation; nobody waits for news of a request that is over."""
+        conversation = self._by_work.get(news.work_id)
+        if conversation is None:
+            return
+        if news.phases is not None:
+            conversation.on_phases(news.attempt, news.phases)
+        if isinstance(news.event, TokensArrived):
+            conversation.on_tokens(news.event, news.cached_tokens)
+        else:
+            conversation.feed(news.event)
+
+    def worker_gone(self, worker_id: str) -> None:
+        """Every request that this worker had part in learns it now."""
+        self._feed_all(WorkerGone(worker_id))
+
+    def shut_down(self) -> None:
+        """The grace of a shutdown is over."""
+        self._feed_all(ShuttingDown())
+
+    async def idle(self) -> None:
+        """Returns when no request is alive."""
+        await self._idle.wait()
+
+    def _feed_all(self, event: Event) -> None:
+        for conversation in list(self._by_work.values()):
+            conversation.feed(event)

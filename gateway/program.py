@@ -1,0 +1,153 @@
+"""The gateway put together: what it loads, what it starts, in which order it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gateway import limits
+from gateway.admission import AdmissionGate, AdmissionQueue
+from gateway.call import SERVICE, Calls
+from gateway.config import GatewaySettings
+from gateway.fleet import Fleet, FleetIdentity
+from gateway.generate import Generator
+from gateway.live_requests import LiveRequests
+from gateway.served_model import ServedModel
+from gateway.service import add_inference_service
+from gateway.session_events import Role
+from gateway.text_rpcs import TextRpcs
+from runtime.directory.mirror import DirectoryMirror
+from runtime.http_edge import HttpEdge
+from runtime.metrics import GatewayMetrics, new_registry
+from runtime.model_digest import model_digest
+from runtime.process import incarnation
+from runtime.rpc import Health, add_health_and_reflection, bind, make_server
+from runtime.telemetry import Telemetry
+
+_log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """One gateway in this process. `Gateway.start`, serve, `close`."""
+
+    def __init__(
+        self, settings: GatewaySettings, model: ServedModel, digest: str, *, incarnation_id: int | None = None
+    ) -> None:
+        """``incarnation_id`` sets several gateways in one process apart; default is the process's own."""
+        self._settings = settings
+        self.registry: CollectorRegistry = new_registry()
+        self.metrics = GatewayMetrics(self.registry)
+        self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
+        self.live = LiveRequests()
+        self.mirror = DirectoryMirror(settings.redis_url)
+        identity = FleetIdentity(
+            settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
+        )
+        self._changed = asyncio.Event()
+        self.fleet = Fleet(self.mirror, self.live, identity, on_change=self._changed.set)
+        self.gate = AdmissionGate(
+            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens), time.monotonic
+        )
+        self.generator = Generator(
+            model,
+            self.fleet,
+            self.live,
+            self.gate,
+            telemetry=self.telemetry,
+            metrics=self.metrics,
+            clock=time.monotonic,
+        )
+        self._text = TextRpcs(
+            model, self.live, token_limit=self.fleet.token_limit, block_size=self.fleet.block_size
+        )
+        self._server: grpc.aio.Server | None = None
+        self._health: Health | None = None
+        self._http: HttpEdge | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.grpc_port = 0
+        self.http_port = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that comes now has workers to run on."""
+        return not self.generator.draining and self.fleet.missing_role() is None
+
+    async def start(self) -> None:
+        """Bind both ports and serve. Raises OSError or UnsafeBindError."""
+        settings = self._settings
+        server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES)
+        calls = Calls(self.telemetry, self.metrics, time.monotonic)
+        add_inference_service(server, calls, self.generator, self._text)
+        self._health = await add_health_and_reflection(server, [SERVICE])
+        self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure)
+        self._bind_gauges()
+        self._http = await HttpEdge.start(
+            settings.host,
+            settings.http_port,
+            registry=self.registry,
+            ready=lambda: self.ready,
+            insecure=settings.insecure,
+        )
+        self.http_port = self._http.port
+        await self.mirror.start()
+        self.fleet.start()
+        self._server = server
+        await server.start()
+        self._watch = asyncio.create_task(self._watch_readiness(self._health), name="readiness")
+
+    async def drain(self) -> None:
+        """Refuse what is new, let what runs finish within the grace, then end it with a status."""
+        self.generator.draining = True
+        self._changed.set()
+        if self._health is not None:
+            await self._health.set_ready(False)
+        await asyncio.sleep(self._settings.drain_settle_s)
+        try:
+            await asyncio.wait_for(self.live.idle(), self._settings.drain_grace_s)
+        except TimeoutError:
+            _log.warning("%d requests outlived the grace", len(self.live))
+            self.live.shut_down()
+
+    async def close(self) -> None:
+        """Stop at once; `drain` before it to be polite."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        if self._server is not None:
+            await self._server.stop(grace=0.5)
+        await self.fleet.close()
+        await self.mirror.close()
+        if self._http is not None:
+            await self._http.close()
+        await asyncio.to_thread(self.telemetry.stop)
+
+    async def _watch_readiness(self, health: Health) -> None:
+        """Health follows the links: SERVING only while a prefill and a decode worker fit together."""
+        said: bool | None = None
+        while True:
+            self._changed.clear()
+            if self.ready is not said:
+                said = self.ready
+                _log.info("ready" if said else "not ready: no compatible pair of workers is linked")
+                await health.set_ready(said)
+            await self._changed.wait()
+
+    def _bind_gauges(self) -> None:
+        queue = self.gate.queue
+        self.metrics.running.set_function(lambda: queue.running)
+        self.metrics.waiting.set_function(lambda: queue.waiting)
+        self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
+        for role in Role:
+            self.metrics.workers.labels(role.value).set_function(
+                lambda role=role: len(self.fleet.linked(role))  # type: ignore[misc]
+            )
+
+
+def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
+    """The model's text side and its digest. Blocks for some tenths of a second."""
+    path = settings.model_path
+    return ServedModel.load(path, settings.model_name), model_digest(path)

@@ -1,0 +1,149 @@
+"""What is known of a generation request when it is over: its spans and its metrics, made in one go.
+
+Nothing here runs while tokens flow. The span of the operation (`chat {model}` or `text_completion {model}`)
+is the parent of what the workers report; its id was derived from the SERVER span before it existed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.call import Call
+from gateway.conversation import Conversation
+from gateway.responses import admission_s, decode_s, phase_of_end
+from gateway.session import State
+from gateway.session_events import FinishReason
+from runtime.metrics import GatewayMetrics
+from runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
+
+OPERATION_KEY = "operation"
+
+
+@dataclass(slots=True)
+class RequestReport:
+    """Filled while the request runs; ``finish`` sends it off.
+
+    ``tokenized`` is (start, end) on the gateway's monotonic clock.
+    """
+
+    call: Call
+    operation: str  # chat or text_completion
+    model: str = ""
+    tokenized: tuple[float, float] | None = None
+    conversation: Conversation | None = None
+    reason: FinishReason | None = None
+
+    def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
+        """Make the spans and count the metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
+        if telemetry.enabled:
+            telemetry.emit_phases(self.call.span.headers, [self._operation_span(error, now)])
+        if self.conversation is not None:
+            self._count(metrics, self.conversation, error, now)
+
+    def _operation_span(self, error: str | None, now: float) -> PhaseSpan:
+        return PhaseSpan(
+            f"{self.operation} {self.model}".rstrip(),
+            self.call.received_at,
+            now,
+            attributes=self._attributes(now),
+            error=error,
+            key=OPERATION_KEY,
+            children=tuple(self._children(error, now)),
+        )
+
+    def _children(self, error: str | None, now: float) -> list[PhaseSpan]:
+        """The gateway's own phases; a failure lands on the one that was active."""
+        spans = []
+        if self.tokenized is not None:
+            spans.append(PhaseSpan("tokenize", *self.tokenized))
+        if self.conversation is None:
+            return spans
+        transitions = self.conversation.session.transitions
+        ends = [at for _, at in transitions[1:]] + [now]
+        failed_in = phase_of_end(self.conversation) if error is not None else None
+        routes = iter(self.conversation.placements)
+        for (state, start), end in zip(transitions, ends, strict=True):
+            if state is State.QUEUED:
+                failed = error if failed_in is state else None
+                spans.append(PhaseSpan("admission.wait", start, end, error=failed))
+            elif state is State.ROUTING:
+                placement = next(routes, None)
+                attributes = {} if placement is None else dict(placement.attributes)
+                failed = error if failed_in is state and placement is None else None
+                spans.append(PhaseSpan("route", start, end, attributes=attributes, error=failed))
+        return spans
+
+    def _attributes(self, now: float) -> dict[str, AttributeValue]:
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "diptych",
+        }
+        if self.model:
+            attributes["gen_ai.request.model"] = self.model
+        conversation = self.conversation
+        if conversation is None:
+            return attributes
+        request, phases = conversation.job.request, conversation.phases
+        attributes |= {
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.response.model": self.model,
+            "gen_ai.request.max_tokens": conversation.job.max_tokens,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "gen_ai.request.top_p": request.sampling.top_p,
+            "gen_ai.request.top_k": request.sampling.top_k,
+            "gen_ai.request.frequency_penalty": request.sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": request.sampling.presence_penalty,
+            "gen_ai.usage.input_tokens": conversation.job.prompt_tokens,
+            "gen_ai.usage.output_tokens": conversation.output.billed,
+            "gen_ai.usage.cache_read.input_tokens": conversation.cached_tokens or 0,
+            "gen_ai.latency.e2e": now - self.call.received_at,
+            "gen_ai.latency.time_in_queue": admission_s(conversation)
+            + phases.prefill_queue
+            + phases.grant_wait,
+            "gen_ai.latency.time_in_model_prefill": phases.prefill,
+            "gen_ai.latency.time_in_model_decode": decode_s(conversation, phases),
+            "diptych.attempts": conversation.session.attempt,
+            "diptych.preemptions": conversation.session.history.preemptions,
+        }
+        if conversation.first_token_at is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = (
+                conversation.first_token_at - self.call.received_at
+            )
+        if self.reason is not None:
+            attributes["gen_ai.response.finish_reasons"] = [self.reason.value]
+        return attributes
+
+    def _count(
+        self, metrics: GatewayMetrics, conversation: Conversation, error: str | None, now: float
+    ) -> None:
+        billed, history = conversation.output.billed, conversation.session.history
+        metrics.request_duration.labels(self.operation, self.model, error or "").observe(
+            now - self.call.received_at
+        )
+        metrics.input_tokens.inc(conversation.job.prompt_tokens)
+        metrics.output_tokens.inc(billed)
+        metrics.phase_duration.labels("admission").observe(admission_s(conversation))
+        first, last = conversation.first_token_at, conversation.last_token_at
+        if first is not None and last is not None:
+            metrics.time_to_first_token.labels(self.operation, self.model).observe(
+                first - self.call.received_at
+            )
+            if billed > 1:
+                per_token = (last - first) / (billed - 1)
+                metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
+        for cause, count in (
+            ("preempted", history.preemptions),
+            ("kv_transfer_failed", history.transfer_failures),
+            ("draining", history.refusals),
+        ):
+            if count:
+                metrics.retries.labels(cause).inc(count)
+        for placement in conversation.placements:
+            metrics.route_decisions.labels(placement.policy, placement.route.reason).inc()
+            metrics.predicted_hits.inc(placement.predicted_tokens)
+
+
+def operation_of(request: pb.GenerateRequest) -> str:
+    """The GenAI operation name."""
+    return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"

@@ -1,0 +1,110 @@
+"""The RPCs that need no worker: Tokenize, Detokenize, ListModels, GetModel, CancelRequest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits, text_calls, validate_names
+from gateway.call import Call
+from gateway.live_requests import LiveRequests
+from gateway.model_card import ModelCard
+from gateway.served_model import ServedModel
+from gateway.validation import parse_message
+
+T = TypeVar("T")
+
+
+class TextRpcs:
+    """One object serves all calls.
+
+    Args:
+        token_limit: prompt and output together, as the workers have it now; None without workers.
+        block_size: of the workers' KV blocks, likewise.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        live: LiveRequests,
+        *,
+        token_limit: Callable[[], int | None],
+        block_size: Callable[[], int | None],
+    ) -> None:
+        self._model = model
+        self._live = live
+        self._token_limit = token_limit
+        self._block_size = block_size
+
+    async def tokenize(self, data: bytes, call: Call) -> pb.TokenizeResponse:
+        request = parse_message(pb.TokenizeRequest, data)
+        found = await _in_time(data, lambda: text_calls.tokenize(request, self._model))
+        return pb.TokenizeResponse(
+            token_ids=found.ids,
+            tokens=found.tokens,
+            offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in found.offsets],
+            max_context_length=self._model.card.max_context,
+        )
+
+    async def detokenize(self, data: bytes, call: Call) -> pb.DetokenizeResponse:
+        request = parse_message(pb.DetokenizeRequest, data)
+        text = await _in_time(data, lambda: text_calls.detokenize(request, self._model))
+        return pb.DetokenizeResponse(text=text)
+
+    async def list_models(self, data: bytes, call: Call) -> pb.ListModelsResponse:
+        text_calls.check_list_models(parse_message(pb.ListModelsRequest, data))
+        return pb.ListModelsResponse(models=[self._describe()])
+
+    async def get_model(self, data: bytes, call: Call) -> pb.GetModelResponse:
+        request = parse_message(pb.GetModelRequest, data)
+        validate_names.model_name(request.model, self._model.card)
+        return pb.GetModelResponse(model=self._describe())
+
+    async def cancel_request(self, data: bytes, call: Call) -> pb.CancelRequestResponse:
+        """No error for an id that is not there: the request may have ended a moment ago."""
+        request = parse_message(pb.CancelRequestRequest, data)
+        request_id = validate_names.existing_request_id(request.request_id)
+        return pb.CancelRequestResponse(was_running=self._live.cancel(request_id))
+
+    def _describe(self) -> pb.Model:
+        card = self._model.card
+        limit = min(self._token_limit() or card.max_context, card.max_context)
+        model = pb.Model(
+            name=card.name,
+            aliases=card.aliases,
+            max_context_length=card.max_context,
+            max_output_tokens=limit - 1,  # after the shortest prompt
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+            capabilities=pb.Capabilities(
+                max_n=limits.MAX_N, priority=True, cache_salt=True, chat=card.has_chat_template
+            ),
+            tokenizer_digest=card.tokenizer_digest,
+            default_sampling=_default_sampling(card),
+        )
+        block_size = self._block_size()
+        if block_size is not None:
+            model.kv_block_size = block_size
+        return model
+
+
+def _default_sampling(card: ModelCard) -> pb.SamplingParams:
+    """What applies where a request says nothing."""
+    defaults = card.defaults
+    return pb.SamplingParams(
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=defaults.repetition_penalty,
+        n=1,
+    )
+
+
+async def _in_time(data: bytes, work: Callable[[], T]) -> T:
+    """Long texts in a thread: other requests' tokens wait for this one."""
+    return await asyncio.to_thread(work) if len(data) >= limits.INLINE_PARSE_BYTES else work()

@@ -1,0 +1,212 @@
+"""The two protocols between gateway and workers, as the links use them: messages out, news in.
+
+Protobuf of ``diptych.worker.v1`` ends here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
+from gateway.phase_times import Phases, read_phases
+from gateway.session_events import (
+    AttemptFailed,
+    Cause,
+    DecodeFinished,
+    Event,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokensArrived,
+)
+
+_CAUSES = {
+    work_pb2.FAILURE_REASON_UNSPECIFIED: Cause.INTERNAL,
+    work_pb2.FAILURE_REASON_INTERNAL: Cause.INTERNAL,
+    work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED: Cause.KV_TRANSFER_FAILED,
+    work_pb2.FAILURE_REASON_PEER_LOST: Cause.PEER_LOST,
+    work_pb2.FAILURE_REASON_DRAINING: Cause.DRAINING,
+    work_pb2.FAILURE_REASON_NEVER_FITS: Cause.NEVER_FITS,
+    work_pb2.FAILURE_REASON_DEADLINE: Cause.DEADLINE,
+    work_pb2.FAILURE_REASON_INCOMPATIBLE: Cause.INCOMPATIBLE,
+}
+_FINISHES = {
+    work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    work_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Who answers at the other end."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker has to do, as it says; see ``diptych.worker.v1.Load``."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life, usually with the load."""
+
+    load: Load | None
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a worker says about one attempt."""
+
+    work_id: str
+    attempt: int
+    event: Event
+    last_word: bool = False  # nothing more comes of this attempt from this worker
+    cached_tokens: int = 0
+    phases: Phases | None = None
+    detail: str = ""  # of a failure, for the log
+
+
+Heard = Greeting | Beat | list[News]
+
+
+class Wire(Protocol):
+    """One role's protocol."""
+
+    @property
+    def role(self) -> Role: ...
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        """Start the stream: a ``grpc.aio.StreamStreamCall``."""
+        ...
+
+    def hello(self) -> Message: ...
+    def heartbeat(self, progress: int) -> Message: ...
+    def cancel(self, work_id: str, attempt: int) -> Message: ...
+    def read(self, message: Any) -> Heard: ...
+
+
+class PrefillWire:
+    """Gateway ↔ prefill worker."""
+
+    role = Role.PREFILL
+
+    def __init__(self, gateway_id: str, incarnation: int) -> None:
+        self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
+
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        return prefill_pb2_grpc.PrefillServiceStub(channel).Link()
+
+    def hello(self) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(hello=self._hello)
+
+    def heartbeat(self, progress: int) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
+
+    def cancel(self, work_id: str, attempt: int) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt))
+
+    def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            return [_prefill_ended(message.ended)]
+        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+
+
+class DecodeWire:
+    """Gateway ↔ decode worker."""
+
+    role = Role.DECODE
+
+    def __init__(self, gateway_id: str, incarnation: int) -> None:
+        self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
+
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        return decode_pb2_grpc.DecodeServiceStub(channel).Link()
+
+    def hello(self) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(hello=self._hello)
+
+    def heartbeat(self, progress: int) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
+
+    def cancel(self, work_id: str, attempt: int) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt))
+
+    def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            step = message.step
+            return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
+        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+
+
+def _cancel(work_id: str, attempt: int) -> work_pb2.Cancel:
+    return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt))
+
+
+def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
+    return Greeting(hello.worker_id, hello.incarnation)
+
+
+def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
+    if not heartbeat.HasField("load"):
+        return Beat(None)
+    load = heartbeat.load
+    return Beat(Load(load.running, load.waiting, load.waiting_tokens, load.free_blocks, load.total_blocks))
+
+
+def _tokens(tokens: decode_pb2.Tokens) -> News:
+    attempt = tokens.id.attempt
+    return News(
+        tokens.id.request_id,
+        attempt,
+        TokensArrived(attempt, tokens.index, tuple(tokens.token_ids)),
+        cached_tokens=tokens.cached_tokens,
+        phases=read_phases(tokens.times) if tokens.HasField("times") else None,
+    )
+
+
+def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
+    attempt, outcome = ended.id.attempt, ended.WhichOneof("outcome")
+    event: Event
+    if outcome == "finished" and ended.finished in _FINISHES:
+        event = DecodeFinished(attempt, _FINISHES[ended.finished])
+    elif outcome == "preempted":
+        event = AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED)
+    else:
+        event = AttemptFailed(attempt, Role.DECODE, _cause(ended.failure))
+    return News(
+        ended.id.request_id,
+        attempt,
+        event,
+        last_word=True,
+        phases=read_phases(ended.times) if ended.HasField("times") else None,
+        detail=ended.failure.message,
+    )
+
+
+def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> News:
+    attempt = ended.id.attempt
+    event: Event
+    if ended.WhichOneof("outcome") == "committed":
+        event = PrefillCommitted(attempt)
+    else:
+        event = AttemptFailed(attempt, Role.PREFILL, _cause(ended.failure))
+    return News(ended.id.request_id, attempt, event, last_word=True, detail=ended.failure.message)
+
+
+def _cause(failure: work_pb2.Failure) -> Cause:
+    """A reason that this build does not know is a bug on one of the two sides."""
+    return _CAUSES.get(failure.reason, Cause.INTERNAL)

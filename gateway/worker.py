@@ -1,0 +1,88 @@
+"""One worker as this gateway knows it: its record, its link, its load, and what we gave it to do.
+
+A load report is a quarter of a second old at best. What this gateway dispatched since then is added, and
+what it has outstanding is a lower bound, so that a burst does not all go to the worker that was idle a
+moment ago.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.links import Link
+from gateway.router import DecodeCandidate, PrefillCandidate
+from gateway.wires import Load
+from runtime.directory.records import WorkerRecord
+
+
+@dataclass(slots=True)
+class Worker:
+    """``outstanding``: tokens of each attempt that has not had its last word, by (work id, attempt)."""
+
+    record: WorkerRecord
+    link: Link
+    load: Load
+    leased: bool = True
+    outstanding: dict[tuple[str, int], int] = field(default_factory=dict)
+    fresh: dict[tuple[str, int], int] = field(default_factory=dict)  # of these, since the last load report
+
+    @property
+    def kv_format(self) -> str:
+        """Equal for workers that can exchange blocks."""
+        r = self.record
+        return f"{r.model_digest}/{r.dtype}/{r.kv_dtype}/{r.kv_layout}/{r.block_size}"
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.record.total_blocks * self.record.block_size
+
+    def given(self, work_id: str, attempt: int, tokens: int) -> None:
+        """An attempt went to this worker; ``tokens`` is what it costs there."""
+        self.outstanding[work_id, attempt] = tokens
+        self.fresh[work_id, attempt] = tokens
+
+    def done(self, work_id: str, attempt: int) -> None:
+        """The attempt had its last word, or was cancelled."""
+        self.outstanding.pop((work_id, attempt), None)
+        self.fresh.pop((work_id, attempt), None)
+
+    def reported(self, load: Load) -> None:
+        self.load = load
+        self.fresh.clear()
+
+    def lost(self) -> None:
+        """The link is down: nothing we gave it is still there."""
+        self.load = _recorded_load(self.record)
+        self.outstanding.clear()
+        self.fresh.clear()
+
+    def as_prefill(self) -> PrefillCandidate:
+        waiting = self.load.waiting_tokens + sum(self.fresh.values())
+        return PrefillCandidate(
+            self.record.worker_id, self.kv_format, max(waiting, sum(self.outstanding.values()))
+        )
+
+    def as_decode(self, cached_blocks: int) -> DecodeCandidate:
+        size = self.record.block_size
+        promised = sum(-(-tokens // size) for tokens in self.fresh.values())
+        sequences = self.load.running + self.load.waiting + len(self.fresh)
+        return DecodeCandidate(
+            self.record.worker_id,
+            self.kv_format,
+            block_size=size,
+            total_blocks=self.record.total_blocks,
+            free_blocks=max(self.load.free_blocks - promised, 0),
+            sequences=max(sequences, len(self.outstanding)),
+            cached_blocks=cached_blocks,
+        )
+
+
+def new_worker(record: WorkerRecord, link: Link) -> Worker:
+    return Worker(record, link, _recorded_load(record))
+
+
+def _recorded_load(record: WorkerRecord) -> Load:
+    """The load in the directory, until the link tells better."""
+    return Load(
+        record.running, record.waiting, record.waiting_tokens, record.free_blocks, record.total_blocks
+    )
