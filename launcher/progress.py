@@ -32,6 +32,8 @@ class Progress:
             case Ended(name, reason, restart_in_s):
                 self._loading.pop(name, None)
                 self._say(f"[red]●[/] {name} ended: {reason}; starts again in {restart_in_s:.1f} s")
+            case Wrote("valkey", _):
+                pass  # advice about the machine's kernel settings; its last words are in ChildFailed
             case Wrote(name, line) if self._lines:
                 self._console.print(Text.assemble((f"{name:>10} │ ", "dim"), line), soft_wrap=True)
             case Wrote():
