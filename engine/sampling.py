@@ -90,6 +90,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Sa
     """
     if not rows:
         return []
+    with torch.inference_mode():
+        return _sample(logits, rows)
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SampleFailure]:
     finite = torch.isfinite(logits).all(dim=-1).tolist()
     scores = _penalised(logits, rows)
     tokens: list[int | None] = [None] * len(rows)
@@ -152,28 +157,37 @@ def _penalise(scores: torch.Tensor, row: SampleRow) -> None:
 
 
 def _draw(scores: torch.Tensor, params: SamplingParams, u: float) -> int | None:
-    """Token of one row by inverting the cumulative distribution at `u`; candidates run from likely to
-    unlikely.
-    """
-    vocab = scores.shape[-1]
-    keep = min(params.top_k, vocab) if params.top_k else vocab
-    values, ids = _ranked(scores, keep)
-    if values[0] == -torch.inf:
+    """Token of one row by inverting the cumulative distribution at `u`; None if no token is allowed."""
+    chances = distribution(scores, params)
+    if chances is None:
         return None
-    # float64: 49,152 float32 probabilities summed in a row lose the tail that u may point into.
-    probabilities = torch.softmax(values.double() / params.temperature, dim=-1)
-    if params.top_p < 1.0:
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = torch.where(before < params.top_p, probabilities, 0.0)
-        probabilities /= probabilities.sum()
-    if params.min_p > 0.0:
-        probabilities = torch.where(probabilities >= params.min_p * probabilities[0], probabilities, 0.0)
+    ids, probabilities = chances
     cumulative = probabilities.cumsum(dim=-1)
     index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    # u < 1, but u times the total may round up to the total: then the last token with any probability is
-    # meant.
-    last = int(torch.count_nonzero(probabilities)) - 1
-    return int(ids[min(index, last)])
+    # u < 1, but u times the total may round up to the total: then the last token is meant.
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def distribution(scores: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids that one row of penalised scores allows, likeliest first, and their float64 probabilities.
+
+    None if every score is -inf.
+    """
+    vocab = scores.shape[-1]
+    values, ids = _ranked(scores, min(params.top_k, vocab) if params.top_k else vocab)
+    if values[0] == -torch.inf:
+        return None
+    # float64: the running sum of 49,152 float32 probabilities loses the tail that a draw may point into.
+    probabilities = torch.softmax(values.double() / params.temperature, dim=-1)
+    keep = int(torch.count_nonzero(probabilities))
+    if params.top_p < 1.0:
+        before = probabilities.cumsum(dim=-1) - probabilities
+        keep = min(keep, max(1, int(torch.count_nonzero(before < params.top_p))))
+    if params.min_p > 0.0:
+        # A ratio of two probabilities: whether top-p rescaled both first makes no difference.
+        keep = min(keep, int(torch.count_nonzero(probabilities >= params.min_p * probabilities[0])))
+    kept = probabilities[:keep]
+    return ids[:keep], kept / kept.sum()
 
 
 def _ranked(scores: torch.Tensor, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
