@@ -1,0 +1,23 @@
+"""`python -m decode_worker`: one decode worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from decode_worker.config import DecodeSettings
+from runtime.process import run_program
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run with these flags (without the program's name) until a signal; returns the exit status."""
+    settings = DecodeSettings.from_argv(argv)
+
+    # Imported after the flags are read: --help and a wrong flag need no torch.
+    from decode_worker.worker import serve
+
+    return run_program(lambda stop: serve(settings, stop), settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""The spans of an attempt that is over, from the times that its request has kept."""
+
+from __future__ import annotations
+
+import time
+
+from decode_worker.request import DecodeRequest, State
+from runtime.telemetry import AttributeValue, PhaseSpan
+
+
+def attempt_span(request: DecodeRequest, outcome: str) -> PhaseSpan | None:
+    """`decode` with its phases kv_transfer.receive, queue and decode; a phase that never ran has no span.
+
+    None for an attempt that never got its blocks: its story is the prefill worker's. Failure lands on the
+    phase that was active.
+    """
+    ready, running = request.entered.get(State.READY), request.entered.get(State.RUNNING)
+    if ready is None:
+        return None
+    end = request.entered.get(State.ENDED) or time.monotonic()
+    received = ready - request.times.kv_receive.ToNanoseconds() / 1e9
+    phases = [PhaseSpan("kv_transfer.receive", received, ready), PhaseSpan("queue", ready, running or end)]
+    if running is not None:
+        phases.append(PhaseSpan("decode", running, end))
+    if outcome == "failed":
+        last = phases[-1]
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=outcome)
+    attributes: dict[str, AttributeValue] = {
+        "diptych.attempt": request.key[1],
+        "diptych.outcome": outcome,
+        "diptych.decode.tokens": len(request.output_ids) - len(request.attempt.delivered_ids),
+        "diptych.kv_transfer.bytes": request.times.kv_bytes_transferred,
+    }
+    return PhaseSpan(
+        "decode",
+        received,
+        end,
+        attributes=attributes,
+        key=request.attempt.decode_span,
+        children=tuple(phases),
+    )

@@ -1,0 +1,159 @@
+"""Putting a decode worker together: pool, engine loop, hand-over, edges."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from decode_worker.config import DecodeSettings
+from decode_worker.engine_loop import EngineLoop, Listeners
+from decode_worker.gateway_stream import GatewayStream
+from decode_worker.request import DecodeRequest, State
+from decode_worker.service import DecodeServicer
+from decode_worker.spans import attempt_span
+from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
+from engine.block_pool import BlockPool
+from kvtransfer.pool_memory import allocate_pool
+from kvtransfer.server import HandoffServer
+from runtime.directory.publisher import DirectoryPublisher
+from runtime.directory.records import WorkerRecord
+from runtime.metrics import DecodeMetrics, new_registry
+from runtime.process import incarnation
+from runtime.telemetry import Telemetry
+from worker.engine import LoadedEngine, load_engine
+from worker.shell import Services, WorkerShell
+
+
+async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
+    """Load the model, serve until `stop`, drain; the process's exit status."""
+    telemetry = Telemetry.start("diptych-decode", settings.worker_id)
+    engine = await load_engine(settings)
+    worker = DecodeWorker(settings, engine, telemetry)
+    try:
+        return await worker.run(stop)
+    finally:
+        telemetry.stop()
+
+
+class DecodeWorker:
+    """Owns everything of one decode worker and wires it up; decides nothing itself."""
+
+    def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._telemetry = telemetry
+        self._registry = new_registry()
+        self._metrics = DecodeMetrics(self._registry)
+        self._streams: set[GatewayStream] = set()
+        self._publisher: DirectoryPublisher | None = None
+        memory = allocate_pool(engine.layout, settings.num_blocks(engine.layout.bytes_per_block))
+        self._pool = BlockPool(memory.memory.num_blocks)
+        self._loop = EngineLoop(
+            engine.runner,
+            memory.memory,
+            self._pool,
+            max_batch=settings.max_batch,
+            max_context=engine.model.shape.max_context,
+            listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
+        )
+        self._handoff = HandoffServer(
+            worker_id=settings.worker_id,
+            incarnation=incarnation(),
+            fingerprint=engine.fingerprint,
+            pool_memory=memory,
+            pool=self._pool,
+            transports=settings.transports,
+            running=lambda: self._loop.num_running,
+            on_ready=self._loop.on_ready,
+            on_failed=self._loop.on_failed,
+        )
+        self._loop.grants = self._handoff
+        self._metrics.kv_cache_utilization.set_function(self._utilization)
+        self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
+        self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
+
+    async def run(self, stop: asyncio.Event) -> int:
+        await self._handoff.start()
+        services = Services(
+            names=(
+                decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
+                handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name,
+            ),
+            add=self._add_services,
+        )
+        shell = WorkerShell(
+            self._settings,
+            self._loop,
+            services,
+            streams=self._streams,
+            load=self._load,
+            metrics=self._metrics,
+            registry=self._registry,
+        )
+        try:
+            return await shell.run(stop, self._publish)
+        finally:
+            await self._handoff.close()
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        hello = work_pb2.WorkerHello(worker_id=self._settings.worker_id, incarnation=incarnation())
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(
+            DecodeServicer(self._loop, self._streams, hello), server
+        )
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._handoff.servicer, server)
+
+    def _publish(self, address: str) -> DirectoryPublisher:
+        engine, fingerprint = self._engine, self._engine.fingerprint
+        record = WorkerRecord(
+            worker_id=self._settings.worker_id,
+            role="decode",
+            address=address,
+            incarnation=incarnation(),
+            model_digest=fingerprint.model_digest,
+            model_name=self._settings.model_name or self._settings.model_path.stem,
+            dtype=fingerprint.dtype,
+            kv_dtype=fingerprint.kv_dtype,
+            kv_layout=fingerprint.kv_layout,
+            block_size=fingerprint.block_size,
+            max_context=engine.model.shape.max_context,
+            total_blocks=self._pool.total,
+            num_threads=engine.runner.threads,
+        )
+        self._publisher = DirectoryPublisher(
+            self._settings.redis_url, record, owned_keys=self._pool.cached_keys
+        )
+        return self._publisher
+
+    def _load(self) -> work_pb2.Load:
+        return work_pb2.Load(
+            running=self._loop.num_running,
+            waiting=self._loop.num_waiting,
+            free_blocks=self._pool.available(),
+            total_blocks=self._pool.total,
+            quarantined_blocks=self._pool.quarantined(),
+        )
+
+    def _utilization(self) -> float:
+        return 1 - self._pool.available() / self._pool.total
+
+    def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
+        if self._publisher is not None:
+            self._publisher.prefix_changed(added, removed)
+
+    def _ended(self, request: DecodeRequest, outcome: str) -> None:
+        """Count and trace an attempt that is over."""
+        times, metrics = request.times, self._metrics
+        if outcome == "preempted":
+            metrics.preemptions.inc()
+        if State.READY in request.entered:
+            transport = "tcp" if times.kv_bytes_transferred else "shared_memory"
+            metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
+            metrics.kv_transfer_bytes.labels(transport).inc(times.kv_bytes_transferred)
+            metrics.prefix_cache_queries.inc(len(request.attempt.token_ids))
+            metrics.prefix_cache_hits.inc(times.cached_tokens)
+            for phase in ("decode_queue", "decode"):
+                seconds = getattr(times, phase).ToNanoseconds() / 1e9
+                metrics.phase_duration.labels(phase).observe(seconds)
+        if self._telemetry.enabled and (span := attempt_span(request, outcome)) is not None:
+            self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])

@@ -1,0 +1,1 @@
+"""The prefill worker: compute-bound chunked prefill, written straight into granted blocks."""

@@ -1,0 +1,27 @@
+"""Settings of the prefill worker: flags of `diptych prefill`, variables DIPTYCH_*."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from worker.config import WorkerSettings
+
+
+class PrefillSettings(WorkerSettings):
+    """Everything about one prefill worker; made once in `__main__`."""
+
+    program: ClassVar[str] = "prefill"
+
+    prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(512, description="tokens per prefill step")
+    max_batch_requests: Annotated[int, Field(ge=1, le=1024)] = Field(
+        32, description="prompts that ask for blocks or compute at the same time"
+    )
+    scratch_blocks: Annotated[int, Field(ge=0)] = Field(
+        0, description="blocks of this worker's own pool, used by copying transports; 0 = two contexts"
+    )
+
+    def num_scratch_blocks(self, max_context: int) -> int:
+        """Blocks of the own pool: by default two prompts of the model's whole context."""
+        return self.scratch_blocks or 2 * -(-max_context // self.block_size)

@@ -1,0 +1,282 @@
+"""The prefill loop: ask, schedule, run, apply; and the life of the requests in it.
+
+One event loop owns all of this; only `_run_step` happens on the engine's own thread. Each request that
+has asked for blocks has a task of its own (prefill_worker/handover.py) that speaks to its decode worker,
+so that a chunk is pushed while the next one is computed. A request that must stop while a step is writing
+its blocks is told to at the next layer, and its promise of no further write goes out after that step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from diptych.worker.v1 import prefill_pb2, work_pb2
+from engine.batch import AbortWords, SequenceStep
+from engine.runner import Runner
+from engine.sampling import Sampled, SampleFailure, sample
+from kvtransfer.client import Granted, HandoffClient
+from kvtransfer.messages import Key
+from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.handover import hand_over
+from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
+from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
+from worker.attempt import Attempt
+
+log = logging.getLogger(__name__)
+
+LOOKAHEAD_STEPS = 2
+"""Prompts ask for blocks when the granted ones fill less than this many steps: one to run, one to follow."""
+
+
+class EngineLoop:
+    """Chunked prefill for several gateways into the pools of several decode workers."""
+
+    handoff: HandoffClient
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        block_size: int,
+        chunk: int,
+        max_prompts: int,
+        max_context: int,
+        on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
+    ) -> None:
+        self._runner = runner
+        self._block_size = block_size
+        self._chunk = chunk
+        self._max_prompts = max_prompts
+        self._max_context = max_context
+        self._on_ended = on_ended
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._wake = asyncio.Event()
+        self._requests: dict[Key, PrefillRequest] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._arrived = 0
+        self._abort: AbortWords | None = None
+        self._stepping: list[PrefillRequest] = []
+        self.steps = 0  # grows with every step: the heartbeat's progress
+        self.draining = False
+
+    # ---- what others tell the loop -------------------------------------------------------------------
+
+    def dispatch(self, dispatch: prefill_pb2.Dispatch, gateway: GatewayStream) -> None:
+        """Queue an attempt."""
+        attempt = Attempt.from_work(dispatch.work, max_context=self._max_context)
+        if attempt.key in self._requests:
+            log.warning("attempt %s dispatched twice; the second is ignored", attempt.key)
+            return
+        if self.draining:
+            gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
+            return
+        self._arrived += 1
+        self._requests[attempt.key] = PrefillRequest(
+            attempt,
+            attempt.token_ids,
+            gateway,
+            self._arrived,
+            dispatch.decode_address,
+            dispatch.decode_incarnation,
+        )
+        gateway.keys.add(attempt.key)
+        self._wake.set()
+
+    def cancel(self, key: Key) -> None:
+        """The gateway no longer wants it: nothing more is said about it to the gateway."""
+        if request := self._requests.get(key):
+            self._stop(request, Stop())
+
+    def gateway_lost(self, gateway: GatewayStream) -> None:
+        """Its stream ended: every attempt that came over it is cancelled."""
+        for key in list(gateway.keys):
+            self.cancel(key)
+        gateway.close()
+
+    def on_abort(self, key: Key) -> None:
+        """The decode worker calls a grant back. It tells the gateway why; we only stop."""
+        self.cancel(key)
+
+    def on_peer_lost(self, address: str, keys: Sequence[Key]) -> None:
+        """A decode worker went away with these grants: there is nothing left to write to."""
+        failure = work_pb2.Failure(
+            reason=work_pb2.FAILURE_REASON_PEER_LOST, message=f"decode worker at {address} is gone"
+        )
+        for key in keys:
+            if request := self._requests.get(key):
+                self._stop(request, Stop(failure))
+
+    def tick(self, now: float) -> None:
+        """A few times a second: stop what is past its deadline, also when the gateway is slow or gone."""
+        for request in list(self._requests.values()):
+            if (deadline := request.attempt.deadline) is not None and now >= deadline:
+                failure = work_pb2.Failure(
+                    reason=work_pb2.FAILURE_REASON_DEADLINE, message=request.state.value
+                )
+                self._stop(request, Stop(failure))
+
+    @property
+    def num_running(self) -> int:
+        return sum(request.state is State.GRANTED for request in self._requests.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - self.num_running
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens still to compute, cached ones not yet known to be so included."""
+        return sum(request.remaining for request in self._requests.values())
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Step until cancelled; sleeps while there is nothing to do."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            self._ask()
+            chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk)
+            if not chunks:
+                await self._wake.wait()
+                continue
+            batch = [self._requests[chunk.key] for chunk in chunks]
+            abort = self._begin(batch)
+            try:
+                outcome = await loop.run_in_executor(self._thread, self._run_step, batch, chunks, abort)
+            except Exception:
+                log.exception("prefill step failed for %d prompts", len(batch))
+                outcome = [SampleFailure("step failed")] * len(batch)
+            self._apply(batch, chunks, outcome)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _computable(self) -> list[PrefillRequest]:
+        return [
+            r
+            for r in self._requests.values()
+            if r.state is State.GRANTED and r.stop is None and r.remaining > 0
+        ]
+
+    def _ask(self) -> None:
+        """Let the prompts that are about to run ask for blocks."""
+        by_state: dict[State, list[PrefillRequest]] = {state: [] for state in State}
+        for request in self._requests.values():
+            by_state[request.state].append(request)
+        keys = plan_asks(
+            [r.plan_entry for r in by_state[State.QUEUED]],
+            [r.plan_entry for r in by_state[State.ASKED]],
+            [r.plan_entry for r in by_state[State.GRANTED]],
+            lookahead=LOOKAHEAD_STEPS * self._chunk,
+            max_prompts=self._max_prompts,
+        )
+        for key in keys:
+            request = self._requests[key]
+            request.move(State.ASKED)
+            self._tasks[key] = asyncio.create_task(
+                hand_over(request, self.handoff, self._block_size, self), name=f"hand-over {key}"
+            )
+
+    def _begin(self, batch: list[PrefillRequest]) -> AbortWords:
+        self._stepping = batch
+        self._abort = AbortWords(len(batch))
+        for request in batch:
+            request.in_step = True
+        return self._abort
+
+    def _run_step(
+        self, batch: Sequence[PrefillRequest], chunks: Sequence[Chunk], abort: AbortWords
+    ) -> list[Sampled | SampleFailure | None]:
+        """On the engine's thread: compute the chunks and sample the first token of each finished prompt."""
+        sequences = []
+        for request, chunk in zip(batch, chunks, strict=True):
+            granted = request.granted
+            if granted is None:  # the planner only names granted requests
+                raise RuntimeError(f"{request.key} has no blocks")
+            sequences.append(
+                SequenceStep(
+                    memory=granted.memory,
+                    block_table=granted.block_table,
+                    start=request.computed,
+                    token_ids=request.token_ids[request.computed : request.computed + chunk.tokens],
+                    wants_logits=chunk.last,
+                )
+            )
+        logits = self._runner.step(sequences, abort)
+        rows = [
+            r.attempt.sample_row(r.attempt.delivered_ids)
+            for r, c in zip(batch, chunks, strict=True)
+            if c.last
+        ]
+        sampled = iter(sample(logits, rows) if rows else ())
+        return [next(sampled) if chunk.last else None for chunk in chunks]
+
+    def _apply(
+        self,
+        batch: Sequence[PrefillRequest],
+        chunks: Sequence[Chunk],
+        outcome: Sequence[Sampled | SampleFailure | None],
+    ) -> None:
+        """Tell each request's hand-over what its blocks hold now."""
+        self.steps += 1
+        self._stepping, self._abort = [], None
+        now = time.monotonic()
+        for request, chunk, sampled in zip(batch, chunks, outcome, strict=True):
+            request.in_step = False
+            if request.stop is not None:
+                request.news.put_nowait(request.stop)
+                continue
+            if isinstance(sampled, SampleFailure):
+                failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_INTERNAL, message=sampled.reason)
+                self._stop(request, Stop(failure))
+                continue
+            request.computed += chunk.tokens
+            request.steps += 1
+            if sampled is not None:
+                request.computed_at = now
+            first_token = sampled.token_id if sampled is not None else None
+            request.news.put_nowait(ChunkDone(request.computed, first_token))
+
+    # ---- one request ---------------------------------------------------------------------------------
+
+    def granted(self, request: PrefillRequest, granted: Granted) -> None:
+        """The hand-over has blocks: the request joins the next step."""
+        request.granted = granted
+        request.computed = granted.computed_tokens
+        request.move(State.GRANTED)
+        self._wake.set()
+
+    def _stop(self, request: PrefillRequest, stop: Stop) -> None:
+        """Decide that the request ends without a commit; carried out when no step writes any more."""
+        if request.stop is not None:
+            return
+        request.stop = stop
+        if request.in_step and self._abort is not None:
+            self._abort.abort(self._stepping.index(request))
+        elif request.state is State.GRANTED:
+            request.news.put_nowait(stop)
+        elif request.state is State.ASKED:
+            self._tasks[request.key].cancel()
+        else:
+            self.ended(request, stop.failure)
+
+    def ended(
+        self, request: PrefillRequest, failure: work_pb2.Failure | None, *, committed: bool = False
+    ) -> None:
+        """Last station of every request. Silence to the gateway means cancelled."""
+        request.move(State.ENDED)
+        del self._requests[request.key]
+        self._tasks.pop(request.key, None)
+        request.gateway.keys.discard(request.key)
+        if committed:
+            request.gateway.committed(request.key)
+        elif failure is not None:
+            request.gateway.failed(request.key, failure)
+        outcome = "committed" if committed else "failed" if failure is not None else "cancelled"
+        self._on_ended(request, outcome)
+        self._wake.set()

@@ -1,0 +1,43 @@
+"""One gateway's stream into this worker, and what is to be written on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from diptych.worker.v1 import prefill_pb2, work_pb2
+from kvtransfer.messages import Key
+from runtime.outbox import Outbox
+
+
+class GatewayStream:
+    """Collects this worker's last words on the attempts of one gateway."""
+
+    def __init__(self, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.keys: set[Key] = set()  # attempts that live and die with this stream
+        self._outbox: Outbox[prefill_pb2.PrefillServiceLinkResponse] = Outbox()
+
+    def committed(self, key: Key) -> None:
+        self._ended(prefill_pb2.PrefillEnded(id=_id(key), committed=prefill_pb2.Committed()))
+
+    def failed(self, key: Key, failure: work_pb2.Failure) -> None:
+        self._ended(prefill_pb2.PrefillEnded(id=_id(key), failure=failure))
+
+    def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:
+        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))
+
+    def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
+        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(heartbeat=beat))
+
+    def close(self) -> None:
+        self._outbox.close()
+
+    async def messages(self) -> AsyncIterator[prefill_pb2.PrefillServiceLinkResponse]:
+        """What to write; ends when the stream is closed."""
+        while batch := await self._outbox.take():
+            for message in batch:
+                yield message
+
+
+def _id(key: Key) -> work_pb2.AttemptId:
+    return work_pb2.AttemptId(request_id=key[0], attempt=key[1])

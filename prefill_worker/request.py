@@ -1,0 +1,122 @@
+"""One attempt at one request on the prefill worker.
+
+Its life:
+
+1. QUEUED   dispatched by a gateway; it pins nothing anywhere.
+2. ASKED    about to run: the decode worker was asked for blocks and answers when it has them.
+3. GRANTED  the blocks are ours to write; chunks are computed and pushed.
+4. ENDED    committed (the decode worker has it all, the first token included), failed or cancelled. A
+            granted attempt that does not commit ends with Stopped: the promise of no further write.
+
+Every change of state goes through `move()`, which knows the legal ones and stamps the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diptych.worker.v1 import work_pb2
+from kvtransfer.client import Granted
+from kvtransfer.messages import Key
+from prefill_worker.scheduler import Prompt
+from worker.attempt import Attempt
+
+if TYPE_CHECKING:
+    from prefill_worker.gateway_stream import GatewayStream
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    ASKED = "asked"
+    GRANTED = "granted"
+    ENDED = "ended"
+
+
+LEGAL: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.ASKED, State.ENDED}),
+    State.ASKED: frozenset({State.GRANTED, State.ENDED}),
+    State.GRANTED: frozenset({State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class IllegalMove(RuntimeError):
+    """A bug in the worker: a request was moved where it cannot go."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """Tokens up to `upto` are in the blocks; with the last chunk comes the first token of the output."""
+
+    upto: int
+    first_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Write no more and say so; `failure` is absent when somebody else ended the attempt."""
+
+    failure: work_pb2.Failure | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """An attempt and how far it is. `news` is what the engine has to say to the task that hands it over."""
+
+    attempt: Attempt
+    token_ids: list[int]
+    gateway: GatewayStream
+    arrived: int
+    decode_address: str
+    decode_incarnation: int
+    state: State = State.QUEUED
+    entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
+    granted: Granted | None = None
+    computed: int = 0
+    steps: int = 0
+    computed_at: float | None = None  # when the last chunk was done
+    in_step: bool = False
+    stop: Stop | None = None  # decided, to be carried out when no step writes any more
+    news: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
+
+    def move(self, to: State) -> None:
+        if to not in LEGAL[self.state]:
+            raise IllegalMove(f"{self.key}: {self.state.value} → {to.value}")
+        self.state = to
+        self.entered[to] = time.monotonic()
+
+    @property
+    def key(self) -> Key:
+        return self.attempt.key
+
+    @property
+    def remaining(self) -> int:
+        return len(self.token_ids) - self.computed
+
+    @property
+    def plan_entry(self) -> Prompt:
+        return Prompt(self.key, self.remaining, self.decode_address, self.attempt.priority, self.arrived)
+
+    def times(self) -> work_pb2.PhaseTimes:
+        """The phases so far, as durations on this worker's clock."""
+        asked, granted = self.entered.get(State.ASKED), self.entered.get(State.GRANTED)
+        now = time.monotonic()
+        times = work_pb2.PhaseTimes(prefill_steps=self.steps)
+        times.prefill_queue.FromNanoseconds(_ns((asked or now) - self.entered[State.QUEUED]))
+        if asked is not None:
+            times.grant_wait.FromNanoseconds(_ns((granted or now) - asked))
+        if granted is not None:
+            times.prefill.FromNanoseconds(_ns((self.computed_at or now) - granted))
+        if self.computed_at is not None:
+            times.kv_send.FromNanoseconds(_ns(now - self.computed_at))
+        if self.granted is not None:
+            times.cached_tokens = self.granted.computed_tokens
+        return times
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,83 @@
+"""Which prompts ask for blocks now, and which chunks make the next prefill step.
+
+Pure: plain values in, plain values out. The one idea is that computed tokens catch up with existing
+ones: a step has a budget of tokens, filled with chunks of several prompts in order of priority, then
+arrival. Grants are late: a prompt asks for decode memory only when it is about to run, so that a long
+queue here pins no blocks there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.messages import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with `tokens` still to compute for the decode worker `decode`."""
+
+    key: Key
+    tokens: int
+    decode: str
+    priority: int
+    arrived: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `tokens` tokens of a prompt; `last` says that its logits are wanted."""
+
+    key: Key
+    tokens: int
+    last: bool
+
+
+def plan_chunks(granted: Sequence[Prompt], budget: int) -> list[Chunk]:
+    """Fill one step of at most `budget` tokens; only its last chunk may leave a prompt unfinished."""
+    chunks = []
+    for prompt in _in_order(granted):
+        if budget <= 0:
+            break
+        tokens = min(prompt.tokens, budget)
+        chunks.append(Chunk(prompt.key, tokens, last=tokens == prompt.tokens))
+        budget -= tokens
+    return chunks
+
+
+def plan_asks(
+    queued: Sequence[Prompt],
+    asked: Sequence[Prompt],
+    granted: Sequence[Prompt],
+    *,
+    lookahead: int,
+    max_prompts: int,
+) -> list[Key]:
+    """The queued prompts that ask for blocks now.
+
+    A prompt asks when fewer than `lookahead` tokens are granted here or asked of its own decode worker
+    (so that one full decode worker does not hold up the prompts of another), and while fewer than
+    `max_prompts` prompts are out asking or computing. Order among the prompts of one decode worker is
+    kept: a small prompt does not overtake a large one that waits for blocks.
+    """
+    granted_tokens = sum(prompt.tokens for prompt in granted)
+    waiting: defaultdict[str, int] = defaultdict(int)
+    for prompt in asked:
+        waiting[prompt.decode] += prompt.tokens
+    room = max_prompts - len(asked) - len(granted)
+    keys = []
+    for prompt in _in_order(queued):
+        if room <= 0:
+            break
+        if granted_tokens + waiting[prompt.decode] >= lookahead:
+            continue
+        keys.append(prompt.key)
+        waiting[prompt.decode] += prompt.tokens
+        room -= 1
+    return keys
+
+
+def _in_order(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return sorted(prompts, key=lambda prompt: (-prompt.priority, prompt.arrived))

@@ -1,0 +1,140 @@
+"""Putting a prefill worker together: engine loop, hand-over client, edges."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
+from engine.block_pool import BlockPool
+from engine.kv_memory import KVMemory
+from kvtransfer.client import HandoffClient
+from prefill_worker.config import PrefillSettings
+from prefill_worker.engine_loop import EngineLoop
+from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.request import PrefillRequest
+from prefill_worker.service import PrefillServicer
+from prefill_worker.spans import attempt_span
+from runtime.directory.publisher import DirectoryPublisher
+from runtime.directory.records import WorkerRecord
+from runtime.metrics import PrefillMetrics, new_registry
+from runtime.process import incarnation
+from runtime.telemetry import Telemetry
+from worker.engine import LoadedEngine, load_engine
+from worker.shell import Services, WorkerShell
+
+
+async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
+    """Load the model, serve until `stop`, drain; the process's exit status."""
+    telemetry = Telemetry.start("diptych-prefill", settings.worker_id)
+    engine = await load_engine(settings)
+    worker = PrefillWorker(settings, engine, telemetry)
+    try:
+        return await worker.run(stop)
+    finally:
+        telemetry.stop()
+
+
+class PrefillWorker:
+    """Owns everything of one prefill worker and wires it up; decides nothing itself."""
+
+    def __init__(self, settings: PrefillSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._telemetry = telemetry
+        self._registry = new_registry()
+        self._metrics = PrefillMetrics(self._registry)
+        self._streams: set[GatewayStream] = set()
+        self._loop = EngineLoop(
+            engine.runner,
+            block_size=settings.block_size,
+            chunk=settings.prefill_chunk,
+            max_prompts=settings.max_batch_requests,
+            max_context=engine.model.shape.max_context,
+            on_ended=self._ended,
+        )
+        self._handoff = HandoffClient(
+            worker_id=settings.worker_id,
+            incarnation=incarnation(),
+            fingerprint=engine.fingerprint,
+            transports=settings.transports,
+            scratch=self._scratch,
+            on_abort=self._loop.on_abort,
+            on_peer_lost=self._loop.on_peer_lost,
+        )
+        self._loop.handoff = self._handoff
+
+    async def run(self, stop: asyncio.Event) -> int:
+        services = Services(
+            names=(prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,),
+            add=self._add_services,
+        )
+        shell = WorkerShell(
+            self._settings,
+            self._loop,
+            services,
+            streams=self._streams,
+            load=self._load,
+            metrics=self._metrics,
+            registry=self._registry,
+        )
+        try:
+            return await shell.run(stop, self._publish)
+        finally:
+            await self._handoff.close()
+
+    def _scratch(self) -> tuple[KVMemory, BlockPool]:
+        """The worker's own pool, made when the first copying transport is registered."""
+        blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
+        return KVMemory(self._engine.layout, blocks), BlockPool(blocks)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        hello = work_pb2.WorkerHello(worker_id=self._settings.worker_id, incarnation=incarnation())
+        servicer = PrefillServicer(self._loop, self._streams, hello)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+
+    def _publish(self, address: str) -> DirectoryPublisher:
+        fingerprint = self._engine.fingerprint
+        record = WorkerRecord(
+            worker_id=self._settings.worker_id,
+            role="prefill",
+            address=address,
+            incarnation=incarnation(),
+            model_digest=fingerprint.model_digest,
+            model_name=self._settings.model_name or self._settings.model_path.stem,
+            dtype=fingerprint.dtype,
+            kv_dtype=fingerprint.kv_dtype,
+            kv_layout=fingerprint.kv_layout,
+            block_size=fingerprint.block_size,
+            max_context=self._engine.model.shape.max_context,
+            total_blocks=0,
+            num_threads=self._engine.runner.threads,
+        )
+        return DirectoryPublisher(self._settings.redis_url, record, owned_keys=list)
+
+    def _load(self) -> work_pb2.Load:
+        return work_pb2.Load(
+            running=self._loop.num_running,
+            waiting=self._loop.num_waiting,
+            waiting_tokens=self._loop.waiting_tokens,
+        )
+
+    def _ended(self, request: PrefillRequest, outcome: str) -> None:
+        """Count and trace an attempt that is over."""
+        times, metrics = request.times(), self._metrics
+        for phase, field in (
+            ("queue", "prefill_queue"),
+            ("grant_wait", "grant_wait"),
+            ("prefill", "prefill"),
+        ):
+            if times.HasField(field):
+                metrics.phase_duration.labels(phase).observe(getattr(times, field).ToNanoseconds() / 1e9)
+        if outcome == "committed" and request.granted is not None:
+            transport = request.granted.transport
+            metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)
+        elif outcome == "failed":
+            transport = request.granted.transport if request.granted is not None else "none"
+            metrics.kv_transfer_failures.labels(transport).inc()
+        if self._telemetry.enabled:
+            self._telemetry.emit_phases(request.attempt.trace, [attempt_span(request, outcome)])

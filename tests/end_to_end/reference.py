@@ -1,0 +1,82 @@
+"""What transformers says: the oracle of every end-to-end comparison, in fp32."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.settings import resolve_model
+
+ROOT = Path(__file__).parents[2]
+
+PLAIN_LENGTHS = (
+    *(1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100),
+    *(127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513, 1000, 2047, 3000),
+)
+QUESTIONS = ("What is the capital of France?", "Count from one to ten.", "Write a haiku about the sea.")
+
+
+@functools.cache
+def model_file() -> Path:
+    """The bundled GGUF."""
+    return resolve_model("bundled")
+
+
+@functools.cache
+def tokenizer() -> Any:
+    from gateway.tokenizer import Tokenizer
+
+    return Tokenizer.load(model_file())
+
+
+@functools.cache
+def reference_model() -> Any:
+    """transformers' own model of the same file, in fp32."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM
+
+    file = model_file()
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+@functools.cache
+def prompts() -> tuple[tuple[int, ...], ...]:
+    """Token ids of plain English of many lengths, block borders among them."""
+    text = (ROOT / "LICENSE").read_text()
+    ids = tokenizer().encode(text, add_special=False)
+    ids = ids + ids  # the longest prompt is longer than the text
+    return tuple(tuple(ids[37 * n : 37 * n + length]) for n, length in enumerate(PLAIN_LENGTHS))
+
+
+@functools.cache
+def chat_ids(question: str) -> tuple[int, ...]:
+    """A chat's token ids by transformers' tokenizer and its rendering of the model's template."""
+    from transformers import AutoTokenizer
+
+    file = model_file()
+    oracle = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    turns = [{"role": "user", "content": question}]
+    return tuple(oracle.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+@functools.cache
+def greedy(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """The tokens that transformers' `generate` appends, end-of-sequence excluded."""
+    model = reference_model()
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+        )
+    return without_end(out[0, len(prompt) :].tolist())
+
+
+def without_end(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Drop the end-of-sequence token, which both sides report but neither shows."""
+    eos = tokenizer().eos_token_ids
+    return tuple(token_ids[:-1] if token_ids and token_ids[-1] in eos else token_ids)

@@ -1,0 +1,73 @@
+"""The prefill step's plan: budget, order, late asks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefill_worker.scheduler import Chunk, Prompt, plan_asks, plan_chunks
+
+
+def prompt(name: str, tokens: int, arrived: int, *, decode: str = "d1", priority: int = 0) -> Prompt:
+    return Prompt((name, 1), tokens, decode, priority, arrived)
+
+
+def test_a_step_mixes_prompts_up_to_the_budget() -> None:
+    chunks = plan_chunks([prompt("a", 5, 1), prompt("b", 9, 2), prompt("c", 3, 3)], budget=10)
+    assert chunks == [Chunk(("a", 1), 5, last=True), Chunk(("b", 1), 5, last=False)]
+
+
+def test_priority_goes_before_arrival() -> None:
+    chunks = plan_chunks([prompt("early", 5, 1), prompt("urgent", 5, 2, priority=3)], budget=6)
+    assert [chunk.key[0] for chunk in chunks] == ["urgent", "early"]
+
+
+prompts = st.lists(st.tuples(st.integers(1, 50), st.integers(-2, 2)), max_size=10).map(
+    lambda shapes: [
+        prompt(str(i), tokens, i, priority=priority) for i, (tokens, priority) in enumerate(shapes)
+    ]
+)
+
+
+@given(prompts, st.integers(1, 40))
+def test_the_budget_is_used_and_never_exceeded(granted: list[Prompt], budget: int) -> None:
+    chunks = plan_chunks(granted, budget)
+    total = sum(prompt.tokens for prompt in granted)
+    assert sum(chunk.tokens for chunk in chunks) == min(budget, total)
+    tokens = {prompt.key: prompt.tokens for prompt in granted}
+    assert all(0 < chunk.tokens <= tokens[chunk.key] for chunk in chunks)
+    assert all(chunk.last == (chunk.tokens == tokens[chunk.key]) for chunk in chunks)
+    assert all(chunk.last for chunk in chunks[:-1])
+
+
+@given(prompts, st.integers(1, 60))
+def test_repeated_steps_compute_every_token_once(granted: list[Prompt], budget: int) -> None:
+    left = {prompt.key: prompt for prompt in granted}
+    computed = dict.fromkeys(left, 0)
+    while left:
+        for chunk in plan_chunks(list(left.values()), budget):
+            computed[chunk.key] += chunk.tokens
+            old = left.pop(chunk.key)
+            if not chunk.last:
+                left[chunk.key] = Prompt(
+                    old.key, old.tokens - chunk.tokens, old.decode, old.priority, old.arrived
+                )
+    assert computed == {prompt.key: prompt.tokens for prompt in granted}
+
+
+def test_grants_are_asked_for_late() -> None:
+    queued = [prompt(str(i), 100, i) for i in range(10)]
+    assert plan_asks(queued, [], [], lookahead=250, max_prompts=32) == [("0", 1), ("1", 1), ("2", 1)]
+    assert plan_asks(queued[3:], queued[:3], [], lookahead=250, max_prompts=32) == []
+    assert plan_asks(queued[3:], [], queued[:2], lookahead=250, max_prompts=32) == [("3", 1)]
+
+
+def test_a_full_decode_worker_does_not_hold_up_another() -> None:
+    asked = [prompt("stuck", 500, 1, decode="full")]
+    queued = [prompt("behind", 10, 2, decode="full"), prompt("free", 10, 3, decode="idle")]
+    assert plan_asks(queued, asked, [], lookahead=250, max_prompts=32) == [("free", 1)]
+
+
+def test_the_number_of_prompts_is_bounded() -> None:
+    queued = [prompt(str(i), 1, i) for i in range(10)]
+    assert len(plan_asks(queued, [prompt("x", 1, 0)], [prompt("y", 1, 0)], lookahead=99, max_prompts=5)) == 3

@@ -1,0 +1,30 @@
+"""Settings that both workers have on top of every program's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runtime.settings import ProgramSettings
+
+
+class WorkerSettings(ProgramSettings):
+    """Base of the two workers' settings."""
+
+    threads: Annotated[int, Field(ge=0)] = Field(0, description="compute threads; 0 = one per core")
+    backend: Literal["auto", "native", "torch"] = Field("auto", description="how the model is computed")
+    transport: Literal["auto", "shared_memory", "tcp"] = Field(
+        "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
+    )
+    advertise_host: str | None = Field(
+        None, description="host name under which gateways and other workers reach this one (default: host)"
+    )
+    drain_s: Annotated[float, Field(ge=0)] = Field(
+        10.0, description="seconds that running requests get at shutdown"
+    )
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports that may be used, the preferred one first."""
+        return ("shared_memory", "tcp") if self.transport == "auto" else (self.transport,)

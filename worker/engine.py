@@ -1,0 +1,88 @@
+"""Loading a worker's model: weights, runner, digest, and a first step so that no request pays for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import SequenceStep
+from engine.kv_memory import KVLayout, KVMemory
+from engine.model import Model, load_model
+from engine.runner import Runner
+from kvtransfer.fingerprint import Fingerprint
+from runtime.block_hash import HASH_VERSION
+from runtime.model_digest import model_digest
+from runtime.settings import DType
+from worker.config import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+WARM_UP_TOKENS = 17  # more than one block of the default size, and a partial one
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A model that has computed its first step."""
+
+    model: Model
+    runner: Runner
+    layout: KVLayout
+    digest: str
+    dtype: str
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What another worker must have in common to exchange blocks with this one."""
+        return Fingerprint(
+            model_digest=self.digest,
+            dtype=self.dtype,
+            kv_dtype=str(self.layout.dtype).removeprefix("torch."),
+            kv_layout=self.layout.name,
+            block_size=self.layout.block_size,
+            num_layers=self.layout.num_layers,
+            num_kv_heads=self.layout.num_kv_heads,
+            head_dim=self.layout.head_dim,
+            hash_version=HASH_VERSION,
+            tensor_parallel=1,
+        )
+
+
+async def load_engine(settings: WorkerSettings) -> LoadedEngine:
+    """Read the weights and run one step, off the event loop: it takes seconds."""
+    return await asyncio.to_thread(_load, settings)
+
+
+def _load(settings: WorkerSettings) -> LoadedEngine:
+    started = time.monotonic()
+    path, dtype = settings.model_path, settings.resolved_dtype
+    model = load_model(path, DTYPES[dtype], backend=settings.backend)
+    runner = Runner(model, settings.threads)
+    layout = model.kv_layout(settings.block_size)
+    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
+    _warm_up(engine)
+    log.info(
+        "loaded %s in %.1f s: %s, %s backend, %d threads",
+        path.name,
+        time.monotonic() - started,
+        dtype,
+        model.backend_name,
+        runner.threads,
+    )
+    return engine
+
+
+def _warm_up(engine: LoadedEngine) -> None:
+    """Compute a few tokens in throw-away memory, so that allocators and thread pools are warm."""
+    blocks = engine.layout.blocks_for(WARM_UP_TOKENS + 1)
+    memory = KVMemory(engine.layout, blocks)
+    table = range(blocks)
+    engine.runner.step([SequenceStep(memory, table, 0, [0] * WARM_UP_TOKENS, wants_logits=True)])
+    logits = engine.runner.step([SequenceStep(memory, table, WARM_UP_TOKENS, [0], wants_logits=True)])
+    if not bool(torch.isfinite(logits).all()):
+        raise RuntimeError(f"the model's first step gave logits that are not finite ({engine.dtype})")
