@@ -53,7 +53,7 @@ class Progress:
             self._live = Live(
                 _LoadingLine(self._loading), console=self._console, transient=True, refresh_per_second=10
             )
-            self._live.start()
+            self._live.start(refresh=True)
         elif not self._loading and self._live is not None:
             self._live.stop()
             self._live = None
@@ -67,6 +67,8 @@ class _LoadingLine:
         self._spinner = Spinner("dots")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self._since:
+            return  # the last drawing, before the line goes
         now = time.monotonic()
         names = ", ".join(f"{name} {now - born:.1f} s" for name, born in list(self._since.items()))
         self._spinner.update(text=f"loading {names}")

@@ -1,0 +1,44 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from diptych.client import Timings, Usage
+from launcher.ask import timing_table
+
+SPENT = Timings(
+    queue=0.001,
+    prefill=0.0425,
+    kv_transfer=0.0005,
+    decode_queue=0.0,
+    decode=0.5,
+    time_to_first_token=0.05,
+    total=0.56,
+    kv_bytes_transferred=12345,
+    preemptions=0,
+    retries=0,
+)
+
+
+def rows(usage: Usage | None) -> dict[str, str]:
+    out = StringIO()
+    Console(file=out, width=200).print(timing_table(SPENT, usage))
+    cells = [
+        [cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "│" in line
+    ]
+    return {cell[1]: " ".join(cell[2:4]).strip() for cell in cells}
+
+
+def test_shows_every_phase_in_milliseconds() -> None:
+    shown = rows(Usage(prompt_tokens=40, completion_tokens=11, cached_prompt_tokens=32))
+    assert shown["queue"] == "1.00"
+    assert shown["prefill"] == "42.50 32 of 40 prompt tokens cached"
+    assert shown["hand-over"] == "0.50 12,345 bytes moved"
+    assert shown["decode"] == "500.00 20.0 tokens/s"
+    assert shown["first token after"] == "50.00"
+    assert shown["total"] == "560.00"
+
+
+@pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
+def test_claims_no_pace_without_two_tokens(usage: Usage | None) -> None:
+    assert rows(usage)["decode"] == "500.00"

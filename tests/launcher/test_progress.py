@@ -1,0 +1,39 @@
+from io import StringIO
+
+from rich.console import Console
+
+from launcher.progress import Progress
+from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
+
+EVENTS: tuple[Event, ...] = (
+    Loading("decode-0"),
+    Wrote("decode-0", "a [bold]line[/] in brackets"),
+    Serving("decode-0", 1.25),
+    Ended("decode-0", "killed by SIGKILL", 0.2),
+    Loading("decode-0"),
+)
+
+
+def shown(*, lines: bool, terminal: bool = False) -> str:
+    out = StringIO()
+    progress = Progress(Console(file=out, width=100, force_terminal=terminal), lines=lines)
+    for event in EVENTS:
+        progress(event)
+    progress.close()
+    return out.getvalue()
+
+
+def test_tells_what_happened_one_line_each() -> None:
+    assert shown(lines=True).splitlines() == [
+        "  decode-0 │ a [bold]line[/] in brackets",
+        "● decode-0 is ready (1.2 s)",
+        "● decode-0 ended: killed by SIGKILL; starts again in 0.2 s",
+    ]
+
+
+def test_is_silent_about_what_processes_write_unless_asked() -> None:
+    assert "brackets" not in shown(lines=False)
+
+
+def test_a_terminal_sees_what_is_loading() -> None:
+    assert "loading decode-0" in shown(lines=False, terminal=True)
