@@ -5,27 +5,14 @@ path.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from engine.batch import AbortWords, SequenceStep
 from engine.decoder import Decoder
 from engine.shape import ModelShape
+from engine.step_rows import Chunk, Decodes, group_rows
 from engine.weights import Weights
-from kernels.paged_attention import paged_attention, write_kv
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One sequence's tokens `begin .. end` of the step's flat list, and where its blocks are."""
-
-    index: int
-    begin: int
-    end: int
-    start: int
-    blocks: torch.Tensor
-    table: torch.Tensor
 
 
 class TorchBackend:
@@ -41,23 +28,25 @@ class TorchBackend:
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
-        rows, tokens, positions, last = _flatten(sequences)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            mixed = torch.zeros_like(q)
-            window = self._shape.window(layer)
-            for row in rows:
-                if abort is not None and abort.is_aborted(row.index):
-                    continue
-                span = slice(row.begin, row.end)
-                write_kv(row.blocks, layer, row.table, row.start, k[span], v[span])
-                mixed[span] = paged_attention(q[span], row.blocks, layer, row.table, row.start, window)
-            return mixed
-
-        def wanted() -> bool:
-            return abort is None or not abort.all_aborted()
-
         with torch.inference_mode():
+            tokens, positions, last = _flatten(sequences)
+            groups: list[Chunk | Decodes] = group_rows(sequences)
+
+            def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                mixed = torch.zeros_like(q)
+                for group in groups:
+                    group.attend(layer, self._shape.window(layer), q, k, v, mixed)
+                return mixed
+
+            def wanted() -> bool:
+                if abort is None:
+                    return True
+                if abort.all_aborted():
+                    return False
+                if abort.words.any():
+                    groups[:] = group_rows(sequences, abort)
+                return True
+
             logits = self._decoder.forward(tokens, positions, last, attend, wanted)
             if logits is None:
                 return torch.full((len(last), self._shape.vocab_size), torch.nan)
@@ -67,19 +56,16 @@ class TorchBackend:
             return logits
 
 
-def _flatten(
-    sequences: Sequence[SequenceStep],
-) -> tuple[list[_Row], torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows: list[_Row] = []
+def _flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and positions of all sequences in a row, and the index of the last token of each that wants
+    logits.
+    """
     tokens: list[int] = []
-    positions: list[torch.Tensor] = []
+    positions: list[int] = []
     last: list[int] = []
-    for index, step in enumerate(sequences):
-        begin, count = len(tokens), len(step.token_ids)
+    for step in sequences:
         tokens.extend(step.token_ids)
-        positions.append(torch.arange(step.start, step.start + count))
-        table = torch.tensor(list(step.block_table), dtype=torch.int64)
-        rows.append(_Row(index, begin, begin + count, step.start, step.memory.data, table))
+        positions.extend(range(step.start, step.start + len(step.token_ids)))
         if step.wants_logits:
-            last.append(begin + count - 1)
-    return rows, torch.tensor(tokens), torch.cat(positions), torch.tensor(last, dtype=torch.int64)
+            last.append(len(tokens) - 1)
+    return torch.tensor(tokens), torch.tensor(positions), torch.tensor(last, dtype=torch.int64)

@@ -1,0 +1,60 @@
+"""Attention of many sequences with one new token each, in one go: the decode half of paged attention.
+
+The layout is that of kernels/paged_attention.py, whose functions mean the same, a sequence at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv_rows(
+    blocks: torch.Tensor,
+    layer: int,
+    ids: torch.Tensor,
+    lanes: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Store `keys` and `values [rows, kv_heads, head_dim]` at block `ids[row]`, lane `lanes[row]` (int64
+    both).
+    """
+    _, kv_heads, head_dim = keys.shape
+    block_size = blocks.shape[-1] // head_dim
+    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys
+    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values
+
+
+def paged_decode(
+    query: torch.Tensor,
+    blocks: torch.Tensor,
+    layer: int,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions of its
+    sequence.
+
+    `tables` is int64 `[rows, n]`, padded with any valid block: what lies beyond a length is not read into the
+    result, whatever it holds. Scores and sums are float32. Returns `[rows, heads, head_dim]`.
+    """
+    rows, heads, head_dim = query.shape
+    count, kv_heads = tables.shape[1], blocks.shape[-2]
+    block_size = blocks.shape[-1] // head_dim
+    seen = torch.arange(count * block_size)
+    hidden = seen >= lengths.unsqueeze(1)
+    if window is not None:
+        hidden |= seen < lengths.unsqueeze(1) - window
+    keys = blocks[tables, layer, 0].view(rows, count, kv_heads, head_dim, block_size)
+    keys = keys.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, head_dim, count * block_size).float()
+    values = blocks[tables, layer, 1].view(rows, count, kv_heads, block_size, head_dim)
+    values = values.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, count * block_size, head_dim).float()
+    # Weight zero is not enough where a lane holds NaN: such values must go.
+    values.masked_fill_(hidden[:, None, :, None], 0.0)
+
+    scores = query.float().reshape(rows * kv_heads, heads // kv_heads, head_dim) @ keys * head_dim**-0.5
+    scores = scores.view(rows, kv_heads, heads // kv_heads, -1)
+    scores.masked_fill_(hidden[:, None, None, :], -torch.inf)
+    mixed = torch.softmax(scores, dim=-1) @ values
+    return mixed.reshape(rows, heads, head_dim).to(query.dtype)
