@@ -8,7 +8,7 @@ from rich.console import Console
 from diptych.client import AsyncClient, CallFailed, chat
 from launcher.ask import timing_table
 from launcher.child import ChildFailed
-from launcher.progress import Progress
+from launcher.progress import NoteConsole, Progress
 from launcher.serve import report_failure
 from launcher.stack import StackOptions
 from launcher.up import run_until_signal, running_stack
@@ -20,7 +20,7 @@ _TIMEOUT_S = 120.0
 
 def run_demo(prompt: str, options: StackOptions, *, verbose: bool) -> int:
     """Exit status 0 when an answer came."""
-    console = Console(stderr=True)
+    console = NoteConsole()
     progress = Progress(console, lines=verbose)
     try:
         return run_until_signal(_demo(prompt, options, console, progress))

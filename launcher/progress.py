@@ -1,5 +1,6 @@
 """What a person sees of the processes: who is loading and for how long, who serves, who ended and why."""
 
+import contextlib
 import time
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -8,6 +9,16 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
+
+
+class NoteConsole(Console):
+    """Standard error. Once nobody reads it any more it is silent; rich's own would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class Progress:
@@ -21,8 +32,18 @@ class Progress:
         self._lines = lines
         self._loading: dict[str, float] = {}
         self._live: Live | None = None
+        self._gone = False
 
     def __call__(self, event: Event) -> None:
+        if self._gone:
+            return
+        try:
+            self._tell(event)
+            self._show()
+        except OSError:
+            self._gone = True  # the terminal was closed; the processes are none of its business
+
+    def _tell(self, event: Event) -> None:
         match event:
             case Loading(name):
                 self._loading[name] = time.monotonic()
@@ -38,12 +59,12 @@ class Progress:
                 self._console.print(Text.assemble((f"{name:>10} │ ", "dim"), line), soft_wrap=True)
             case Wrote():
                 pass
-        self._show()
 
     def close(self) -> None:
         """Takes the moving line away."""
         self._loading.clear()
-        self._show()
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._show()
 
     def _say(self, markup: str) -> None:
         self._console.print(markup, highlight=False, soft_wrap=True)

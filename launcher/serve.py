@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.child import ChildFailed
-from launcher.progress import Progress
+from launcher.progress import NoteConsole, Progress
 from launcher.stack import StackOptions
 from launcher.up import Stack, run_until_signal, running_stack
 from launcher.valkey import ValkeyMissing
@@ -14,7 +14,7 @@ from launcher.valkey import ValkeyMissing
 
 def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool) -> int:
     """Runs until a signal comes. Exit status 1 when something did not start."""
-    console = Console(stderr=True)
+    console = NoteConsole()
     progress = Progress(console, lines=True)
     try:
         return run_until_signal(_serve(options, console, progress, ready_file, show_secrets))

@@ -1,9 +1,12 @@
+import subprocess
+import sys
 from io import StringIO
 
 from rich.console import Console
 
 from launcher.progress import Progress
 from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
+from tests.launcher.specs import ROOT
 
 EVENTS: tuple[Event, ...] = (
     Loading("decode-0"),
@@ -37,3 +40,37 @@ def test_is_silent_about_what_processes_write_unless_asked() -> None:
 
 def test_a_terminal_sees_what_is_loading() -> None:
     assert "loading decode-0" in shown(lines=False, terminal=True)
+
+
+READER_LEAVES = """
+import sys
+from launcher.progress import NoteConsole, Progress
+from launcher.supervisor import Wrote
+
+progress = Progress(NoteConsole(), lines=True)
+progress(Wrote("decode-0", "first"))
+sys.stdin.readline()
+for _ in range(3):
+    progress(Wrote("decode-0", "unheard"))
+progress.close()
+print("still here")
+"""
+
+
+def test_goes_on_when_nobody_reads_it_any_more() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER_LEAVES],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, process.stdin, process.stdout:
+        assert process.stderr.readline()
+        process.stderr.close()
+        process.stdin.write(b"go on\n")
+        process.stdin.flush()
+        assert process.stdout.read() == b"still here\n"
