@@ -188,12 +188,11 @@ class Supervisor:
     async def _launch(self, kept: _Kept) -> Announcement:
         """One start, up to the ready line. Leaves no process behind when it raises."""
         born = time.monotonic()
-        self._observe(Loading(kept.spec.name))
         try:
-            child = Child.start(kept.spec, self._death_read)
+            child = kept.child = Child.start(kept.spec, self._death_read)
         except OSError as error:
             raise ChildFailed(kept.spec.name, f"cannot be started: {error}") from error
-        kept.child = child
+        self._observe(Loading(kept.spec.name))
         lines = asyncio.create_task(child.lines(lambda line: self._wrote(kept, line)))
         self._tasks.add(lines)
         lines.add_done_callback(self._tasks.discard)
@@ -212,11 +211,14 @@ class Supervisor:
         self._observe(Wrote(kept.spec.name, line))
 
     async def _end(self, kept: Sequence[_Kept]) -> None:
-        living = [one.child for one in kept if one.child is not None and one.child.alive]
+        living: list[Child] = []
+        for one in kept:
+            if one.child is not None and one.child.alive:
+                living.append(one.child)
+                # What does not serve yet has nothing to finish, and may be deaf while it loads a model.
+                one.child.send(signal.SIGTERM if one.announced is not None else signal.SIGKILL)
         if not living:
             return
-        for child in living:
-            child.send(signal.SIGTERM)
         ends = [asyncio.ensure_future(child.exited()) for child in living]
         _, late = await asyncio.wait(ends, timeout=self._grace_s)
         for child in living:

@@ -23,6 +23,7 @@ def main() -> int:
             print("the reason of the failure", file=sys.stderr)
             return 3
         if mode == "silent":
+            print("loading", flush=True)
             await asyncio.sleep(3600)
         if mode == "garbage" and settings.ready_fd is not None:
             os.write(settings.ready_fd, b"neither JSON nor ready\n")

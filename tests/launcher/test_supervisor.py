@@ -137,6 +137,22 @@ async def test_kills_what_ignores_sigterm_after_the_grace_period() -> None:
     assert not alive(pid)
 
 
+async def test_what_is_still_loading_is_ended_without_grace(watched: Watched) -> None:
+    starting = asyncio.create_task(watched.supervisor.start([program_spec("slow", "silent")]))
+    await watched.until(lambda: Wrote("slow", "loading") in watched.events)
+    pid = watched.process("slow").pid
+    starting.cancel()
+    await asyncio.wait({starting})
+
+    began = time.monotonic()
+    await watched.supervisor.stop()
+
+    assert time.monotonic() - began < 0.9  # of a grace period of one second
+    assert pid is not None
+    assert not alive(pid)
+    watched.supervisor = Supervisor(lambda event: None)
+
+
 async def test_a_line_without_end_neither_blocks_the_process_nor_hides_the_next_line(
     watched: Watched,
 ) -> None:
