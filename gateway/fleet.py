@@ -150,8 +150,12 @@ class Fleet:
 
     def linked(self, role: Role) -> list[Worker]:
         """Workers of a role whose link is up; only leased ones, as long as there are any."""
-        linked = [w for w in self._workers.values() if w.record.role == role.value and w.link.up]
+        linked = [w for w in self.linked_workers() if w.record.role == role.value]
         return [w for w in linked if w.leased] or linked
+
+    def linked_workers(self) -> list[Worker]:
+        """All workers whose link is up."""
+        return [w for w in self._workers.values() if w.link.up]
 
     def missing_role(self) -> Role | None:
         """The role that has no worker, None when a request can be served: one compatible pair is linked."""
