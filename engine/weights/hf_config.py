@@ -17,9 +17,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     from transformers import AutoConfig  # a second of imports, which a GGUF file does not need
 
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"no config.json in {folder}")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"config.json cannot be read: {error}") from error
     resolved: dict[str, Any] = config.to_dict()
     return resolved

@@ -1,0 +1,193 @@
+"""The step as one native call: the C++ of kernels/cpu over the same blocks as the torch backend."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import AbortWords, SequenceStep
+from engine.rope import inverse_frequencies, rotary_magnitude
+from engine.shape import ModelShape
+from engine.weights import LayerWeights, Weights
+from kernels.cpu import library as native
+
+_DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
+_FIRST_POSITIONS = 2048
+
+
+class NativeUnavailable(RuntimeError):
+    """This model cannot be computed natively in this installation; the message says why."""
+
+
+class NativeError(RuntimeError):
+    """The native step refused a batch or ran out of memory. Nothing was written to any block."""
+
+
+class NativeBackend:
+    """Executes steps of one model in C++, on as many threads as it is told.
+
+    Batch-invariant: a sequence's keys, values and logits have the same bits whatever its neighbours in the
+    batch, the chunks its prompt came in, and the number of threads.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        dtype: torch.dtype,
+        instruction_set: str | None = None,
+    ) -> None:
+        """Pack `weights` (in `dtype`, as engine/weights gives them); they may be freed afterwards, but for
+        the embedding.
+
+        `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
+        """
+        if dtype not in _DTYPES:
+            raise NativeUnavailable(f"dtype {dtype} is not computed natively")
+        try:
+            self._library = native.load()
+        except native.LibraryMissing as error:
+            raise NativeUnavailable(str(error)) from error
+        self._shape = shape
+        self._dtype = dtype
+        self._threads = 1
+        name = None if instruction_set is None else instruction_set.encode()
+        self._model: int = self._library.diptych_model_new(_native_shape(shape, dtype), name)
+        if not self._model:
+            raise NativeUnavailable(native.last_error(self._library))
+        weakref.finalize(self, self._library.diptych_model_free, self._model)
+        self._load(weights)
+        self._frequencies = inverse_frequencies(shape).float()
+        self._magnitude = rotary_magnitude(shape)
+        self._positions = 0
+        self._reach(_FIRST_POSITIONS)
+
+    def set_threads(self, threads: int) -> None:
+        """Use `threads` cores from the next step on."""
+        self._threads = threads
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
+
+        Raises NativeError, with nothing written, for a batch that would leave its memory.
+        """
+        rows = sum(step.wants_logits for step in sequences)
+        logits = torch.empty((rows, self._shape.vocab_size))
+        self._reach(max(step.start + len(step.token_ids) for step in sequences))
+        batch, alive = _native_batch(sequences, abort, self._dtype)
+        status = self._library.diptych_step(self._model, batch, self._threads, logits.data_ptr())
+        del alive  # the arrays that `batch` points into
+        if status == native.ALL_ABORTED:
+            return logits.fill_(torch.nan)
+        self._check(status)
+        return logits
+
+    def _check(self, status: int) -> None:
+        if status != native.OK:
+            raise NativeError(native.last_error(self._library))
+
+    def _load(self, weights: Weights) -> None:
+        self._embedding = self._canonical(weights.embed)  # read at every step, never copied
+        self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
+        for index, layer in enumerate(weights.layers):
+            self._load_layer(index, layer)
+            window = self._shape.window(index)
+            if window is not None:
+                self._check(self._library.diptych_set_window(self._model, index, window))
+        self._set_norm(0, native.FINAL_NORM, weights.final_norm)
+        self._set_linear(0, native.HEAD, (weights.output_matrix(), None))
+
+    def _load_layer(self, index: int, layer: LayerWeights) -> None:
+        qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+        self._set_linear(index, native.QKV, *qkv)
+        self._set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        self._set_linear(index, native.GATE_UP, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self._set_linear(index, native.DOWN, (layer.down, layer.down_bias))
+        self._set_norm(index, native.INPUT_NORM, layer.input_norm)
+        self._set_norm(index, native.POST_NORM, layer.post_norm)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._set_norm(index, native.QUERY_NORM, layer.q_norm)
+            self._set_norm(index, native.KEY_NORM, layer.k_norm)
+
+    def _set_linear(self, layer: int, which: int, *parts: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        matrices = (native.Matrix * len(parts))()
+        alive: list[torch.Tensor] = []
+        for matrix, (weight, bias) in zip(matrices, parts, strict=True):
+            alive.append(self._canonical(weight))
+            matrix.data = alive[-1].data_ptr()
+            matrix.rows, matrix.columns = weight.shape
+            if bias is not None:
+                alive.append(bias.float().contiguous())
+                matrix.bias = alive[-1].data_ptr()
+        self._check(self._library.diptych_set_linear(self._model, layer, which, matrices, len(parts)))
+
+    def _set_norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
+        values = weight.float().contiguous()
+        status = self._library.diptych_set_norm(self._model, layer, which, values.data_ptr(), len(values))
+        self._check(status)
+
+    def _canonical(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+
+    def _reach(self, positions: int) -> None:
+        """Have rotary tables for that many positions; they double so that they are seldom made."""
+        if positions <= self._positions:
+            return
+        count = max(positions, 2 * self._positions)
+        angles = torch.arange(count).float().unsqueeze(1) * self._frequencies
+        cosines = (angles.cos() * self._magnitude).contiguous()
+        sines = (angles.sin() * self._magnitude).contiguous()
+        status = self._library.diptych_set_rotary(self._model, cosines.data_ptr(), sines.data_ptr(), count)
+        self._check(status)
+        self._rotary = cosines, sines
+        self._positions = count
+
+
+def _native_shape(shape: ModelShape, dtype: torch.dtype) -> native.Shape:
+    return native.Shape(
+        dtype=_DTYPES[dtype],
+        layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab_size,
+        rms_epsilon=shape.rms_eps,
+        query_scale=shape.head_dim**-0.5,
+    )
+
+
+def _native_batch(
+    sequences: Sequence[SequenceStep], abort: AbortWords | None, dtype: torch.dtype
+) -> tuple[native.Batch, list[object]]:
+    """The batch as arrays, and the arrays themselves: they must outlive the call."""
+    layout = sequences[0].memory.layout
+    tokens, tables = array("i"), array("i")
+    for step in sequences:
+        # The native side knows one block size and one element size; a memory of another layout would be
+        # addressed wrongly.
+        if step.memory.layout != layout or layout.dtype != dtype:
+            raise NativeError("all memories of a batch must have the model's layout")
+        tokens.extend(step.token_ids)
+        tables.extend(step.block_table)
+    alive = {
+        "tokens": tokens,
+        "tables": tables,
+        "counts": array("i", [len(step.token_ids) for step in sequences]),
+        "starts": array("i", [step.start for step in sequences]),
+        "table_lengths": array("i", [len(step.block_table) for step in sequences]),
+        "memories": array("Q", [step.memory.address for step in sequences]),
+        "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
+        "wants_logits": array("B", [step.wants_logits for step in sequences]),
+    }
+    addresses = {name: values.buffer_info()[0] for name, values in alive.items()}
+    words = None if abort is None else abort.words.ctypes.data
+    batch = native.Batch(
+        sequences=len(sequences), block_size=layout.block_size, abort_words=words, **addresses
+    )
+    return batch, [*alive.values(), abort]
+
