@@ -67,6 +67,7 @@ class State(Enum):
 
 
 _ENDS = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
+_RUNNING = frozenset({State.PREFILLING, State.DECODING})
 LEGAL: dict[State, frozenset[State]] = {
     State.QUEUED: _ENDS | {State.ROUTING},
     State.ROUTING: _ENDS | {State.PREFILLING},
@@ -124,20 +125,22 @@ class Session:
             return []
         match event:
             case Admitted():
+                if self.state is not State.QUEUED:
+                    raise IllegalMove("admitted twice")
                 return self._choose_route(now)
             case Routed(prefill_id, decode_id):
                 return self._launch(prefill_id, decode_id, now)
             case NoRoute(role):
                 return self._fail(no_route(role.value, self.history), now)
-            case TokensArrived() if event.attempt == self.attempt:
+            case TokensArrived() if self._runs(event.attempt):
                 return self._tokens(event, now)
-            case PrefillCommitted(attempt) if attempt == self.attempt:
+            case PrefillCommitted(attempt) if self._runs(attempt):
                 self._working.pop(Role.PREFILL, None)
                 return []
-            case DecodeFinished(attempt, reason) if attempt == self.attempt:
+            case DecodeFinished(attempt, reason) if self._runs(attempt):
                 self._working.pop(Role.DECODE, None)
                 return self._finish(reason, now)
-            case AttemptFailed() if event.attempt == self.attempt:
+            case AttemptFailed() if self._runs(event.attempt):
                 return self._attempt_failed(self._working.pop(event.role, None), event.cause, now)
             case WorkerGone(worker_id) if worker_id in self._working.values():
                 self._working = {r: w for r, w in self._working.items() if w != worker_id}
@@ -165,6 +168,10 @@ class Session:
         if to not in LEGAL[self.state]:
             raise IllegalMove(f"{self.state.name} → {to.name}")
         self.transitions.append((to, now))
+
+    def _runs(self, attempt: int) -> bool:
+        """Whether it is the attempt that the workers are on: between two attempts there is none."""
+        return attempt == self.attempt and self.state in _RUNNING
 
     def _choose_route(self, now: float) -> list[Action]:
         self.move(State.ROUTING, now)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,13 @@ def valkey() -> Iterator[str]:
         process.wait()
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for what nothing announces."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @dataclass
 class Stack:
     """A gateway that is ready, and how to talk to it."""
@@ -63,9 +70,7 @@ class Stack:
         return self.gateway.registry
 
     async def until_ready(self, ready: bool = True) -> None:
-        async with asyncio.timeout(10):
-            while self.gateway.ready is not ready:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.gateway.ready is ready)
 
     async def until_idle(self) -> None:
         """Nothing of any request is left in the gateway."""

@@ -23,6 +23,7 @@ from tests.gateway.running_gateway import (
     reason_of,
     running,
     text_of,
+    until,
     valkey,
 )
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering, delivered
@@ -297,9 +298,7 @@ async def test_draining_worker_is_avoided(bundled: ServedModel, redis_url: str, 
 
     workers = ScriptedPrefill(), ScriptedDecode(refuse), ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, *workers) as stack:
-        async with asyncio.timeout(5):
-            while len(stack.gateway.fleet.linked_workers()) < 3:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(stack.gateway.fleet.linked_workers()) == 3)
         for _ in range(8):  # whichever comes first
             assert text_of(await collect(stack.stub.StreamGenerate(stack.request()))) == ANSWER
 
@@ -349,11 +348,9 @@ async def test_queue_bounds_order_and_refusal(
         running_call = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request())))
         (first,) = await decode.wait_for("attach")
         low = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request(priority=0))))
-        while stack.gateway.gate.queue.waiting < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: stack.gateway.gate.queue.waiting == 1)
         high = asyncio.ensure_future(collect(stack.stub.StreamGenerate(stack.request("Hi", priority=5))))
-        while stack.gateway.gate.queue.waiting < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: stack.gateway.gate.queue.waiting == 2)
         error = await failure(stack.stub.StreamGenerate(stack.request("one more than fits " * 4)))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert reason_of(error) == "QUEUE_FULL"
@@ -397,11 +394,8 @@ async def test_the_index_sends_a_prompt_to_the_worker_that_has_its_prefix(
     owner, others = ScriptedDecode(answering(answer)), [ScriptedDecode(answering(answer)) for _ in range(3)]
     owner.keys = block_keys(namespace, ids, 16)
     async with running(bundled, redis_url, ScriptedPrefill(), owner, *others) as stack:
-        async with asyncio.timeout(5):
-            while len(stack.gateway.fleet.linked_workers()) < 5 or not stack.gateway.mirror.prefix_hits(
-                owner.keys
-            ):
-                await asyncio.sleep(0.01)
+        await until(lambda: len(stack.gateway.fleet.linked_workers()) == 5)
+        await until(lambda: bool(stack.gateway.mirror.prefix_hits(owner.keys)))
         for _ in range(4):
             await collect(stack.stub.StreamGenerate(stack.request(prompt)))
         assert len([k for k, _ in owner.sent if k == "attach"]) == 4
