@@ -1,0 +1,194 @@
+"""The prefill worker's end of the hand-over: one Peer a decode process, linked when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from diptych.worker.v1 import work_pb2
+from engine.block_pool import BlockPool
+from engine.kv_memory import KVLayout, KVMemory
+from kvtransfer.errors import HandoffRefused
+from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.lease import Lease, LeaseTimes, Verdict
+from kvtransfer.messages import Key, WriterId
+from kvtransfer.peer import Peer
+from kvtransfer.peer_link import PeerLink
+from kvtransfer.ready import Beat
+from kvtransfer.scratch import Scratch
+from kvtransfer.transports import shared_memory
+from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.shared_memory import open_shared_memory
+from kvtransfer.transports.tcp import TcpChannel
+from kvtransfer.wire import Request, Response
+
+_log = logging.getLogger(__name__)
+_PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
+_RELINKS = 3
+_RELINK_PAUSE_S = 0.2
+
+
+class HandoffClient:
+    """One per prefill worker. Callbacks run on the event loop.
+
+    `on_abort(key)`: stop computing this attempt, then `peer.stop`. `on_peer_lost(address, keys)`: the same
+    for all of them, and the decode process may be gone. `scratch` makes the own blocks when the first
+    copying peer needs them; without it only peers that share memory are accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: int,
+        fingerprint: Fingerprint,
+        layout: KVLayout,
+        transports: Sequence[str],
+        scratch: Callable[[], tuple[KVMemory, BlockPool]] | None,
+        on_abort: Callable[[Key], None],
+        on_peer_lost: Callable[[str, list[Key]], None],
+        beat: Callable[[], Beat] = Beat,
+        lease_times: LeaseTimes | None = None,
+    ) -> None:
+        self._me = WriterId(worker_id, incarnation)
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._transports = [t for t in transports if scratch is not None or t == shared_memory.NAME]
+        self._make_scratch = scratch
+        self._scratch: Scratch | None = None
+        self._on_abort, self._on_peer_lost, self._beat = on_abort, on_peer_lost, beat
+        self._lease_times = lease_times if lease_times is not None else LeaseTimes()
+        self._peers: dict[str, Peer] = {}
+        self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
+        self._connecting: dict[str, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def peer(self, address: str, expected_incarnation: int) -> Peer:
+        """The decode process at `address`, linked. Raises HandoffRefused, also if another one is there."""
+        peer = self._peers.get(address)
+        if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
+            return peer
+        async with self._connecting.setdefault(address, asyncio.Lock()):
+            peer = self._peers.get(address)
+            if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
+                return peer
+            return await self._link(address, expected_incarnation)
+
+    async def close(self) -> None:
+        """End all links. Commit or stop every grant first: a writer that just leaves is killed."""
+        self._closed = True
+        tasks = [*self._tasks] if self._ticking is None else [*self._tasks, self._ticking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for peer in list(self._peers.values()):
+            await peer.close()
+        self._peers.clear()
+
+    async def _link(self, address: str, expected_incarnation: int) -> Peer:
+        if self._closed:
+            raise HandoffRefused(_PEER_LOST, "this worker is closing")
+        link = await PeerLink.connect(address, self._me, self._fingerprint, self._transports)
+        try:
+            if link.welcome.incarnation != expected_incarnation:
+                raise HandoffRefused(_PEER_LOST, "another decode process has this address now")
+            peer = await self._known(address, expected_incarnation)
+            await self._attach(peer, link)
+        except BaseException:
+            await link.wait_closed()
+            raise
+        if self._ticking is None:
+            self._ticking = asyncio.create_task(self._tick())
+        return peer
+
+    async def _known(self, address: str, incarnation: int) -> Peer:
+        """The Peer of this process; that of an earlier process at the same address is given up."""
+        peer = self._peers.get(address)
+        if peer is not None and peer.incarnation != incarnation:
+            del self._peers[address]
+            await peer.close()
+            peer = None
+        if peer is None:
+            peer = Peer(address, incarnation, on_abort=self._on_abort, on_lost=self._lost)
+            self._peers[address] = peer
+        return peer
+
+    async def _attach(self, peer: Peer, link: PeerLink) -> None:
+        hello = link.welcome
+        welcome = Welcome(peer.address, hello.endpoint, hello.token, self._layout, hello.num_blocks)
+        try:
+            if hello.transport == shared_memory.NAME:
+                # The same process has the same pool: one mapping serves all its links.
+                memory = peer.memory if peer.memory is not None else await open_shared_memory(welcome)
+                copying = None
+            else:
+                memory = None
+                copying = (self._own_scratch(), await TcpChannel.open(welcome))
+        except TransportError as error:
+            raise HandoffRefused(_PEER_LOST, str(error)) from error
+        lease = Lease(time.monotonic(), self._lease_times)
+        self._links[peer] = (link, lease)
+        peer.attach(link, memory, copying, heard=lambda response: _hear(lease, response))
+        _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
+
+    def _own_scratch(self) -> Scratch:
+        if self._scratch is None:
+            if self._make_scratch is None:
+                raise TransportError("this worker has no blocks of its own to copy from")
+            self._scratch = Scratch(*self._make_scratch())
+        return self._scratch
+
+    # -- life and death of links
+
+    def _lost(self, peer: Peer, keys: list[Key]) -> None:
+        self._links.pop(peer, None)
+        if self._closed:
+            return
+        _log.warning("the link to the decode worker at %s broke", peer.address)
+        if self._peers.get(peer.address) is peer:
+            task = asyncio.create_task(self._relink(peer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._on_peer_lost(peer.address, keys)
+
+    async def _relink(self, peer: Peer) -> None:
+        """Come back at once if the process lives, to say what was stopped; else let go of its memory.
+
+        A decode worker that hears nothing of blocks that we might write kills this process.
+        """
+        for _ in range(_RELINKS):
+            if self._peers.get(peer.address) is not peer:
+                return  # another process has its address and its place here
+            with contextlib.suppress(HandoffRefused):
+                await self.peer(peer.address, peer.incarnation)
+                return
+            await asyncio.sleep(_RELINK_PAUSE_S)
+        if self._peers.get(peer.address) is peer and not peer.linked:
+            del self._peers[peer.address]
+            await peer.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_times.interval_s)
+            now = time.monotonic()
+            beat = self._beat()
+            message = Request(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
+            for link, lease in list(self._links.values()):
+                if lease.tick(now) is Verdict.GONE:
+                    _log.warning("decode worker %s does not answer", link.welcome.worker_id)
+                    link.close()
+                else:
+                    link.put(message)
+
+
+def _hear(lease: Lease, response: Response) -> None:
+    now = time.monotonic()
+    if response.WhichOneof("message") == "heartbeat":
+        lease.beat(now, response.heartbeat.progress, response.heartbeat.busy)
+    else:
+        lease.heard(now)

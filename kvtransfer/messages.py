@@ -1,0 +1,192 @@
+"""The words of the hand-over: who, which grant, and what the state machines ask their drivers to do.
+
+Plain values. Protobuf and sockets are the drivers' business, so that a simulator can stand in for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Key = tuple[str, int]
+"""(request id, attempt)"""
+
+
+class WriterId(NamedTuple):
+    """A prefill process. A restarted worker has another incarnation and is another writer."""
+
+    worker_id: str
+    incarnation: int
+
+
+class GrantRef(NamedTuple):
+    """The name of one grant. Generations grow at every grant, so that an old one is never mistaken."""
+
+    key: Key
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the gateway's attach says of an attempt before its prefill asks for blocks."""
+
+    key: Key
+    num_tokens: int
+    """Tokens to be prefilled; at least 1."""
+    keys: Sequence[bytes]
+    """Hash of each full block of those tokens; empty when the prefix cache must not be read."""
+    reserve_tokens: int | None = None
+    """Hold blocks for this many tokens (the attempt's worst case), not only for the prefill."""
+
+
+# -- what the receiving side asks of its driver
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    """Tell the writer that it may fill `block_ids`, whose first `cached_tokens` tokens are there already."""
+
+    writer: WriterId
+    ref: GrantRef
+    block_ids: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDenied:
+    """Tell the writer that its ask will not be granted; `reason` is a FailureReason of the protocol."""
+
+    writer: WriterId
+    key: Key
+    reason: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Ask the writer to stop and to say so."""
+
+    writer: WriterId
+    ref: GrantRef
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """The blocks are complete and verified: they belong to the driver's owner now, references included."""
+
+    writer: WriterId
+    ref: GrantRef
+    block_ids: list[int]
+    cached_tokens: int
+    num_tokens: int
+    first_token: int
+    in_place: bool
+    note: object
+    """What the driver gave with the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The attempt's hand-over is over without blocks; `reason` is a FailureReason of the protocol."""
+
+    key: Key
+    reason: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Make sure that this writer can write no more, and report it dead when that is proven."""
+
+    writer: WriterId
+    why: str
+
+
+ReceiverAction = SendGrant | SendDenied | SendAbort | HandOver | Fail | Fence
+
+
+# -- what the sending side asks of its driver
+
+
+@dataclass(frozen=True, slots=True)
+class SendAsk:
+    """Ask for blocks."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class SendWithdrawal:
+    """Take an ask back that was not answered yet."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class SendStopped:
+    """Promise that no further write of this grant comes; `reason` when the prefill gave up by itself."""
+
+    ref: GrantRef
+    reason: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendPushed:
+    """Say that blocks `first_block ..` of the grant are written."""
+
+    ref: GrantRef
+    first_block: int
+    num_blocks: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    """End the hand-over and promise that no further write comes."""
+
+    ref: GrantRef
+    num_tokens: int
+    first_token: int
+    note: object
+    """What the driver gave with the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks were granted; `take` them, or they are given back when the link or the ask ends."""
+
+    ref: GrantRef
+    block_ids: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An ask is over without blocks."""
+
+    key: Key
+    reason: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """Stop computing this attempt, then say `stop`."""
+
+    ref: GrantRef
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The link is gone: asks of `asking` are over; the grants of `writing` are void, `stop` each in time."""
+
+    asking: tuple[Key, ...]
+    writing: tuple[GrantRef, ...]
+
+
+SenderAction = (
+    SendAsk | SendWithdrawal | SendStopped | SendPushed | SendCommit | Offer | Refused | Revoked | Lost
+)

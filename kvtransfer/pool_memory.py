@@ -1,0 +1,63 @@
+"""The decode pool's memory: an anonymous file that peers can map, and their mapping of it.
+
+A memfd has no name, so nothing is left in /dev/shm when processes are killed: the kernel frees it with the
+last one. Its size is sealed, so that no mapping of it can ever fault because somebody cut it short.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+from engine.kv_memory import KVLayout, KVMemory
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """Blocks and the file behind them. The file descriptor stays open as long as the process."""
+
+    memory: KVMemory
+    fd: int
+
+
+def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
+    """Zeroed blocks that other processes can map. Pages take memory when they are first touched.
+
+    Raises OSError when the kernel refuses, ValueError for no blocks.
+    """
+    if num_blocks < 1:
+        raise ValueError("a pool needs at least one block")
+    size = layout.bytes_per_block * num_blocks
+    fd = os.memfd_create("diptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        return PoolMemory(KVMemory(layout, num_blocks, _map(fd, size)), fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
+    """Another process' pool, mapped writable; unmapped when the last reference to it is gone.
+
+    Raises ValueError if the file is smaller than the blocks, or could become so.
+    """
+    size = layout.bytes_per_block * num_blocks
+    if os.fstat(fd).st_size < size:
+        raise ValueError(f"the pool's file is smaller than its {num_blocks} blocks")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+        raise ValueError("the size of the pool's file is not sealed")
+    return KVMemory(layout, num_blocks, _map(fd, size))
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED)
+    # A forked child would keep the mapping after its parent was killed, and the parent's death would no
+    # longer prove that nobody writes.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping

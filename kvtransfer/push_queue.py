@@ -1,0 +1,113 @@
+"""Sends blocks over a copying transport in the order given, beside the computation of the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.kv_memory import KVMemory
+from kvtransfer.digest import block_digest
+from kvtransfer.failpoints import damage_payload
+from kvtransfer.messages import GrantRef
+from kvtransfer.transports.base import PushChannel, TransportError
+from runtime.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of one grant: places `first ..` of its table, from `block_ids` of `memory`."""
+
+    ref: GrantRef
+    first: int
+    memory: KVMemory
+    block_ids: Sequence[int]
+
+
+class PushQueue:
+    """One per link. `wanted(ref)` is asked before each block; `sent` is told after each run."""
+
+    def __init__(
+        self,
+        channel: PushChannel,
+        wanted: Callable[[GrantRef], bool],
+        sent: Callable[[GrantRef, int, list[bytes]], None],
+        broken: Callable[[], None],
+    ) -> None:
+        self._channel = channel
+        self._wanted, self._sent, self._broken = wanted, sent, broken
+        self._runs: Outbox[Run] = Outbox()
+        self._pending: Counter[GrantRef] = Counter()
+        self._idle: dict[GrantRef, list[Callable[[], None]]] = {}
+        self._ended = False
+        self._task = asyncio.create_task(self._work())
+
+    def put(self, run: Run) -> None:
+        """Send these blocks after all earlier ones. They must not change until `when_idle` says so."""
+        if not self._ended:
+            self._pending[run.ref] += 1
+            self._runs.put(run)
+
+    def when_idle(self, ref: GrantRef, done: Callable[[], None]) -> None:
+        """Call `done` once no byte of this grant will be read again; at once if that is so now."""
+        if self._pending[ref] == 0:
+            del self._pending[ref]
+            done()
+        else:
+            self._idle.setdefault(ref, []).append(done)
+
+    async def flush(self, ref: GrantRef) -> None:
+        """Wait until every block of the grant was sent or dropped."""
+        flushed = asyncio.Event()
+        self.when_idle(ref, flushed.set)
+        await flushed.wait()
+
+    def cancel(self) -> None:
+        """Drop what is left and close the channel, soon."""
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Drop what is left and close the channel."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _work(self) -> None:
+        try:
+            while runs := await self._runs.take():
+                for run in runs:
+                    await self._send(run)
+                    self._finished(run.ref)
+        except TransportError as error:
+            _log.warning("%s", error)
+            self._broken()
+        finally:
+            self._ended = True
+            self._runs.close()
+            self._channel.close()
+            for ref in list(self._pending):
+                self._pending[ref] = 1
+                self._finished(ref)
+
+    async def _send(self, run: Run) -> None:
+        digests = []
+        for index, block in enumerate(run.block_ids, run.first):
+            if not self._wanted(run.ref):
+                return
+            payload = run.memory.block_bytes(block)
+            digest = block_digest(run.ref, index, payload)
+            await self._channel.send(run.ref, index, damage_payload(payload), digest)
+            digests.append(digest)
+        self._sent(run.ref, run.first, digests)
+
+    def _finished(self, ref: GrantRef) -> None:
+        self._pending[ref] -= 1
+        if self._pending[ref] <= 0:
+            del self._pending[ref]
+            for done in self._idle.pop(ref, []):
+                done()

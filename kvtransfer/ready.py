@@ -1,0 +1,53 @@
+"""What the decode side tells its owner, and the numbers that it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.worker.v1 import work_pb2
+from kvtransfer.messages import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Verified blocks. The references to all of `block_ids` belong to the receiver of this."""
+
+    key: Key
+    block_ids: list[int]
+    """Cached prefix first; beyond the blocks of `num_tokens` only what was reserved."""
+    cached_tokens: int
+    """Tokens whose KV the decode pool already held; whole blocks."""
+    num_tokens: int
+    """Tokens whose KV is in the blocks: all that were prefilled."""
+    first_token: int
+    """Sampled by the prefill worker."""
+    times: work_pb2.PhaseTimes
+    """The prefill worker's phases, and kv_receive."""
+    in_place: bool
+    """Whether the prefill worker computed straight into the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a heartbeat says of this process' engine."""
+
+    progress: int = 0
+    """Grows with every step."""
+    busy: bool = False
+    """Whether there is a step to be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """The decode side of the hand-over in numbers."""
+
+    writers: int
+    """Prefill processes with a link, or with blocks that they may still write."""
+    grants: int
+    waiting_asks: int
+    quarantined_blocks: int
+    quarantine_age_s: float
+    """Of the oldest quarantined grant; 0 when there is none."""
+    stale_messages: int
+    fenced: int
+    """Processes that had to be cut off since the start."""

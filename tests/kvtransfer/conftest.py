@@ -1,0 +1,180 @@
+"""A decode worker's and a prefill worker's end of the hand-over, real gRPC and real transports between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from diptych.worker.v1 import handoff_pb2_grpc, work_pb2
+from engine.block_pool import BlockPool
+from engine.kv_memory import KVLayout, KVMemory
+from kvtransfer.client import HandoffClient
+from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.lease import LeaseTimes
+from kvtransfer.messages import Expected, Key
+from kvtransfer.peer import Granted, Peer
+from kvtransfer.pool_memory import PoolMemory, allocate_pool
+from kvtransfer.ready import Ready
+from kvtransfer.server import HandoffServer
+from runtime.rpc import bind, make_server
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
+FINGERPRINT = Fingerprint(
+    model_digest="m",
+    dtype="fp32",
+    kv_dtype="fp32",
+    kv_layout=LAYOUT.name,
+    block_size=LAYOUT.block_size,
+    num_layers=LAYOUT.num_layers,
+    num_kv_heads=LAYOUT.num_kv_heads,
+    head_dim=LAYOUT.head_dim,
+    hash_version=1,
+)
+INCARNATION = 7
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for something that another task or process will bring about."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class DecodeEnd:
+    """A decode worker without an engine: what it was told is kept in lists."""
+
+    pool: BlockPool
+    memory: PoolMemory
+    running: int = 0
+    ready: list[Ready] = field(default_factory=list)
+    failed: list[tuple[Key, int, str]] = field(default_factory=list)
+    server: HandoffServer = field(init=False)
+    address: str = ""
+
+    def expect(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> Key:
+        key = (request, 1)
+        self.server.expect(Expected(key, num_tokens, keys or []))
+        return key
+
+    def settled(self) -> bool:
+        """Nothing is held, granted or quarantined."""
+        self.pool.invariants()
+        stats = self.server.stats()
+        busy = stats.grants or stats.waiting_asks or stats.quarantined_blocks
+        return not busy and self.pool.available() == self.pool.total
+
+
+@dataclass
+class PrefillEnd:
+    """A prefill worker without an engine."""
+
+    client: HandoffClient
+    aborted: list[Key]
+    lost: list[tuple[str, list[Key]]]
+    scratch: BlockPool
+
+
+@dataclass
+class Pair:
+    """Both ends, in one process."""
+
+    decode: DecodeEnd
+    prefill: PrefillEnd
+
+    async def peer(self) -> Peer:
+        return await self.prefill.client.peer(self.decode.address, INCARNATION)
+
+    async def grant(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> Granted:
+        peer = await self.peer()
+        key = self.decode.expect(request, num_tokens, keys)
+        return await peer.ask(key, num_tokens, keys or [])
+
+
+def fill(granted: Granted, num_tokens: int, seed: int) -> None:
+    """Stand in for the model: write recognisable numbers into the blocks that are not computed yet."""
+    first = granted.computed_tokens // LAYOUT.block_size
+    for place in range(first, LAYOUT.blocks_for(num_tokens)):
+        granted.memory.data[granted.block_table[place]] = pattern(seed, place)
+
+
+def pattern(seed: int, place: int) -> torch.Tensor:
+    """What `fill` writes at one place of a sequence."""
+    return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
+
+
+MakePair = Callable[..., "asyncio.Future[Pair]"]
+
+
+@pytest.fixture(params=["shared_memory", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def make_pair() -> AsyncIterator[Callable[..., object]]:
+    """Builds pairs: `await make_pair(transport, blocks=16, ...)`."""
+    closing: list[Callable[[], object]] = []
+
+    async def decode_end(
+        transport: str, blocks: int = 16, lease_times: LeaseTimes | None = None, **fingerprint: object
+    ) -> DecodeEnd:
+        end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
+        end.server = HandoffServer(
+            worker_id="decode",
+            incarnation=INCARNATION,
+            fingerprint=replace(FINGERPRINT, **fingerprint),
+            memory=end.memory,
+            pool=end.pool,
+            transports=[transport],
+            running=lambda: end.running,
+            on_ready=end.ready.append,
+            on_failed=lambda *failure: end.failed.append(failure),
+            lease_times=lease_times,
+        )
+        await end.server.start()
+        grpc_server = make_server(internal=True)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(end.server.servicer, grpc_server)
+        end.address = f"127.0.0.1:{bind(grpc_server, '127.0.0.1', 0, False)}"
+        await grpc_server.start()
+
+        async def close() -> None:
+            await end.server.close()
+            await grpc_server.stop(None)
+
+        closing.append(close)
+        return end
+
+    def prefill_end(transport: str, scratch_blocks: int = 16) -> PrefillEnd:
+        aborted: list[Key] = []
+        lost: list[tuple[str, list[Key]]] = []
+        scratch = BlockPool(scratch_blocks)
+        client = HandoffClient(
+            worker_id="prefill",
+            incarnation=11,
+            fingerprint=FINGERPRINT,
+            layout=LAYOUT,
+            transports=[transport],
+            scratch=lambda: (KVMemory(LAYOUT, scratch_blocks), scratch),
+            on_abort=aborted.append,
+            on_peer_lost=lambda address, keys: lost.append((address, keys)),
+        )
+        closing.append(client.close)
+        return PrefillEnd(client, aborted, lost, scratch)
+
+    async def make(transport: str, blocks: int = 16, scratch_blocks: int = 16, **options: object) -> Pair:
+        decode = await decode_end(transport, blocks, **options)
+        return Pair(decode, prefill_end(transport, scratch_blocks))
+
+    yield make
+    for close in reversed(closing):
+        await close()
+
+
+@pytest.fixture
+def times() -> work_pb2.PhaseTimes:
+    return work_pb2.PhaseTimes(prefill_steps=3)
