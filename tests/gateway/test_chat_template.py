@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +87,6 @@ def test_defusing_changes_no_character_and_adds_no_control_token(family: str, co
     assert text_of(parts) == text_of(plain.render(conversation(contents), add_generation_prompt=True))
     silent = ours.render(conversation(["x"] * len(contents)), add_generation_prompt=True)
     assert controls(parts) == controls(silent)
-
-
-@pytest.fixture(scope="module")
-def oracle(bundled_path: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(str(bundled_path.parent), gguf_file=bundled_path.name)
 
 
 @settings(max_examples=40)

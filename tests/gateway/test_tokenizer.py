@@ -14,7 +14,6 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
 
 from gateway.control_tokens import ControlToken
 from gateway.gguf_metadata import read_metadata
@@ -28,18 +27,6 @@ TEXTS = [
     "1 234,567.89 ½ ٣٤ Ⅷ", "don't DON'T 'S", "e\u0301 \u200d\u202e RTL", "日本語のテキスト。", "\u0300",
     "🧑‍🤝‍🧑",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def oracle(bundled_path: Path) -> Any:
-    """transformers' tokenizer of the same file. It does not read ``pre`` and takes GPT-2's pre-tokenizer, so
-    SmolLM2's is put in: digits one by one, then GPT-2's pattern (the model's own tokenizer.json)."""
-    transformers = pytest.importorskip("transformers")
-    found = transformers.AutoTokenizer.from_pretrained(str(bundled_path.parent), gguf_file=bundled_path.name)
-    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return found
 
 
 class WrittenOutBpe:
