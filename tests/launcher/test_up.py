@@ -1,0 +1,143 @@
+"""The whole system as its users start it: real processes, the bundled model, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.client import CallFailed, Client, chat
+from tests.launcher.specs import ROOT, alive, wait_until
+
+QUESTION = chat("What is the capital of France?")
+START_S = 120
+
+
+@dataclass(frozen=True)
+class System:
+    """A running `diptych up`, read through its ready file."""
+
+    process: subprocess.Popen[bytes]
+    ready_file: Path
+
+    @property
+    def account(self) -> dict[str, Any]:
+        account: dict[str, Any] = json.loads(self.ready_file.read_text())
+        return account
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.account['gateway']['grpc_port']}"
+
+    def pids(self) -> list[int]:
+        said = self.account
+        return [one["pid"] for one in (said["valkey"], said["gateway"], *said["prefill"], *said["decode"])]
+
+    def serves_again(self, role: str, before: int) -> bool:
+        [worker] = self.account[role]
+        return worker["pid"] not in (None, before) and "grpc_port" in worker
+
+
+def diptych(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", *arguments]
+
+
+def start(folder: Path) -> System:
+    ready_file = folder / "ready.json"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            diptych(
+                "up", "--grpc-port=0", "--http-port=0", "--kv-memory-mib=256", f"--ready-file={ready_file}"
+            ),
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+        )
+    if not wait_until(lambda: ready_file.exists() or process.poll() is not None, START_S) or process.poll():
+        process.kill()
+        process.wait()
+        pytest.fail(f"diptych up did not start:\n{(folder / 'log').read_text()}")
+    return System(process, ready_file)
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = start(tmp_path_factory.mktemp("up"))
+    yield system
+    system.process.terminate()
+    assert system.process.wait(30) == 0
+
+
+def answers(address: str) -> bool:
+    try:
+        with Client(address) as client:
+            return "Paris" in client.generate(QUESTION, max_tokens=24, temperature=0.0, timeout_s=30).text
+    except CallFailed:
+        return False
+
+
+def test_answers(system: System) -> None:
+    assert answers(system.address)
+
+
+def test_generate_streams_the_answer_to_stdout_and_the_times_to_stderr(system: System) -> None:
+    flags = ("--stream", "--timings", "--max-tokens=24", "--temperature=0")
+    done = subprocess.run(
+        diptych("generate", "What is the capital of France?", f"--address={system.address}", *flags),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    for phase in ("queue", "prefill", "hand-over", "decode"):
+        assert phase in done.stderr
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_is_replaced_and_the_next_request_works(system: System, role: str) -> None:
+    before = system.account[role][0]["pid"]
+    os.kill(before, signal.SIGKILL)
+    assert wait_until(lambda: system.serves_again(role, before), START_S)
+    assert wait_until(lambda: answers(system.address), 10)
+
+
+def test_a_second_gateway_joins_with_the_shared_secrets(system: System) -> None:
+    account = system.account
+    read, write = os.pipe()
+    with subprocess.Popen(
+        diptych("gateway", "--grpc-port=0", "--http-port=0", f"--ready-fd={write}"),
+        cwd=ROOT,
+        env={**os.environ, "DIPTYCH_REDIS_URL": account["redis_url"], "DIPTYCH_SECRET": account["secret"]},
+        pass_fds=(write,),
+        stderr=subprocess.DEVNULL,
+    ) as gateway:
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            address = f"127.0.0.1:{json.loads(pipe.readline())['grpc_port']}"
+        assert wait_until(lambda: answers(address), 10)
+        gateway.terminate()
+        assert gateway.wait(15) == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_leaves_nothing_behind(tmp_path: Path, signum: signal.Signals) -> None:
+    shared_before = set(Path("/dev/shm").iterdir())
+    system = start(tmp_path)
+    pids = system.pids()
+
+    system.process.send_signal(signum)
+
+    system.process.wait(30)
+    assert wait_until(lambda: not any(alive(pid) for pid in pids), 2)
+    assert set(Path("/dev/shm").iterdir()) <= shared_before
+    if signum is signal.SIGINT:
+        assert system.process.returncode == 0
+        assert not system.ready_file.exists()
