@@ -76,7 +76,7 @@ class NativeBackend:
         """
         rows = sum(step.wants_logits for step in sequences)
         logits = torch.empty((rows, self._shape.vocab_size))
-        self._reach(max(step.start + len(step.token_ids) for step in sequences))
+        self._reach(max(_last_position(step) for step in sequences) + 1)
         batch, alive = _native_batch(sequences, abort, self._dtype)
         status = self._library.diptych_step(self._model, batch, self._threads, logits.data_ptr())
         del alive  # the arrays that `batch` points into
@@ -146,6 +146,12 @@ class NativeBackend:
         self._positions = count
 
 
+def _last_position(step: SequenceStep) -> int:
+    """The last position of a step, but no more than its blocks hold: a step beyond them is refused later."""
+    held = len(step.block_table) * step.memory.layout.block_size
+    return min(step.start + len(step.token_ids), held) - 1
+
+
 def _native_shape(shape: ModelShape, dtype: torch.dtype) -> native.Shape:
     return native.Shape(
         dtype=_DTYPES[dtype],
@@ -190,4 +196,3 @@ def _native_batch(
         sequences=len(sequences), block_size=layout.block_size, abort_words=words, **addresses
     )
     return batch, [*alive.values(), abort]
-

@@ -1,0 +1,98 @@
+// The C interface of the native CPU step, called from kernels/cpu/library.py through ctypes.
+//
+// Plain structs of fixed-width fields and nothing of Python or torch, so that one shared library serves every
+// interpreter and torch version, and builds with nothing but a C++17 compiler. Change a struct or a meaning
+// and DIPTYCH_ABI_VERSION moves with it: the Python side refuses another version.
+#pragma once
+
+#include <cstdint>
+
+#define DIPTYCH_ABI_VERSION 1
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+enum DiptychDtype : int32_t { DIPTYCH_FP32 = 0, DIPTYCH_BF16 = 1 };
+
+enum DiptychStatus : int32_t {
+    DIPTYCH_OK = 0,
+    DIPTYCH_ALL_ABORTED = 1,  // every sequence was told to stop; no logits were computed
+    DIPTYCH_INVALID = 2,      // refused before any memory of the batch was touched
+    DIPTYCH_FAILED = 3,       // out of memory or threads; nothing of the batch was computed
+};
+
+struct DiptychShape {
+    int32_t dtype;  // of weights and of keys and values; sums are always fp32
+    int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
+    float rms_epsilon;
+    float query_scale;  // 1 / sqrt(head_dim)
+};
+
+// Which matrix of a layer. The parts of a fused one are given together, in this order.
+enum DiptychLinear : int32_t {
+    DIPTYCH_QKV = 0,      // q, k, v
+    DIPTYCH_OUTPUT = 1,
+    DIPTYCH_GATE_UP = 2,  // gate, up: their columns are interleaved so that one tile holds both
+    DIPTYCH_DOWN = 3,
+    DIPTYCH_HEAD = 4,     // of the model, the layer is ignored
+};
+
+enum DiptychNorm : int32_t {
+    DIPTYCH_INPUT_NORM = 0,
+    DIPTYCH_POST_NORM = 1,
+    DIPTYCH_QUERY_NORM = 2,
+    DIPTYCH_KEY_NORM = 3,
+    DIPTYCH_FINAL_NORM = 4,
+};
+
+// Row-major [rows, columns] in the model's dtype, as torch.nn.functional.linear takes it.
+struct DiptychMatrix {
+    const void *data;
+    int32_t rows, columns;
+    const float *bias;  // [rows] or null
+};
+
+// One step: `sequences` chunks of tokens, laid end to end in `tokens`.
+struct DiptychBatch {
+    int32_t sequences;
+    int32_t block_size;
+    const int32_t *tokens;         // [sum of counts]
+    const int32_t *counts;         // [sequences] tokens to compute, each at least 1
+    const int32_t *starts;         // [sequences] position of the first of them
+    const int32_t *tables;         // block tables end to end
+    const int32_t *table_lengths;  // [sequences]
+    const uint64_t *memories;      // [sequences] address of block 0 of the memory that holds the sequence
+    const int32_t *memory_blocks;  // [sequences] blocks in that memory
+    const uint8_t *wants_logits;   // [sequences]
+    const int32_t *abort_words;    // [sequences] set by another thread, or null
+};
+
+typedef struct DiptychModel DiptychModel;
+
+int32_t diptych_abi_version(void);
+
+// What the last call of this thread that did not succeed had to say.
+const char *diptych_last_error(void);
+
+// Name of the i-th instruction set that this machine can run, best first; null past the last.
+const char *diptych_instruction_set(int32_t i, int32_t dtype);
+
+// Null on failure. `instruction_set` null means the best one.
+DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set);
+void diptych_model_free(DiptychModel *model);
+
+// Matrices and norms are copied (packed); embedding and rotary tables stay the caller's and must outlive the
+// model or the next call that replaces them.
+int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
+                           int32_t count);
+int32_t diptych_set_norm(DiptychModel *model, int32_t layer, int32_t which, const float *weight, int32_t size);
+int32_t diptych_set_window(DiptychModel *model, int32_t layer, int32_t window);  // tokens, itself included
+int32_t diptych_set_embedding(DiptychModel *model, const void *rows);            // [vocab, hidden]
+int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions);
+
+// Computes one step on `threads` cores: writes keys and values of all tokens into the blocks, and the logits
+// after the last token of each sequence that wants them into `logits` [wanting sequences, vocab]. Rows of
+// aborted sequences are NaN. One call at a time per model.
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits);
+}
+#pragma GCC visibility pop

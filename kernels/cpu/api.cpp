@@ -1,0 +1,177 @@
+// The C interface: checks what it is given, keeps exceptions inside, and says what went wrong.
+#include <exception>
+#include <string>
+
+#include "model.h"
+#include "step_state.h"
+
+using namespace diptych;
+
+namespace {
+
+thread_local std::string last_error;
+
+int32_t fail(int32_t status, const std::string &message) {
+    last_error = message;
+    return status;
+}
+
+const Kernels *find_kernels(int32_t dtype, const char *name) {
+    for (const Kernels *kernels : runnable(dtype)) {
+        if (name == nullptr || std::string(kernels->name) == name) return kernels;
+    }
+    return nullptr;
+}
+
+Linear *find_linear(DiptychModel *model, int32_t layer, int32_t which) {
+    if (which == DIPTYCH_HEAD) return &model->head;
+    if (layer < 0 || layer >= model->shape.layers) return nullptr;
+    Layer &found = model->layers[layer];
+    switch (which) {
+        case DIPTYCH_QKV: return &found.qkv;
+        case DIPTYCH_OUTPUT: return &found.output;
+        case DIPTYCH_GATE_UP: return &found.gate_up;
+        case DIPTYCH_DOWN: return &found.down;
+        default: return nullptr;
+    }
+}
+
+struct Expected {
+    int32_t parts, rows[3], columns;
+};
+
+Expected expected_parts(const DiptychModel &model, int32_t which) {
+    const DiptychShape &shape = model.shape;
+    switch (which) {
+        case DIPTYCH_QKV: return {3, {model.query_width(), model.kv_width(), model.kv_width()}, shape.hidden};
+        case DIPTYCH_OUTPUT: return {1, {shape.hidden}, model.query_width()};
+        case DIPTYCH_GATE_UP: return {2, {shape.intermediate, shape.intermediate}, shape.hidden};
+        case DIPTYCH_DOWN: return {1, {shape.hidden}, shape.intermediate};
+        default: return {1, {shape.vocab}, shape.hidden};
+    }
+}
+
+std::vector<float> *find_norm(DiptychModel *model, int32_t layer, int32_t which) {
+    if (which == DIPTYCH_FINAL_NORM) return &model->final_norm;
+    if (layer < 0 || layer >= model->shape.layers) return nullptr;
+    Layer &found = model->layers[layer];
+    switch (which) {
+        case DIPTYCH_INPUT_NORM: return &found.input_norm;
+        case DIPTYCH_POST_NORM: return &found.post_norm;
+        case DIPTYCH_QUERY_NORM: return &found.query_norm;
+        case DIPTYCH_KEY_NORM: return &found.key_norm;
+        default: return nullptr;
+    }
+}
+
+bool sizes_make_sense(const DiptychShape &s) {
+    constexpr int32_t limit = 1 << 24;
+    for (int32_t size : {s.layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab}) {
+        if (size < 1 || size > limit) return false;
+    }
+    int64_t width = static_cast<int64_t>(s.heads + 2LL * s.kv_heads) * s.head_dim;
+    return s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0 && width <= limit;
+}
+
+}  // namespace
+
+int32_t diptych_abi_version(void) { return DIPTYCH_ABI_VERSION; }
+
+const char *diptych_last_error(void) { return last_error.c_str(); }
+
+const char *diptych_instruction_set(int32_t i, int32_t dtype) {
+    std::vector<const Kernels *> all = runnable(dtype);
+    return i >= 0 && i < static_cast<int32_t>(all.size()) ? all[i]->name : nullptr;
+}
+
+DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instruction_set) {
+    try {
+        const Kernels *kernels = find_kernels(shape->dtype, instruction_set);
+        if (kernels == nullptr) {
+            fail(DIPTYCH_INVALID, "this machine or build does not have the instruction set");
+            return nullptr;
+        }
+        if (!sizes_make_sense(*shape)) {
+            fail(DIPTYCH_INVALID, "the model's sizes are not those of a decoder");
+            return nullptr;
+        }
+        auto model = std::make_unique<DiptychModel>();
+        model->shape = *shape;
+        model->kernels = kernels;
+        model->layers.resize(static_cast<size_t>(shape->layers));
+        model->step = {new StepState(), [](StepState *step) { delete step; }};
+        return model.release();
+    } catch (const std::exception &error) {
+        fail(DIPTYCH_FAILED, error.what());
+        return nullptr;
+    }
+}
+
+void diptych_model_free(DiptychModel *model) { delete model; }
+
+int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, const DiptychMatrix *parts,
+                           int32_t count) {
+    try {
+        Linear *to = find_linear(model, layer, which);
+        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such matrix");
+        Expected expected = expected_parts(*model, which);
+        if (count != expected.parts) return fail(DIPTYCH_INVALID, "the matrix has another number of parts");
+        for (int32_t p = 0; p < count; p++) {
+            if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
+                return fail(DIPTYCH_INVALID, "the matrix has another size");
+            }
+        }
+        pack(*to, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype);
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}
+
+int32_t diptych_set_norm(DiptychModel *model, int32_t layer, int32_t which, const float *weight, int32_t size) {
+    try {
+        std::vector<float> *to = find_norm(model, layer, which);
+        if (to == nullptr) return fail(DIPTYCH_INVALID, "no such norm");
+        bool of_head = which == DIPTYCH_QUERY_NORM || which == DIPTYCH_KEY_NORM;
+        if (size != (of_head ? model->shape.head_dim : model->shape.hidden)) {
+            return fail(DIPTYCH_INVALID, "the norm has another size");
+        }
+        to->assign(weight, weight + size);
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}
+
+int32_t diptych_set_window(DiptychModel *model, int32_t layer, int32_t window) {
+    if (layer < 0 || layer >= model->shape.layers) return fail(DIPTYCH_INVALID, "no such layer");
+    if (window < 1) return fail(DIPTYCH_INVALID, "a window holds at least one token");
+    model->layers[layer].window = window;
+    return DIPTYCH_OK;
+}
+
+int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
+    model->embedding = rows;
+    return DIPTYCH_OK;
+}
+
+int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions) {
+    model->cosines = cosines;
+    model->sines = sines;
+    model->positions = positions;
+    return DIPTYCH_OK;
+}
+
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits) {
+    try {
+        std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
+        if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "another step of this model is running");
+        std::string found = refusal(*model, *batch, threads);
+        if (!found.empty()) return fail(DIPTYCH_INVALID, found);
+        prepare(*model->step, *model, *batch, threads, logits);
+        model->team.run(threads, model->is_bf16() ? model->kernels->bf16 : model->kernels->fp32, model->step.get());
+        return model->step->stopped ? DIPTYCH_ALL_ABORTED : DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}

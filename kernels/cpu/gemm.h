@@ -1,0 +1,137 @@
+// Products of activations with packed weights: tiles of a few rows by 32 columns.
+//
+// Batch invariance rests on this file: every output is one sum over the depth from first to last, in a
+// register of its own, whatever the number of rows, threads or neighbours.
+#pragma once
+
+#include <type_traits>
+
+#include "numbers.h"
+#include "step_state.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kRegisters = kColumns / kLanes;  // that hold one row of a tile
+constexpr int kAhead = 2048;  // bytes: weights come from memory, and the hardware stops at page borders
+
+inline void fetch(const void *weights) {
+    __builtin_prefetch(static_cast<const char *>(weights) + kAhead);
+    __builtin_prefetch(static_cast<const char *>(weights) + kAhead + 64);
+}
+
+// Calls f with the compile-time number that equals n, 1 .. Most.
+template <int Most, class F>
+inline void with_count(int n, F f) {
+    if (n == Most) {
+        f(std::integral_constant<int, Most>());
+    } else if constexpr (Most > 1) {
+        with_count<Most - 1>(n, f);
+    }
+}
+
+template <int Rows>
+inline void store_tile(const Lanes (&sum)[Rows][kRegisters], float *out) {
+    for (int m = 0; m < Rows; m++) {
+        for (int j = 0; j < kRegisters; j++) store(out + m * kColumns + j * kLanes, sum[m][j]);
+    }
+}
+
+// Weights, keys and values fp32.
+struct Fp32 {
+    using Weight = float;
+    using Input = float;
+    using Stored = float;
+    static constexpr int kRows = kGemmRows;
+
+    static void enter() {}
+    static void leave() {}
+
+    template <int Rows>
+    static void multiply(const float *input, int64_t stride, const float *weight, int depth, float *out) {
+        Lanes sum[Rows][kRegisters];
+        for (int m = 0; m < Rows; m++) {
+            for (int j = 0; j < kRegisters; j++) sum[m][j] = splat(0.0f);
+        }
+        for (int k = 0; k < depth; k++, weight += kColumns) {
+            fetch(weight);
+#pragma GCC unroll 8
+            for (int j = 0; j < kRegisters; j++) {
+                Lanes w = load(weight + j * kLanes);
+#pragma GCC unroll 16
+                for (int m = 0; m < Rows; m++) sum[m][j] = fma(splat(input[m * stride + k]), w, sum[m][j]);
+            }
+        }
+        store_tile<Rows>(sum, out);
+    }
+
+    // out[rows][32] = input[rows][depth] x one block of weights
+    static void tile(const float *input, int64_t stride, int rows, const float *weight, int depth, float *out) {
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, depth, out); });
+    }
+};
+
+// Weights, keys and values bf16, widened in registers; inputs stay fp32.
+struct WidenedBf16 {
+    using Weight = bf16;
+    using Input = float;
+    using Stored = bf16;
+    static constexpr int kRows = kGemmRows;
+
+    static void enter() {}
+    static void leave() {}
+
+    template <int Rows>
+    static void multiply(const float *input, int64_t stride, const bf16 *weight, int depth, float *out) {
+        Lanes sum[Rows][kRegisters];
+        for (int m = 0; m < Rows; m++) {
+            for (int j = 0; j < kRegisters; j++) sum[m][j] = splat(0.0f);
+        }
+        for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
+            fetch(weight);
+#pragma GCC unroll 8
+            for (int j = 0; j < kRegisters; j++) {
+                Lanes even = load_even(weight + 2 * j * kLanes), odd = load_odd(weight + 2 * j * kLanes);
+#pragma GCC unroll 16
+                for (int m = 0; m < Rows; m++) {
+                    sum[m][j] = fma(splat(input[m * stride + k]), even, sum[m][j]);
+                    sum[m][j] = fma(splat(input[m * stride + k + 1]), odd, sum[m][j]);
+                }
+            }
+        }
+        store_tile<Rows>(sum, out);
+    }
+
+    static void tile(const float *input, int64_t stride, int rows, const bf16 *weight, int depth, float *out) {
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, depth, out); });
+    }
+};
+
+// All rows of a product. Calls done(row, first column, 32 sums) for every row and block of columns; the
+// biases are in the sums.
+template <class Kind, class Done>
+void linear(StepState &step, const Linear &matrix, const void *input, int64_t stride, int rows, Done done) {
+    const auto *in = static_cast<const typename Kind::Input *>(input);
+    int tiles = (rows + Kind::kRows - 1) / Kind::kRows;
+    int height = (rows + tiles - 1) / tiles;  // even tiles: 13 rows are 7 and 6, not 12 and 1
+    alignas(64) float out[Kind::kRows * kColumns];
+    for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
+        const auto *weight =
+            static_cast<const typename Kind::Weight *>(matrix.data.get()) + block * kColumns * matrix.depth;
+        const float *bias = matrix.bias ? matrix.biases() + block * kColumns : nullptr;
+        for (int row = 0; row < rows; row += height) {
+            int count = rows - row < height ? rows - row : height;
+            Kind::tile(in + row * stride, stride, count, weight, matrix.depth, out);
+            for (int m = 0; m < count; m++) {
+                float *sums = out + m * kColumns;
+                if (bias != nullptr) {
+                    for (int j = 0; j < kColumns; j += kLanes) store(sums + j, add(load(sums + j), load(bias + j)));
+                }
+                done(row + m, static_cast<int>(block) * kColumns, sums);
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,116 @@
+"""The shared library of the native step, as Python sees it (abi.h says what each call means).
+
+ctypes releases the GIL for the length of every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+ABI_VERSION = 1
+_PATH = Path(__file__).with_name("_step.so")
+
+
+class LibraryMissing(RuntimeError):
+    """The shared library was not built, or is not the one that this package was written for."""
+
+
+class Shape(Structure):
+    """`DiptychShape`."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("layers", c_int32),
+        ("hidden", c_int32),
+        ("intermediate", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("vocab", c_int32),
+        ("rms_epsilon", c_float),
+        ("query_scale", c_float),
+    )
+
+
+class Matrix(Structure):
+    """`DiptychMatrix`."""
+
+    _fields_ = (("data", c_void_p), ("rows", c_int32), ("columns", c_int32), ("bias", c_void_p))
+
+
+class Batch(Structure):
+    """`DiptychBatch`; all pointers are addresses of arrays that live until the call returns."""
+
+    _fields_ = (
+        ("sequences", c_int32),
+        ("block_size", c_int32),
+        ("tokens", c_void_p),
+        ("counts", c_void_p),
+        ("starts", c_void_p),
+        ("tables", c_void_p),
+        ("table_lengths", c_void_p),
+        ("memories", c_void_p),
+        ("memory_blocks", c_void_p),
+        ("wants_logits", c_void_p),
+        ("abort_words", c_void_p),
+    )
+
+
+FP32, BF16 = 0, 1
+OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
+QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
+INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4
+
+_SIGNATURES = {
+    "diptych_abi_version": (c_int32, ()),
+    "diptych_last_error": (c_char_p, ()),
+    "diptych_instruction_set": (c_char_p, (c_int32, c_int32)),
+    "diptych_model_new": (c_void_p, (POINTER(Shape), c_char_p)),
+    "diptych_model_free": (None, (c_void_p,)),
+    "diptych_set_linear": (c_int32, (c_void_p, c_int32, c_int32, POINTER(Matrix), c_int32)),
+    "diptych_set_norm": (c_int32, (c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "diptych_set_window": (c_int32, (c_void_p, c_int32, c_int32)),
+    "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
+    "diptych_set_rotary": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
+    "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_void_p)),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library with its signatures declared. Raises LibraryMissing."""
+    try:
+        library = ctypes.CDLL(str(_PATH))
+    except OSError as error:
+        raise LibraryMissing(
+            f"the native CPU step cannot be loaded ({error}); was there no C++ compiler at installation?"
+        ) from error
+    try:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError as error:
+        raise LibraryMissing(f"{_PATH.name} is of another version: {error}") from error
+    if library.diptych_abi_version() != ABI_VERSION:
+        raise LibraryMissing(
+            f"{_PATH.name} speaks version {library.diptych_abi_version()}, not {ABI_VERSION}: build it again"
+        )
+    return library
+
+
+def last_error(library: ctypes.CDLL) -> str:
+    """What the last unsuccessful call of this thread had to say."""
+    message: bytes = library.diptych_last_error()
+    return message.decode()
+
+
+def instruction_sets(dtype: int) -> list[str]:
+    """Names of the instruction sets that this machine runs, best first. Raises LibraryMissing."""
+    library = load()
+    names: list[str] = []
+    while (name := library.diptych_instruction_set(len(names), dtype)) is not None:
+        names.append(name.decode())
+    return names

@@ -1,0 +1,79 @@
+// A model as the step reads it: packed matrices, norms, and the memory that steps work in.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "abi.h"
+#include "numbers.h"
+#include "thread_team.h"
+
+namespace diptych {
+
+struct FreeMemory {
+    void operator()(void *memory) const { std::free(memory); }
+};
+using Buffer = std::unique_ptr<void, FreeMemory>;
+
+// Zeroed and aligned to a cache line. Throws std::bad_alloc.
+Buffer zeroed(int64_t bytes);
+
+// A packed matrix [in -> out]: blocks of kColumns output columns, each `depth` (in, padded) rows deep.
+//   fp32: [block][depth][32]         one row of 32 columns after another
+//   bf16: [block][depth / 2][32][2]  pairs along the depth, as vdpbf16ps and the AMX tiles take them
+struct Linear {
+    Buffer data;
+    Buffer bias;  // fp32 [blocks * 32], or null
+    int32_t in = 0, out = 0, depth = 0, blocks = 0;
+
+    const float *biases() const { return static_cast<const float *>(bias.get()); }
+};
+
+struct Layer {
+    Linear qkv, output, gate_up, down;
+    std::vector<float> input_norm, post_norm, query_norm, key_norm;
+    int32_t window = 0;  // 0: all tokens
+};
+
+struct StepState;
+
+// What one instruction set offers: the body that every rank of a step runs.
+struct Kernels {
+    const char *name;
+    void (*fp32)(void *step, int rank);
+    void (*bf16)(void *step, int rank);
+    bool bf16_activations;  // of the bf16 body: how it stores the inputs of its matrices; fp32 otherwise
+};
+
+// Instruction sets of this build that this machine runs and that compute `dtype`, best first.
+std::vector<const Kernels *> runnable(int32_t dtype);
+
+// A column of gate and its column of up sit 16 apart in one block of 32.
+constexpr int kGateColumns = kColumns / 2;
+
+void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype);
+
+}  // namespace diptych
+
+struct DiptychModel {
+    DiptychShape shape;
+    const diptych::Kernels *kernels;
+    std::vector<diptych::Layer> layers;
+    diptych::Linear head;
+    std::vector<float> final_norm;
+    const void *embedding = nullptr;
+    const float *cosines = nullptr, *sines = nullptr;  // [positions, head_dim / 2]
+    int32_t positions = 0;
+    diptych::ThreadTeam team;
+    std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
+    std::mutex busy;
+
+    bool is_bf16() const { return shape.dtype == DIPTYCH_BF16; }
+    bool bf16_activations() const { return is_bf16() && kernels->bf16_activations; }
+    int32_t group() const { return shape.heads / shape.kv_heads; }
+    int32_t query_width() const { return shape.heads * shape.head_dim; }
+    int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }
+};

@@ -1,0 +1,69 @@
+// Lays weights out once, at load, in the order in which the kernels read them.
+#include <algorithm>
+#include <new>
+
+#include "model.h"
+
+namespace diptych {
+
+Buffer zeroed(int64_t bytes) {
+    int64_t size = round_up(std::max<int64_t>(bytes, 1), 64);
+    void *memory = std::aligned_alloc(64, static_cast<size_t>(size));
+    if (memory == nullptr) throw std::bad_alloc();
+    std::memset(memory, 0, static_cast<size_t>(size));
+    return Buffer(memory);
+}
+
+namespace {
+
+// Copies row `column` of a source matrix into its column of a packed block.
+void place_fp32(const float *row, int32_t in, float *column) {
+    for (int32_t k = 0; k < in; k++) column[static_cast<int64_t>(k) * kColumns] = row[k];
+}
+
+void place_bf16(const bf16 *row, int32_t in, bf16 *column) {
+    for (int32_t k = 0; k < in; k++) column[static_cast<int64_t>(k / 2) * kColumns * 2 + k % 2] = row[k];
+}
+
+// The packed column of row `row` of part `part`.
+int64_t packed_column(int64_t row, int32_t part, int64_t rows_before, bool interleaved) {
+    if (!interleaved) return rows_before + row;
+    return row / kGateColumns * kColumns + part * kGateColumns + row % kGateColumns;
+}
+
+}  // namespace
+
+void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype) {
+    int64_t rows = 0;
+    bool biased = false;
+    for (int32_t p = 0; p < count; p++) {
+        rows += interleaved ? round_up(parts[p].rows, kGateColumns) : parts[p].rows;
+        biased = biased || parts[p].bias != nullptr;
+    }
+    to.in = parts[0].columns;
+    to.out = static_cast<int32_t>(rows);
+    to.depth = static_cast<int32_t>(round_up(to.in, kDepth));
+    to.blocks = static_cast<int32_t>(round_up(rows, kColumns) / kColumns);
+    int64_t element = dtype == DIPTYCH_BF16 ? sizeof(bf16) : sizeof(float);
+    to.data = zeroed(static_cast<int64_t>(to.blocks) * kColumns * to.depth * element);
+    to.bias = biased ? zeroed(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : Buffer();
+    int64_t before = 0;
+    for (int32_t p = 0; p < count; p++) {
+        const DiptychMatrix &part = parts[p];
+        for (int64_t row = 0; row < part.rows; row++) {
+            int64_t column = packed_column(row, p, before, interleaved);
+            int64_t block = column / kColumns * kColumns * to.depth, lane = column % kColumns;
+            if (dtype == DIPTYCH_BF16) {
+                place_bf16(static_cast<const bf16 *>(part.data) + row * to.in, to.in,
+                           static_cast<bf16 *>(to.data.get()) + block + lane * 2);
+            } else {
+                place_fp32(static_cast<const float *>(part.data) + row * to.in, to.in,
+                           static_cast<float *>(to.data.get()) + block + lane);
+            }
+            if (part.bias != nullptr) static_cast<float *>(to.bias.get())[column] = part.bias[row];
+        }
+        before += part.rows;
+    }
+}
+
+}  // namespace diptych

@@ -1,0 +1,216 @@
+// The step: what every rank runs, phase after phase, with a barrier between them.
+//
+//   embed | norm | qkv | place (norm and rotate heads, write keys and values) | attend | output + residual
+//         | norm | gate and up, SiLU | down + residual | ... | final norm of the wanted rows | head
+//
+// Within a phase ranks take rows, blocks of columns or attention tasks by tickets.
+#pragma once
+
+#include "attention.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kRowChunk = 4;
+
+// Calls f(i) for this rank's share of 0 .. count-1.
+template <class F>
+void share(StepState &step, int64_t count, int64_t chunk, F f) {
+    for (int64_t begin; (begin = step.model->team.take(chunk)) < count;) {
+        int64_t end = begin + chunk < count ? begin + chunk : count;
+        for (int64_t i = begin; i < end; i++) f(i);
+    }
+}
+
+template <class Kind>
+void embed(StepState &step) {
+    const DiptychModel &model = *step.model;
+    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
+        const auto *from = static_cast<const typename Kind::Weight *>(model.embedding) +
+                           static_cast<int64_t>(step.rows[row].token) * model.shape.hidden;
+        float *to = step.hidden_row(row);
+        for (int i = 0; i < model.shape.hidden; i++) to[i] = to_float(from[i]);
+    });
+}
+
+template <class Kind>
+void norm_rows(StepState &step, const std::vector<float> &weight) {
+    const DiptychShape &shape = step.model->shape;
+    auto *normed = static_cast<typename Kind::Input *>(step.normed.get());
+    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
+        rms_norm(step.hidden_row(row), weight.data(), shape.hidden, shape.rms_epsilon,
+                 normed + row * step.hidden_stride);
+    });
+}
+
+template <class Kind>
+void add_to_hidden(StepState &step, const Linear &matrix, const void *input, int64_t stride) {
+    linear<Kind>(step, matrix, input, stride, static_cast<int>(step.rows.size()), [&](int row, int column, float *sums) {
+        float *to = step.hidden_row(row) + column;
+        for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
+    });
+}
+
+// Norms and rotates the heads of one row, and writes its keys and values into its block.
+template <class Kind>
+void place_row(StepState &step, const Layer &layer, int layer_index, int64_t row) {
+    using Stored = typename Kind::Stored;
+    const DiptychModel &model = *step.model;
+    const DiptychShape &shape = model.shape;
+    const Row &where = step.rows[row];
+    int width = shape.head_dim, block_size = step.batch.block_size;
+    const float *cosines = model.cosines + static_cast<int64_t>(where.position) * (width / 2);
+    const float *sines = model.sines + static_cast<int64_t>(where.position) * (width / 2);
+    float *head = step.qkv_row(row);
+    for (int h = 0; h < shape.heads; h++, head += width) {
+        if (!layer.query_norm.empty()) rms_norm(head, layer.query_norm.data(), width, shape.rms_epsilon, head);
+        rotate(head, cosines, sines, width, shape.query_scale);
+    }
+    int64_t half = step.block_elements();
+    int64_t block = step.tables[where.sequence][where.position / block_size];
+    int lane = where.position % block_size;
+    auto *keys = reinterpret_cast<Stored *>(step.batch.memories[where.sequence]) +
+                 2 * half * (block * shape.layers + layer_index);
+    for (int h = 0; h < shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
+        if (!layer.key_norm.empty()) rms_norm(head, layer.key_norm.data(), width, shape.rms_epsilon, head);
+        rotate(head, cosines, sines, width, 1.0f);
+        const float *value = head + model.kv_width();
+        Stored *values = keys + half + static_cast<int64_t>(lane) * width;
+        by_lanes(
+            width, [&](int i) { store(values + i, load(value + i)); },
+            [&](int i, int rest) { store_part(values + i, load_part(value + i, rest), rest); });
+        for (int d = 0; d < width; d++) {
+            if constexpr (std::is_same<Stored, float>::value) {
+                keys[static_cast<int64_t>(d) * block_size + lane] = head[d];
+            } else {
+                keys[static_cast<int64_t>(d) * block_size + lane] = to_bf16(head[d]);
+            }
+        }
+    }
+}
+
+// Attention of `pairs` (row, head) pairs of one tile, from the `first` on.
+template <class Kind, int Pairs>
+void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile tile, int kv_head, int first,
+                  float *scratch) {
+    const DiptychModel &model = *step.model;
+    int width = model.shape.head_dim, group = model.group();
+    Sight<Pairs> sight;
+    typename Kind::Input *out[Pairs];
+    for (int p = 0; p < Pairs; p++) {
+        int row = tile.first + (first + p) / group, head = kv_head * group + (first + p) % group;
+        int position = step.rows[row].position;
+        sight.begin[p] = layer.window > 0 && position >= layer.window ? position + 1 - layer.window : 0;
+        sight.end[p] = position + 1;
+        const float *query = step.qkv_row(row) + head * width;
+        for (int d = 0; d < width; d++) scratch[d * Pairs + p] = query[d];
+        out[p] = static_cast<typename Kind::Input *>(step.mixed.get()) + row * step.mixed_stride + head * width;
+    }
+    sight.close();
+    int sequence = step.rows[tile.first].sequence;
+    auto blocks = head_blocks<typename Kind::Stored>(step, sequence, layer_index, kv_head);
+    attend<Pairs>(blocks, sight, scratch, scratch + width * Pairs, out);
+}
+
+template <class Kind>
+void attend_tile(StepState &step, const Layer &layer, int layer_index, RowTile tile, int kv_head, float *scratch) {
+    int pairs = tile.rows * step.model->group();
+    for (int first = 0; first < pairs; first += kPairs) {
+        int count = pairs - first < kPairs ? pairs - first : kPairs;
+        with_count<kPairs>(count, [&](auto n) {
+            attend_pairs<Kind, n()>(step, layer, layer_index, tile, kv_head, first, scratch);
+        });
+    }
+}
+
+template <class Kind>
+void run_attention(StepState &step, const Layer &layer, int index, int rank) {
+    ThreadTeam &team = step.model->team;
+    int kv_heads = step.model->shape.kv_heads;
+    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
+        if (step.is_live(static_cast<int32_t>(row))) place_row<Kind>(step, layer, index, row);
+    });
+    team.barrier();
+    auto *scratch = static_cast<float *>(step.scores[static_cast<size_t>(rank)].get());
+    share(step, static_cast<int64_t>(step.tiles.size()) * kv_heads, 1, [&](int64_t i) {
+        RowTile tile = step.tiles[static_cast<size_t>(i / kv_heads)];
+        if (step.is_live(tile.first)) {
+            attend_tile<Kind>(step, layer, index, tile, static_cast<int>(i % kv_heads), scratch);
+        }
+    });
+    team.barrier();
+}
+
+template <class Kind>
+void run_feed_forward(StepState &step, const Layer &layer) {
+    ThreadTeam &team = step.model->team;
+    norm_rows<Kind>(step, layer.post_norm);
+    team.barrier();
+    auto *inner = static_cast<typename Kind::Input *>(step.inner.get());
+    int rows = static_cast<int>(step.rows.size());
+    linear<Kind>(step, layer.gate_up, step.normed.get(), step.hidden_stride, rows,
+                 [&](int row, int column, float *sums) {
+                     auto *to = inner + row * step.inner_stride + column / 2;
+                     for (int j = 0; j < kGateColumns; j += kLanes) {
+                         store(to + j, mul(silu(load(sums + j)), load(sums + kGateColumns + j)));
+                     }
+                 });
+    team.barrier();
+    add_to_hidden<Kind>(step, layer.down, step.inner.get(), step.inner_stride);
+    team.barrier();
+}
+
+template <class Kind>
+void run_head(StepState &step) {
+    DiptychModel &model = *step.model;
+    auto *normed = static_cast<typename Kind::Input *>(step.normed.get());
+    int64_t vocab = model.shape.vocab;
+    int wanted = static_cast<int>(step.wanted.size());
+    share(step, wanted, 1, [&](int64_t i) {
+        rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)]), model.final_norm.data(), model.shape.hidden,
+                 model.shape.rms_epsilon, normed + i * step.hidden_stride);
+    });
+    model.team.barrier();
+    if (wanted == 0) return;
+    linear<Kind>(step, model.head, normed, step.hidden_stride, wanted, [&](int i, int column, float *sums) {
+        int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
+        bool live = step.is_live(step.wanted[static_cast<size_t>(i)]);
+        float *to = step.logits + i * vocab + column;
+        for (int64_t j = 0; j < count; j++) to[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
+    });
+}
+
+template <class Kind>
+void run_layers(StepState &step, int rank) {
+    ThreadTeam &team = step.model->team;
+    embed<Kind>(step);
+    team.barrier();
+    for (int index = 0; index < step.model->shape.layers; index++) {
+        const Layer &layer = step.model->layers[static_cast<size_t>(index)];
+        // All other ranks read what is set here only after the next barrier, and before the last of the layer.
+        if (rank == 0) step.poll_aborts();
+        norm_rows<Kind>(step, layer.input_norm);
+        team.barrier();
+        if (step.stopped) return;
+        linear<Kind>(step, layer.qkv, step.normed.get(), step.hidden_stride, static_cast<int>(step.rows.size()),
+                     [&](int row, int column, float *sums) {
+                         std::memcpy(step.qkv_row(row) + column, sums, kColumns * sizeof(float));
+                     });
+        team.barrier();
+        run_attention<Kind>(step, layer, index, rank);
+        add_to_hidden<Kind>(step, layer.output, step.mixed.get(), step.mixed_stride);
+        team.barrier();
+        run_feed_forward<Kind>(step, layer);
+    }
+    run_head<Kind>(step);
+}
+
+template <class Kind>
+void run_step(void *state, int rank) {
+    Kind::enter();
+    run_layers<Kind>(*static_cast<StepState *>(state), rank);
+    Kind::leave();
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,65 @@
+// One step as all ranks see it: who the rows are, and the buffers between the phases.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace diptych {
+
+// Queries that one attention task serves together: they share every load of keys and values.
+constexpr int kPairs = 12;
+
+struct Row {
+    int32_t sequence, position, token;
+};
+
+// Neighbouring rows of one sequence.
+struct RowTile {
+    int32_t first, rows;
+};
+
+struct StepState {
+    DiptychModel *model = nullptr;
+    DiptychBatch batch{};
+    float *logits = nullptr;
+
+    std::vector<Row> rows;
+    std::vector<RowTile> tiles;
+    std::vector<const int32_t *> tables;  // per sequence
+    std::vector<int32_t> wanted;          // rows whose logits are wanted
+    std::vector<uint8_t> live;            // per sequence; written between barriers by rank 0 only
+    bool stopped = false;                 // likewise
+
+    // Leading dimensions are padded to kDepth or kColumns and the padding stays zero. Inputs of matrices are
+    // bf16 where the kernels multiply bf16 pairs, else fp32.
+    int64_t hidden_stride = 0, qkv_stride = 0, mixed_stride = 0, inner_stride = 0;
+    Buffer hidden;  // fp32 [rows, hidden_stride], the residual stream
+    Buffer qkv;     // fp32 [rows, qkv_stride]
+    Buffer normed;  // input of qkv, gate_up and head
+    Buffer mixed;   // input of output: what attention gives
+    Buffer inner;   // input of down
+    int64_t row_capacity = 0;
+
+    std::vector<Buffer> scores;  // per rank: queries and probabilities of one attention task
+    int64_t score_floats = 0;    // of each
+
+    float *hidden_row(int64_t row) const { return static_cast<float *>(hidden.get()) + row * hidden_stride; }
+    float *qkv_row(int64_t row) const { return static_cast<float *>(qkv.get()) + row * qkv_stride; }
+    bool is_live(int32_t row) const { return live[rows[row].sequence] != 0; }
+    int64_t block_elements() const {  // of keys, or of values, of one layer in one block
+        return static_cast<int64_t>(model->kv_width()) * batch.block_size;
+    }
+
+    void poll_aborts();
+};
+
+// Empty if the batch can be computed; else what is wrong with it. Reads nothing but the arrays of the batch.
+std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_t threads);
+
+// Fills the step for a batch that was not refused. Buffers only grow. Throws std::bad_alloc.
+void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, int32_t threads, float *logits);
+
+}  // namespace diptych

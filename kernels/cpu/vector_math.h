@@ -1,0 +1,100 @@
+// What the phases compute on registers, whatever their width. Reductions go in one fixed order.
+#pragma once
+
+#include <cmath>
+
+#include "numbers.h"
+
+namespace diptych {
+namespace {
+
+inline float sum_of(Lanes v) {
+    float lane[kLanes];
+    store(lane, v);
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    }
+    return lane[0];
+}
+
+// NaN if any lane is.
+inline float max_of(Lanes v) {
+    float lane[kLanes];
+    store(lane, v);
+    float result = lane[0];
+    for (int i = 1; i < kLanes; i++) result = result > lane[i] || result != result ? result : lane[i];
+    return result;
+}
+
+// e^x within 2 units in the last place; exactly 0 below -87, NaN stays NaN. Cephes' split of ln 2 and a
+// polynomial of degree 6.
+inline Lanes exp(Lanes x) {
+    Lanes bounded = min(splat(88.0f), max(splat(-87.0f), x));
+    Lanes n = round(mul(bounded, splat(1.44269504f)));
+    Lanes r = fma(n, splat(-0.693359375f), bounded);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Lanes p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = add(fma(mul(r, r), p, r), splat(1.0f));
+    return zero_where_below(times_power_of_two(p, n), x, -87.0f);
+}
+
+inline Lanes silu(Lanes x) { return div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))); }
+
+// Calls whole(i) for every full register of 0 .. n-1 and part(i, rest) for what is left.
+template <class Whole, class Part>
+inline void by_lanes(int n, Whole whole, Part part) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) whole(i);
+    if (i < n) part(i, n - i);
+}
+
+// to = x / rms(x) * weight (Zhang and Sennrich 2019). `to` may be x.
+template <class Out>
+inline void rms_norm(const float *x, const float *weight, int n, float epsilon, Out *to) {
+    Lanes squares = splat(0.0f);
+    by_lanes(
+        n, [&](int i) { squares = fma(load(x + i), load(x + i), squares); },
+        [&](int i, int rest) {
+            Lanes v = load_part(x + i, rest);
+            squares = fma(v, v, squares);
+        });
+    Lanes scale = splat(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(n) + epsilon));
+    by_lanes(
+        n, [&](int i) { store(to + i, mul(mul(load(x + i), scale), load(weight + i))); },
+        [&](int i, int rest) {
+            store_part(to + i, mul(mul(load_part(x + i, rest), scale), load_part(weight + i, rest)), rest);
+        });
+}
+
+// Rotates lane i with lane i + n/2 of a head (the "NeoX" order of Hugging Face's Llama) and scales, in place.
+inline void rotate(float *x, const float *cosines, const float *sines, int n, float scale) {
+    int half = n / 2;
+    Lanes s = splat(scale);
+    auto pair = [&](Lanes low, Lanes high, Lanes c, Lanes sine, Lanes &a, Lanes &b) {
+        a = mul(sub(mul(low, c), mul(high, sine)), s);
+        b = mul(fma(low, sine, mul(high, c)), s);
+    };
+    by_lanes(
+        half,
+        [&](int i) {
+            Lanes a, b;
+            pair(load(x + i), load(x + half + i), load(cosines + i), load(sines + i), a, b);
+            store(x + i, a);
+            store(x + half + i, b);
+        },
+        [&](int i, int rest) {
+            Lanes a, b;
+            pair(load_part(x + i, rest), load_part(x + half + i, rest), load_part(cosines + i, rest),
+                 load_part(sines + i, rest), a, b);
+            store_part(x + i, a, rest);
+            store_part(x + half + i, b, rest);
+        });
+}
+
+}  // namespace
+}  // namespace diptych
