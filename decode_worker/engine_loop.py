@@ -24,7 +24,7 @@ from engine.kv_memory import KVMemory
 from engine.runner import Runner
 from engine.sampling import Sampled, SampleFailure, sample
 from kvtransfer.messages import Expected, Key
-from kvtransfer.server import Ready
+from kvtransfer.ready import HandoffStats, Ready
 from runtime.block_hash import block_keys
 from worker.attempt import Attempt
 
@@ -41,8 +41,7 @@ class Grants(Protocol):
     def cancel(self, key: Key) -> None: ...
     def blocks_freed(self) -> None: ...
     def abort_newest_grant(self) -> Key | None: ...
-    @property
-    def num_grants(self) -> int: ...
+    def stats(self) -> HandoffStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +135,11 @@ class EngineLoop:
         request.gateway.flush()
         self._wake.set()
 
-    def on_failed(self, key: Key, reason: work_pb2.FailureReason, message: str) -> None:
+    def on_failed(self, key: Key, reason: int, message: str) -> None:
         """The hand-over of an attempt failed; its blocks are already back or in quarantine."""
         if request := self._requests.get(key):
             self._fail(request, reason, message)
             request.gateway.flush()
-
-    def blocks_returned(self) -> None:
-        """Blocks left quarantine: a sequence that sat out for want of them may run again."""
-        self._wake.set()
 
     def tick(self, now: float) -> None:
         """A few times a second: end what is past its deadline, check the books when nothing runs.
@@ -154,6 +149,8 @@ class EngineLoop:
         """
         if self._requests:
             self._idle_since = now
+            # Blocks come back from quarantine without a word to us: who sat out for want of them looks again.
+            self._wake.set()
         elif self._checked_steps != self.steps and now - self._idle_since > IDLE_CHECK_S:
             self._pool.invariants()
             self._checked_steps = self.steps
@@ -205,7 +202,7 @@ class EngineLoop:
             free_blocks=self._pool.available(),
             block_size=self._block_size,
             max_batch=self._max_batch,
-            grants=self.grants.num_grants,
+            grants=self.grants.stats().grants,
             quarantined=self._pool.quarantined(),
         )
         self._carry_out(plan)
@@ -297,7 +294,7 @@ class EngineLoop:
         request.gateway.flush()
         self._end(request, "preempted")
 
-    def _fail(self, request: DecodeRequest, reason: work_pb2.FailureReason, message: str) -> None:
+    def _fail(self, request: DecodeRequest, reason: int, message: str) -> None:
         request.gateway.failed(request.key, reason, message, request.times_now())
         self._end(request, "failed")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import cast
 
 from diptych.worker.v1 import decode_pb2, work_pb2
 from kvtransfer.messages import Key
@@ -34,10 +35,8 @@ class GatewayStream:
     def preempted(self, key: Key, times: work_pb2.PhaseTimes) -> None:
         self._ended(decode_pb2.DecodeEnded(id=_id(key), preempted=decode_pb2.Preempted(), times=times))
 
-    def failed(
-        self, key: Key, reason: work_pb2.FailureReason, message: str, times: work_pb2.PhaseTimes
-    ) -> None:
-        failure = work_pb2.Failure(reason=reason, message=message)
+    def failed(self, key: Key, reason: int, message: str, times: work_pb2.PhaseTimes) -> None:
+        failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
         self._ended(decode_pb2.DecodeEnded(id=_id(key), failure=failure, times=times))
 
     def _ended(self, ended: decode_pb2.DecodeEnded) -> None:

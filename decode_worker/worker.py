@@ -15,7 +15,9 @@ from decode_worker.spans import attempt_span
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.pool_memory import allocate_pool
+from kvtransfer.ready import Beat
 from kvtransfer.server import HandoffServer
+from kvtransfer.transports import shared_memory, tcp
 from runtime.directory.publisher import DirectoryPublisher
 from runtime.directory.records import WorkerRecord
 from runtime.metrics import DecodeMetrics, new_registry
@@ -61,12 +63,14 @@ class DecodeWorker:
             worker_id=settings.worker_id,
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
-            pool_memory=memory,
+            memory=memory,
             pool=self._pool,
             transports=settings.transports,
             running=lambda: self._loop.num_running,
             on_ready=self._loop.on_ready,
             on_failed=self._loop.on_failed,
+            host=settings.host,
+            beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
         )
         self._loop.grants = self._handoff
         self._metrics.kv_cache_utilization.set_function(self._utilization)
@@ -147,7 +151,7 @@ class DecodeWorker:
         if outcome == "preempted":
             metrics.preemptions.inc()
         if State.READY in request.entered:
-            transport = "tcp" if times.kv_bytes_transferred else "shared_memory"
+            transport = tcp.NAME if times.kv_bytes_transferred else shared_memory.NAME
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
             metrics.kv_transfer_bytes.labels(transport).inc(times.kv_bytes_transferred)
             metrics.prefix_cache_queries.inc(len(request.attempt.token_ids))

@@ -18,8 +18,9 @@ from diptych.worker.v1 import prefill_pb2, work_pb2
 from engine.batch import AbortWords, SequenceStep
 from engine.runner import Runner
 from engine.sampling import Sampled, SampleFailure, sample
-from kvtransfer.client import Granted, HandoffClient
+from kvtransfer.client import HandoffClient
 from kvtransfer.messages import Key
+from kvtransfer.peer import Granted
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.handover import hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop

@@ -7,7 +7,9 @@ import logging
 from typing import Protocol
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.client import Granted, GrantRefused, HandoffClient, HandoffRefused, Peer, PeerLost
+from kvtransfer.client import HandoffClient
+from kvtransfer.errors import HandoffError
+from kvtransfer.peer import Granted, Peer
 from prefill_worker.request import PrefillRequest, Stop
 from runtime.block_hash import block_keys
 
@@ -37,10 +39,8 @@ async def hand_over(request: PrefillRequest, client: HandoffClient, block_size: 
     except asyncio.CancelledError:
         # Only while asking: the client has withdrawn the ask, or answers a late grant with Stopped itself.
         failure = request.stop.failure if request.stop is not None else None
-    except (GrantRefused, HandoffRefused) as error:
+    except HandoffError as error:
         failure = error.failure
-    except PeerLost as error:
-        failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_PEER_LOST, message=str(error))
     except Exception:
         log.exception("hand-over of %s", request.key)
         failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_INTERNAL, message="hand-over failed")
@@ -63,5 +63,13 @@ async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop
         if news.first_token is None:
             await peer.push(granted, news.upto)
             continue
-        await peer.commit(granted, len(request.token_ids), news.first_token, request.times())
-        return None
+        if await peer.commit(granted, len(request.token_ids), news.first_token, request.times()):
+            return None
+        # Revoked, or the link broke, while the commit was on its way: whoever did it has said so.
+        return request.stop or Stop(_lost())
+
+
+def _lost() -> work_pb2.Failure:
+    return work_pb2.Failure(
+        reason=work_pb2.FAILURE_REASON_PEER_LOST, message="the link to the decode worker broke"
+    )

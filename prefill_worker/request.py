@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.client import Granted
 from kvtransfer.messages import Key
+from kvtransfer.peer import Granted
 from prefill_worker.scheduler import Prompt
 from worker.attempt import Attempt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from prefill_worker.request import PrefillRequest, State
-from runtime.telemetry import PhaseSpan
+from runtime.telemetry import AttributeValue, PhaseSpan
 
 
 def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
@@ -28,7 +28,7 @@ def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
     if outcome == "failed":
         last = phases[-1]
         phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error or "failed")
-    attributes = {
+    attributes: dict[str, AttributeValue] = {
         "diptych.attempt": request.key[1],
         "diptych.outcome": outcome,
         "diptych.prefill.tokens": len(request.token_ids),

@@ -10,6 +10,9 @@ from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.client import HandoffClient
+from kvtransfer.peer import Granted
+from kvtransfer.ready import Beat
+from kvtransfer.transports import shared_memory, tcp
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
@@ -58,10 +61,12 @@ class PrefillWorker:
             worker_id=settings.worker_id,
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
+            layout=engine.layout,
             transports=settings.transports,
             scratch=self._scratch,
             on_abort=self._loop.on_abort,
             on_peer_lost=self._loop.on_peer_lost,
+            beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
         )
         self._loop.handoff = self._handoff
 
@@ -131,10 +136,14 @@ class PrefillWorker:
             if times.HasField(field):
                 metrics.phase_duration.labels(phase).observe(getattr(times, field).ToNanoseconds() / 1e9)
         if outcome == "committed" and request.granted is not None:
-            transport = request.granted.transport
+            transport = _transport(request.granted)
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)
         elif outcome == "failed":
-            transport = request.granted.transport if request.granted is not None else "none"
+            transport = _transport(request.granted) if request.granted is not None else "none"
             metrics.kv_transfer_failures.labels(transport).inc()
         if self._telemetry.enabled:
             self._telemetry.emit_phases(request.attempt.trace, [attempt_span(request, outcome)])
+
+
+def _transport(granted: Granted) -> str:
+    return shared_memory.NAME if granted.scratch is None else tcp.NAME
