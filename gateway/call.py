@@ -19,6 +19,7 @@ from runtime.telemetry import ServerSpan, Telemetry
 
 SERVICE = "diptych.v1.InferenceService"
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # gRPC says "infinite" as a very large number in some versions
+_CLOCK_SKEW_S = 0.02  # gRPC's timer fires a few milliseconds off this clock
 _REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 
 T = TypeVar("T")
@@ -41,6 +42,11 @@ class Call:
 
     def time_left_s(self, now: float) -> float | None:
         return None if self.deadline is None else max(self.deadline - now, 0.0)
+
+    def why_cancelled(self, now: float) -> grpc.StatusCode:
+        """What a CancelledError in the handler means."""
+        passed = self.deadline is not None and now >= self.deadline - _CLOCK_SKEW_S
+        return grpc.StatusCode.DEADLINE_EXCEEDED if passed else grpc.StatusCode.CANCELLED
 
     def answer_with_id(self, request_id: str) -> None:
         """Name the request in the trailing metadata; leading metadata would commit the RPC too early."""
@@ -66,7 +72,7 @@ class Calls:
         try:
             return await body(call)
         except asyncio.CancelledError:
-            code = self._why_cancelled(call)
+            code = call.why_cancelled(self._clock())
             raise
         except Exception as error:
             known = error if isinstance(error, DiptychError) else Internal()
@@ -79,11 +85,6 @@ class Calls:
             self._metrics.call_duration.labels(f"{SERVICE}/{method}", code.name).observe(
                 self._clock() - received_at
             )
-
-    def _why_cancelled(self, call: Call) -> grpc.StatusCode:
-        # gRPC's timer and this clock differ by a few milliseconds.
-        passed = call.deadline is not None and self._clock() >= call.deadline - 0.02
-        return grpc.StatusCode.DEADLINE_EXCEEDED if passed else grpc.StatusCode.CANCELLED
 
 
 def _pairs(metadata: Any) -> list[tuple[str, str | bytes]]:

@@ -71,15 +71,16 @@ class Generator:
     async def _run(self, data: bytes, call: Call, *, one_message: bool) -> pb.GenerateResponse:
         message = parse_message(pb.GenerateRequest, data)
         report = RequestReport(call, operation_of(message))
-        error: str | None = "CANCELLED"  # what is neither finished nor failed below was cancelled
+        error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.token_limit() or self._context, self._context)
             large = len(data) >= limits.INLINE_PARSE_BYTES
             request = await self._parse(message, call, report, limit, large=large)
-            answer = await self._converse(request, call, report, limit, one_message=one_message)
-            error = None
-            return answer
+            return await self._converse(request, call, report, limit, one_message=one_message)
+        except asyncio.CancelledError:
+            error = call.why_cancelled(self._clock()).name
+            raise
         except DiptychError as failure:
             error = failure.reason
             raise
