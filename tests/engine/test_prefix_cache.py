@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from engine.prefix_cache import ROOT, PrefixCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from engine.prefix_cache import ROOT, PrefixCache
 
 Prefix = tuple[str, ...]
 PATHS: list[Prefix] = [("a",), ("a", "a"), ("a", "b"), ("a", "b", "a"), ("b",), ("b", "a"), ("b", "a", "b")]
@@ -14,9 +15,12 @@ def key(path: Prefix) -> bytes:
     return "/".join(path).encode() if path else ROOT
 
 
+EVENTS = st.tuples(st.sampled_from(["add", "use", "rest", "evict"]), st.sampled_from(PATHS))
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "use", "rest", "evict"]), st.sampled_from(PATHS)),
-max_size=60)) def test_the_oldest_unpinned_leaf_goes_first(events: list[tuple[str, Prefix]]) -> None:
+@given(st.lists(EVENTS, max_size=60))
+def test_the_oldest_unpinned_leaf_goes_first(events: list[tuple[str, Prefix]]) -> None:
     cache = PrefixCache()
     used_at: dict[Prefix, int] = {}
     held: set[Prefix] = set()
