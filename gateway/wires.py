@@ -5,7 +5,7 @@ Protobuf of ``diptych.worker.v1`` ends here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -169,12 +169,15 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
 
 def _tokens(tokens: decode_pb2.Tokens) -> News:
     attempt = tokens.id.attempt
+    phases = None
+    if tokens.HasField("times"):  # the decode phase has only begun: what it has so far says nothing
+        phases = replace(read_phases(tokens.times), decode=0.0)
     return News(
         tokens.id.request_id,
         attempt,
         TokensArrived(attempt, tokens.index, tuple(tokens.token_ids)),
         cached_tokens=tokens.cached_tokens,
-        phases=read_phases(tokens.times) if tokens.HasField("times") else None,
+        phases=phases,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -216,3 +217,15 @@ def answering(ids: list[int], *, per_step: int = 1, pause_s: float = 0.0) -> Scr
         worker.finish(work)
 
     return script
+
+
+async def main(redis_url: str, digest: str) -> None:
+    """A silent pair of workers as a process of its own, to be stopped or killed by a test."""
+    for worker in (ScriptedPrefill(idle=True), ScriptedDecode()):
+        await worker.start(redis_url, digest)
+    print("started", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
