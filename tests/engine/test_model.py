@@ -18,7 +18,7 @@ from transformers import (
 
 from engine.batch import SequenceStep
 from engine.kv_memory import KVMemory
-from engine.model import Model, load_model
+from engine.model import BackendChoice, Model, load_model
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
 
@@ -94,9 +94,11 @@ def last_logits(model: Model, ids: list[int], chunk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_logits_equal_transformers(name: str, backend: BackendChoice, tmp_path: Path) -> None:
     oracle = save(CONFIGS[name], tmp_path)
-    model = load_model(tmp_path, torch.float32, backend="torch")
+    model = load_model(tmp_path, torch.float32, backend=backend)
+    assert model.backend_name == backend
     assert model.eos_token_ids == (7,)
     ids = torch.randint(0, 131, (97,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.no_grad():
@@ -110,10 +112,11 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, expected[ends], atol=1e-4, rtol=0)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(backend: BackendChoice, tmp_path: Path) -> None:
     oracle = save(CONFIGS["llama"], tmp_path)
     ids = list(range(40))
-    got = last_logits(load_model(tmp_path, torch.bfloat16, backend="torch"), ids, 40)[0]
+    got = last_logits(load_model(tmp_path, torch.bfloat16, backend=backend), ids, 40)[0]
     assert got.dtype == torch.float32
     with torch.no_grad():
         exact = oracle(torch.tensor([ids])).logits[0, -1]

@@ -26,11 +26,21 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(2)
     folder = tmp_path_factory.mktemp("tiny")
     AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, initializer_range=0.3)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def torch_model(folder: Path) -> Model:
     return load_model(folder, torch.float32, backend="torch")
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def model(folder: Path, request: pytest.FixtureRequest) -> Model:
+    return load_model(folder, torch.float32, backend=request.param)
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -105,27 +115,41 @@ class _AbortAt(AbortWords):
         return super().all_aborted()
 
 
-def test_an_abort_takes_effect_at_the_next_layer_and_spares_the_others(model: Model) -> None:
-    memory = KVMemory(model.kv_layout(16), 4)
+def test_an_abort_takes_effect_at_the_next_layer_and_spares_the_others(torch_model: Model) -> None:
+    memory = KVMemory(torch_model.kv_layout(16), 4)
     memory.data.fill_(9.0)
     kept, dropped = ids(16, 8), ids(16, 9)
     steps = [SequenceStep(memory, [3], 0, dropped, True), SequenceStep(memory, [1], 0, kept, True)]
-    logits = Runner(model, 1).step(steps, _AbortAt(2, [0], after=2))
+    logits = Runner(torch_model, 1).step(steps, _AbortAt(2, [0], after=2))
     written = [bool((memory.data[3, layer] != 9.0).all()) for layer in range(4)]
     assert written == [True, True, False, False]
     assert (memory.data[3, 2:] == 9.0).all()
     assert logits[0].isnan().all()
-    torch.testing.assert_close(logits[1], alone(model, kept), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits[1], alone(torch_model, kept), atol=1e-5, rtol=0)
 
 
-def test_a_step_that_nobody_wants_ends_early(model: Model) -> None:
-    memory = KVMemory(model.kv_layout(16), 4)
+def test_a_step_that_nobody_wants_ends_early(torch_model: Model) -> None:
+    memory = KVMemory(torch_model.kv_layout(16), 4)
     memory.data.fill_(9.0)
     step = SequenceStep(memory, [2], 0, ids(16, 8), True)
-    logits = Runner(model, 1).step([step], _AbortAt(1, [0], after=1))
+    logits = Runner(torch_model, 1).step([step], _AbortAt(1, [0], after=1))
     assert logits.shape == (1, 67)
     assert (memory.data[2, 1:] == 9.0).all()
     assert (memory.data[2, 0] != 9.0).all()
+
+
+def test_an_aborted_sequence_writes_nothing(model: Model) -> None:
+    memory = KVMemory(model.kv_layout(16), 4)
+    memory.data.fill_(9.0)
+    kept, dropped = ids(16, 8), ids(16, 9)
+    steps = [SequenceStep(memory, [3], 0, dropped, True), SequenceStep(memory, [1], 0, kept, True)]
+    abort = AbortWords(2)
+    abort.abort(0)
+    logits = Runner(model, 1).step(steps, abort)
+    assert (memory.data[[0, 2, 3]] == 9.0).all()
+    torch.testing.assert_close(logits[1], alone(model, kept), atol=1e-5, rtol=0)
+    abort.abort(1)
+    assert Runner(model, 1).step(steps, abort).shape == (2, 67)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +175,12 @@ def test_a_batch_that_would_leave_its_memory_is_refused_whole(
     assert not memory.data.any(), "nothing was written"
 
 
-def test_threads_are_set_in_the_thread_that_steps(model: Model) -> None:
+def test_threads_are_set_in_the_thread_that_steps(torch_model: Model) -> None:
     before = torch.get_num_threads()
     seen: list[int] = []
 
     def work() -> None:
-        Runner(model, 1).step([SequenceStep(KVMemory(model.kv_layout(16), 1), [0], 0, [1], True)])
+        Runner(torch_model, 1).step([SequenceStep(KVMemory(torch_model.kv_layout(16), 1), [0], 0, [1], True)])
         seen.append(torch.get_num_threads())
 
     thread = threading.Thread(target=work)
@@ -165,7 +189,7 @@ def test_threads_are_set_in_the_thread_that_steps(model: Model) -> None:
     torch.set_num_threads(before)
     assert seen == [1]
     with pytest.raises(ValueError, match="negative"):
-        Runner(model, -1)
+        Runner(torch_model, -1)
 
 
 def test_an_empty_step(model: Model) -> None:
