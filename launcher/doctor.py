@@ -24,6 +24,7 @@ from runtime.settings import resolve_dtype, resolve_model
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 _WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
+_FILE_WIDTH = 200  # for grep: one finding, one line
 _CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -61,7 +62,7 @@ def run_doctor(ports: Sequence[int]) -> int:
         finding = check()
         missing |= finding.state == "missing"
         table.add_row(name, _MARKS[finding.state], finding.text)
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
     return int(missing)
 
 
