@@ -161,7 +161,8 @@ class Conversation:
                 self.records.put_nowait(error)
 
     def _route(self, token_ids: tuple[int, ...], avoid: frozenset[str]) -> Routed | NoRoute:
-        request = RouteRequest(self.job.work_id, len(token_ids), self.job.worst_case_tokens, avoid)
+        affinity = self.job.request.session_id or self.job.work_id
+        request = RouteRequest(affinity, len(token_ids), self.job.worst_case_tokens, avoid)
         placement = self._workers.place(request, self.job, token_ids)
         if isinstance(placement, NoWorker):
             return NoRoute(placement.role)

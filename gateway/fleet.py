@@ -167,8 +167,7 @@ class Fleet:
 
     def token_limit(self) -> int | None:
         """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
-        limits = (min(w.pool_tokens, w.record.max_context) for w in self.linked(Role.DECODE))
-        return max(limits, default=None)
+        return max((w.max_tokens for w in self.linked(Role.DECODE)), default=None)
 
     def block_size(self) -> int | None:
         return next((w.record.block_size for w in self.linked(Role.DECODE)), None)

@@ -2,8 +2,9 @@
 
 A link comes up when the worker that answers is the one that was meant (id and incarnation). It goes down
 when the stream ends, or when nothing was heard for `LinkTiming.silence_ticks` heartbeats: a stopped process
-keeps its TCP connections. Silence is counted in our own ticks, so that a pause of this process is not taken
-for the worker's death. A link that is down tries again until it is closed. The listener is told at once,
+keeps its TCP connections. So does one whose busy engine took no step for `LinkTiming.stall_ticks`: it is
+linked again only when it moves. Both are counted in our own ticks, so that a pause of this process is not
+taken for the worker's death. A link that is down tries again until it is closed. The listener is told at once,
 from the event loop.
 """
 
@@ -29,6 +30,7 @@ class LinkTiming:
 
     heartbeat_s: float = 0.25
     silence_ticks: int = 8
+    stall_ticks: int = 120  # 30 s: no step of an engine takes that long
     connect_s: float = 3.0
     retry_s: float = 0.25
 
@@ -71,6 +73,8 @@ class Link:
         self._timing = timing or LinkTiming()
         self._outbox: asyncio.Queue[Message] | None = None  # there while the link is up
         self._silent_ticks = 0
+        self._stalled_ticks = 0
+        self._last_beat: Beat | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -114,6 +118,7 @@ class Link:
             async with asyncio.timeout(self._timing.connect_s):
                 await call.write(self.wire.hello())
                 await self._check_greeting(call)
+                await self._check_that_it_moves(call)
             await self._serve(call)
         finally:
             call.cancel()
@@ -124,6 +129,22 @@ class Link:
         heard = None if message is grpc.aio.EOF else self.wire.read(message)
         if heard != Greeting(self.worker_id, self.incarnation):
             raise WrongWorker(f"another process answers at {self.address}")
+
+    async def _check_that_it_moves(self, call: Any) -> None:
+        """After a stall the first heartbeat has to differ from the last one."""
+        while self._stalled_ticks >= self._timing.stall_ticks:
+            message = await call.read()
+            heard = None if message is grpc.aio.EOF else self.wire.read(message)
+            if heard is None or (isinstance(heard, Beat) and not self._moved(heard)):
+                raise WrongWorker("its engine is stuck")
+
+    def _moved(self, beat: Beat) -> bool:
+        """Note a heartbeat; False while a busy engine stands where it stood."""
+        last, self._last_beat = self._last_beat, beat
+        if beat.busy and last is not None and last.busy and beat.progress == last.progress:
+            return False
+        self._stalled_ticks = 0
+        return True
 
     async def _serve(self, call: Any) -> None:
         """Run the three loops until one ends; then the link is down, whatever the others still do."""
@@ -155,21 +176,25 @@ class Link:
             heard = self.wire.read(message)
             if isinstance(heard, list):
                 self._listener.on_news(self.worker_id, heard)
-            elif isinstance(heard, Beat) and heard.load is not None:
-                self._listener.on_load(self.worker_id, heard.load)
+            elif isinstance(heard, Beat):
+                self._moved(heard)
+                if heard.load is not None:
+                    self._listener.on_load(self.worker_id, heard.load)
 
     async def _write(self, call: Any, outbox: asyncio.Queue[Message]) -> None:
         while True:
             await call.write(await outbox.get())
 
     async def _beat(self, outbox: asyncio.Queue[Message]) -> None:
-        """Send heartbeats and count silence; returns when there is too much of it."""
+        """Send heartbeats and count silence and standstill; raises TimeoutError when there is too much."""
         progress = 0
-        while self._silent_ticks < self._timing.silence_ticks:
+        timing = self._timing
+        while self._silent_ticks < timing.silence_ticks and self._stalled_ticks < timing.stall_ticks:
             outbox.put_nowait(self.wire.heartbeat(progress))
             progress += 1
             await asyncio.sleep(self._timing.heartbeat_s)
             self._silent_ticks += 1
+            self._stalled_ticks += 1  # back to 0 with every heartbeat that shows a step, or an idle engine
         raise TimeoutError
 
 

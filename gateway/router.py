@@ -7,8 +7,8 @@ Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheape
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
 
-Equal costs are decided by a hash of (request, worker), so that several gateways with the same view do not all
-send to the first worker of the list.
+Equal costs are decided by a hash of (session or request, worker): a conversation stays where it was, and
+several gateways with the same view do not all send to the first worker of the list.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DecodeCandidate:
     worker_id: str
     kv_format: str
     block_size: int  # tokens
-    total_blocks: int
+    max_tokens: int  # prompt and output that one request may have there
     free_blocks: int  # free or evictable
     sequences: int  # running, or expected by this gateway
     cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
@@ -48,9 +48,12 @@ class DecodeCandidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the choice depends on. ``tokens`` are those to have KV for before the next one is sampled."""
+    """What the choice depends on. ``tokens`` are those to have KV for before the next one is sampled.
 
-    request_id: str
+    ``affinity`` decides between equals: the same one goes to the same worker.
+    """
+
+    affinity: str
     tokens: int
     worst_case_tokens: int  # with the whole output
     avoid: frozenset[str] = frozenset()
@@ -82,15 +85,13 @@ def choose(
     if not sources:
         return NoWorker(Role.PREFILL)
     targets = [
-        d
-        for d in decode
-        if d.worker_id not in request.avoid and d.total_blocks * d.block_size >= request.worst_case_tokens
+        d for d in decode if d.worker_id not in request.avoid and d.max_tokens >= request.worst_case_tokens
     ]
     pairs = [(p, d) for p in sources for d in targets if p.kv_format == d.kv_format]
     if not pairs:
         return NoWorker(Role.DECODE)
     source, target = min(
-        pairs, key=lambda pair: (_cost(request, *pair), _tie(request.request_id, *pair), pair[1].worker_id)
+        pairs, key=lambda pair: (_cost(request, *pair), _tie(request.affinity, *pair), pair[1].worker_id)
     )
     return Route(
         source.worker_id,
@@ -119,8 +120,8 @@ def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
     return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
 
 
-def _tie(request_id: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
-    name = "\0".join((request_id, prefill.worker_id, decode.worker_id))
+def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
+    name = "\0".join((affinity, prefill.worker_id, decode.worker_id))
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 

@@ -61,9 +61,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life, usually with the load."""
+    """A sign of life, usually with the load. ``progress`` grows with every step of a busy engine."""
 
     load: Load | None
+    progress: int
+    busy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,11 @@ def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
 
 
 def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
-    if not heartbeat.HasField("load"):
-        return Beat(None)
-    load = heartbeat.load
-    return Beat(Load(load.running, load.waiting, load.waiting_tokens, load.free_blocks, load.total_blocks))
+    load = None
+    if heartbeat.HasField("load"):
+        said = heartbeat.load
+        load = Load(said.running, said.waiting, said.waiting_tokens, said.free_blocks, said.total_blocks)
+    return Beat(load, heartbeat.progress, heartbeat.busy)
 
 
 def _tokens(tokens: decode_pb2.Tokens) -> News:

@@ -33,8 +33,9 @@ class Worker:
         return f"{r.model_digest}/{r.dtype}/{r.kv_dtype}/{r.kv_layout}/{r.block_size}"
 
     @property
-    def pool_tokens(self) -> int:
-        return self.record.total_blocks * self.record.block_size
+    def max_tokens(self) -> int:
+        """Most tokens, prompt and output together, that one request may have here."""
+        return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
 
     def given(self, work_id: str, attempt: int, tokens: int) -> None:
         """An attempt went to this worker; ``tokens`` is what it costs there."""
@@ -70,7 +71,7 @@ class Worker:
             self.record.worker_id,
             self.kv_format,
             block_size=size,
-            total_blocks=self.record.total_blocks,
+            max_tokens=self.max_tokens,
             free_blocks=max(self.load.free_blocks - promised, 0),
             sequences=max(sequences, len(self.outstanding)),
             cached_blocks=cached_blocks,

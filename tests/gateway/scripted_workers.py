@@ -39,6 +39,8 @@ class ScriptedWorker:
         self.told = asyncio.Event()
         self.links = 0  # open now
         self.silent = False  # neither heartbeats nor answers, with the connection open
+        self.stuck = False  # beats, but its engine takes no step
+        self.progress = 0
         self.keys: list[bytes] = []  # of cached blocks, for the directory
         self._outboxes: list[asyncio.Queue[Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -113,7 +115,10 @@ class ScriptedWorker:
                     yield message
                     continue
                 if not self.silent:
-                    yield self.response(heartbeat=work_pb2.Heartbeat(load=self.load()))
+                    self.progress += not self.stuck
+                    yield self.response(
+                        heartbeat=work_pb2.Heartbeat(load=self.load(), busy=True, progress=self.progress)
+                    )
         finally:
             self.links -= 1
             self._outboxes.remove(outbox)

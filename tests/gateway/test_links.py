@@ -55,7 +55,7 @@ def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None
         worker_id=worker.worker_id,
         incarnation=incarnation or worker.incarnation,
         address=worker.address,
-        timing=LinkTiming(retry_s=0.05),
+        timing=LinkTiming(retry_s=0.05, stall_ticks=10),
     )
 
 
@@ -77,6 +77,23 @@ async def test_up_load_down_and_up_again(redis_url: str) -> None:
     await until(lambda: journal.said.count("up") == 2)
     await link.close()
     assert journal.said.count("down") == 2
+    await worker.close()
+
+
+async def test_a_stuck_engine_is_lost_and_taken_back_when_it_moves(redis_url: str) -> None:
+    worker, journal = ScriptedDecode(), Journal()
+    await worker.start(redis_url, DIGEST)
+    link = link_to(worker, journal)
+    link.start()
+    await until(lambda: "load" in journal.said)
+    worker.stuck = True
+    await until(lambda: journal.said[-1] == "down")
+    greetings = len(await worker.wait_for("hello"))
+    await worker.wait_for("hello", greetings + 2)  # it tries, and finds it as it was
+    assert not link.up
+    worker.stuck = False
+    await until(lambda: link.up)
+    await link.close()
     await worker.close()
 
 

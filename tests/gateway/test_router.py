@@ -11,7 +11,7 @@ from gateway.router import DecodeCandidate, NoWorker, PrefillCandidate, Route, R
 from gateway.session_events import Role
 
 PREFILL = PrefillCandidate("p1", "f", waiting_tokens=0)
-DECODE = DecodeCandidate("d1", "f", block_size=16, total_blocks=1000, free_blocks=1000, sequences=0)
+DECODE = DecodeCandidate("d1", "f", block_size=16, max_tokens=16_000, free_blocks=1000, sequences=0)
 REQUEST = RouteRequest("id", tokens=1000, worst_case_tokens=1100)
 
 
@@ -55,13 +55,13 @@ def test_who_is_missing_is_said() -> None:
     assert choose(REQUEST, [], [DECODE]) == NoWorker(Role.PREFILL)
     assert choose(REQUEST, [PREFILL], []) == NoWorker(Role.DECODE)
     assert choose(REQUEST, [PREFILL], [replace(DECODE, kv_format="g")]) == NoWorker(Role.DECODE)
-    assert choose(REQUEST, [PREFILL], [replace(DECODE, total_blocks=68)]) == NoWorker(Role.DECODE)
+    assert choose(REQUEST, [PREFILL], [replace(DECODE, max_tokens=1099)]) == NoWorker(Role.DECODE)
     assert choose(replace(REQUEST, avoid=frozenset({"d1"})), [PREFILL], [DECODE]) == NoWorker(Role.DECODE)
 
 
 def test_equal_workers_share_the_requests() -> None:
     decode = [replace(DECODE, worker_id=f"d{n}") for n in range(4)]
-    picks = [chosen(choose(replace(REQUEST, request_id=str(n)), [PREFILL], decode))[1] for n in range(400)]
+    picks = [chosen(choose(replace(REQUEST, affinity=str(n)), [PREFILL], decode))[1] for n in range(400)]
     assert all(60 < picks.count(d.worker_id) < 140 for d in decode)
 
 
@@ -76,7 +76,7 @@ decodes = st.lists(
         names.map(str.upper),
         st.sampled_from("fg"),
         block_size=st.sampled_from([8, 16]),
-        total_blocks=st.integers(1, 400),
+        max_tokens=st.integers(1, 4000),
         free_blocks=st.integers(0, 400),
         sequences=st.integers(0, 64),
         cached_blocks=st.integers(0, 200),

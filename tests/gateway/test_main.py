@@ -1,0 +1,57 @@
+"""The program itself: starts without Redis and without torch, says when it is ready, drains and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_start_serve_and_stop() -> None:
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "gateway", "--grpc-port", "0", "--http-port", "0"),
+            *("--redis-url", "redis://127.0.0.1:1/0", "--ready-fd", str(writer)),
+        ],
+        pass_fds=[writer],
+        cwd=ROOT,
+        env={**os.environ, "DIPTYCH_SECRET": "ab" * 32},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe:
+            ports = json.loads(pipe.readline())
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['http_port']}/health", timeout=5) as answer:
+            assert answer.status == 200
+        with grpc.insecure_channel(f"127.0.0.1:{ports['grpc_port']}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            ready = stub.Check(health_pb2.HealthCheckRequest(service="diptych.v1.InferenceService"))
+        assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+
+
+def test_unknown_flags_are_errors() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "--no-such-flag", "1"], cwd=ROOT, capture_output=True, check=False
+    )
+    assert done.returncode == 2
