@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
+from runtime.cancellation import end_task
 from runtime.directory import store
 from runtime.directory.prefix_index import PrefixIndex, PrefixSnapshot
 from runtime.directory.records import Identity, Lease, WorkerRecord
@@ -73,9 +74,7 @@ class DirectoryMirror:
                 await self._synced.wait()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_task(self._task)
         with contextlib.suppress(*store.STORE_ERRORS):
             await self._redis.aclose()
 
@@ -95,7 +94,8 @@ class DirectoryMirror:
                 _log.exception("following the directory failed; trying on")
             self._connected = False
             failures += 1
-            await self._redis.connection_pool.disconnect()
+            with contextlib.suppress(*store.STORE_ERRORS):
+                await self._redis.connection_pool.disconnect()
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S)) - 1])
 
     async def _synchronise(self) -> None:

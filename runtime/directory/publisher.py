@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
+from runtime.cancellation import end_task
 from runtime.directory import store
 from runtime.directory.prefix_index import PrefixEvent
 from runtime.directory.records import Lease, WorkerLoad, WorkerRecord
@@ -100,9 +101,7 @@ class DirectoryPublisher:
 
     async def close(self) -> None:
         """Ends the lease, so that routers stop at once. Waits half a second at most."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_task(self._task)
         try:
             async with asyncio.timeout(_CLOSE_S):
                 async with self._redis.pipeline(transaction=True) as pipe:
@@ -136,7 +135,8 @@ class DirectoryPublisher:
                 failures += 1
                 _log.exception("publishing in the directory failed; trying on")
             self._connected = False
-            await self._redis.connection_pool.disconnect()
+            with contextlib.suppress(*store.STORE_ERRORS):
+                await self._redis.connection_pool.disconnect()
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S)) - 1])
 
     async def _follow(self) -> None:

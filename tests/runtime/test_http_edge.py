@@ -1,0 +1,98 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry, Counter
+
+from runtime.bind_address import UnsafeBindError
+from runtime.http_edge import HttpEdge
+
+
+class Edge:
+    def __init__(self, edge: HttpEdge) -> None:
+        self.edge = edge
+        self.ready = False
+
+    async def send(self, data: bytes) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.edge.port)
+        writer.write(data)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        await writer.wait_closed()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split(b" ")[1]), body
+
+    async def get(self, path: str, method: str = "GET") -> tuple[int, bytes]:
+        return await self.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+
+
+@pytest_asyncio.fixture
+async def edge() -> AsyncIterator[Edge]:
+    registry = CollectorRegistry()
+    Counter("diptych_test", "A counter", registry=registry).inc(3)
+    holder: list[Edge] = []
+    http = await HttpEdge.start("127.0.0.1", 0, registry=registry, ready=lambda: holder[0].ready)
+    holder.append(Edge(http))
+    yield holder[0]
+    await http.close()
+
+
+async def test_health_ready_and_metrics(edge: Edge) -> None:
+    assert await edge.get("/health") == (200, b"alive\n")
+    assert (await edge.get("/ready"))[0] == 503
+    edge.ready = True
+    assert (await edge.get("/ready?verbose=1"))[0] == 200
+    status, body = await edge.get("/metrics")
+    assert status == 200
+    assert b"diptych_test_total 3.0" in body
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        ("GET /nothing HTTP/1.1", 404),
+        ("POST /metrics HTTP/1.1", 405),
+        ("GET", 404),
+        ("", 405),
+        ("\x00\xff garbage", 405),
+    ],
+)
+async def test_other_requests_get_a_plain_refusal(edge: Edge, request_line: str, status: int) -> None:
+    assert (await edge.send(request_line.encode("latin-1") + b"\r\n\r\n"))[0] == status
+    assert (await edge.get("/health"))[0] == 200
+
+
+async def test_head_has_no_body(edge: Edge) -> None:
+    assert await edge.get("/health", "HEAD") == (200, b"")
+
+
+async def test_too_long_a_head_and_silent_clients_do_no_harm(edge: Edge) -> None:
+    _, silent = await asyncio.open_connection("127.0.0.1", edge.edge.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", edge.edge.port)
+    writer.write(b"GET /" + b"a" * 100_000)
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+    assert (await edge.get("/health"))[0] == 200
+    silent.close()
+
+
+async def test_close_ends_open_connections() -> None:
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(http.close(), 2)
+    assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+
+
+async def test_addresses_are_guarded() -> None:
+    registry = CollectorRegistry()
+    with pytest.raises(UnsafeBindError):
+        await HttpEdge.start("0.0.0.0", 0, registry=registry, ready=lambda: True)
+    first = await HttpEdge.start("127.0.0.1", 0, registry=registry, ready=lambda: True)
+    with pytest.raises(OSError, match="in use"):
+        await HttpEdge.start("127.0.0.1", first.port, registry=registry, ready=lambda: True)
+    await first.close()

@@ -1,0 +1,131 @@
+"""Programs under run_program, as real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import asyncio, logging, sys
+from runtime.process import announce_ready, incarnation, run_program
+from runtime.settings import ProgramSettings
+
+settings = ProgramSettings.from_argv(sys.argv[2:])
+
+async def main(stop):
+    assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    assert incarnation() == incarnation() and 0 < incarnation() < 2**63
+    announce_ready(settings, {"grpc_port": 1, "http_port": 2})
+    if sys.argv[1] == "raise":
+        raise ValueError("first line\\nsecond line")
+    await stop.wait()
+    if sys.argv[1] == "stuck":
+        await asyncio.sleep(60)
+    return 7
+
+sys.exit(run_program(main, settings))
+"""
+
+
+class Child:
+    def __init__(self, mode: str, *flags: str, death_pipe: bool = False) -> None:
+        ready_r, ready_w = os.pipe()
+        passed = [ready_w]
+        flags = (*flags, f"--ready-fd={ready_w}", "--worker-id=w1")
+        self.death_w = None
+        if death_pipe:
+            death_r, self.death_w = os.pipe()
+            passed.append(death_r)
+            flags = (*flags, f"--death-fd={death_r}")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, mode, *flags], cwd=ROOT, pass_fds=passed, stderr=subprocess.PIPE
+        )
+        for fd in passed:
+            os.close(fd)
+        with os.fdopen(ready_r) as pipe:
+            self.ready = pipe.read()  # to the end: the program closes its end after the line
+
+    def finish(self) -> tuple[int, str]:
+        _, stderr = self.process.communicate(timeout=10)
+        return self.process.returncode, stderr.decode()
+
+
+def test_ready_line_then_a_signal_ends_it_with_mains_status() -> None:
+    child = Child("serve")
+    assert json.loads(child.ready) == {"grpc_port": 1, "http_port": 2, "worker_id": "w1"}
+    assert child.ready.count("\n") == 1
+    child.process.send_signal(signal.SIGTERM)
+    code, stderr = child.finish()
+    assert code == 7
+    assert "diptych/w1" in stderr
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    child = Child("stuck")
+    child.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.process.wait(0.5)
+    child.process.send_signal(signal.SIGTERM)
+    code, stderr = child.finish()
+    assert code == 128 + signal.SIGTERM
+    assert "second SIGTERM" in stderr
+
+
+def test_an_exception_is_one_line_of_log_and_status_1() -> None:
+    code, stderr = Child("raise").finish()
+    assert code == 1
+    [line] = [line for line in stderr.splitlines() if "ValueError" in line]
+    assert "second line" in line
+
+
+def test_the_end_of_the_death_pipe_ends_the_process() -> None:
+    child = Child("stuck", death_pipe=True)
+    assert child.process.poll() is None
+    assert child.death_w is not None
+    os.close(child.death_w)
+    code, _ = child.finish()
+    assert code == 1
+
+
+def test_a_killed_parent_takes_its_child_along() -> None:
+    """The pipe's write end stays open here, in the test: it is the kernel's signal that works."""
+    death_r, death_w = os.pipe()
+    parent_code = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {PROGRAM!r}, 'stuck', '--death-fd={death_r}',"
+        " '--ready-fd=1'], pass_fds=[1, " + str(death_r) + "])\n"
+        "print(child.pid, flush=True)\nchild.wait()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_code],
+        cwd=ROOT,
+        pass_fds=[death_r],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child_pid = int(parent.stdout.readline())
+        assert b"grpc_port" in parent.stdout.readline()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while _alive(child_pid):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.01)
+    os.close(death_r)
+    os.close(death_w)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

