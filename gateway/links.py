@@ -4,8 +4,8 @@ A link comes up when the worker that answers is the one that was meant (id and i
 when the stream ends, or when nothing was heard for `LinkTiming.silence_ticks` heartbeats: a stopped process
 keeps its TCP connections. So does one whose busy engine took no step for `LinkTiming.stall_ticks`: it is
 linked again only when it moves. Both are counted in our own ticks, so that a pause of this process is not
-taken for the worker's death. A link that is down tries again until it is closed. The listener is told at once,
-from the event loop.
+taken for the worker's death. A link that is down tries again until it is closed. The listener is told at
+once, from the event loop.
 """
 
 from __future__ import annotations
