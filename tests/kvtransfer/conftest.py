@@ -1,4 +1,4 @@
-"""A decode worker's and a prefill worker's end of the hand-over, real gRPC and real transports between them."""
+"""Both ends of the hand-over without engines, with real gRPC and real transports between them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvtransfer.messages import Expected, Key
 from kvtransfer.peer import Granted, Peer
 from kvtransfer.pool_memory import PoolMemory, allocate_pool
 from kvtransfer.ready import Ready
+from kvtransfer.receiving_attempt import Patience
 from kvtransfer.server import HandoffServer
 from runtime.rpc import bind, make_server
 
@@ -40,7 +41,7 @@ INCARNATION = 7
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait for something that another task or process will bring about."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - it waits for other processes and for the kernel too
             await asyncio.sleep(0.002)
 
 
@@ -107,9 +108,6 @@ def pattern(seed: int, place: int) -> torch.Tensor:
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
 
 
-MakePair = Callable[..., "asyncio.Future[Pair]"]
-
-
 @pytest.fixture(params=["shared_memory", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -121,7 +119,11 @@ async def make_pair() -> AsyncIterator[Callable[..., object]]:
     closing: list[Callable[[], object]] = []
 
     async def decode_end(
-        transport: str, blocks: int = 16, lease_times: LeaseTimes | None = None, **fingerprint: object
+        transport: str,
+        blocks: int = 16,
+        lease_times: LeaseTimes | None = None,
+        patience: Patience | None = None,
+        **fingerprint: object,
     ) -> DecodeEnd:
         end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
         end.server = HandoffServer(
@@ -135,6 +137,7 @@ async def make_pair() -> AsyncIterator[Callable[..., object]]:
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
             lease_times=lease_times,
+            patience=patience,
         )
         await end.server.start()
         grpc_server = make_server(internal=True)

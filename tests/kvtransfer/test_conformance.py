@@ -7,9 +7,10 @@ import random
 
 import pytest
 import torch
-from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pattern, until
+
 from diptych.worker.v1 import work_pb2
 from kvtransfer.errors import GrantRefused, HandoffRefused, PeerLost
+from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pattern, until
 
 BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]

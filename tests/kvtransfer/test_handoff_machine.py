@@ -1,0 +1,410 @@
+"""Receiver, senders and block pool against each other, under all the delays, losses and deaths there are.
+
+Messages of one stream stay in order; streams, data sockets and deaths interleave at will. What must hold
+after every step: each block is in one state; whatever a living in-place writer may write is out of everybody
+else's hands; nobody hears twice of an attempt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.block_pool import BlockPool
+from kvtransfer.messages import (
+    Expected,
+    Fail,
+    Fence,
+    GrantRef,
+    HandOver,
+    Key,
+    Lost,
+    Offer,
+    Refused,
+    Revoked,
+    SendAbort,
+    SendAsk,
+    SendCommit,
+    SendDenied,
+    SendGrant,
+    SendPushed,
+    SendStopped,
+    SendWithdrawal,
+    WriterId,
+)
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+
+BLOCK_SIZE = 2
+POOL = 10
+PREFIXES = [[bytes([family, depth]) for depth in range(1, 6)] for family in range(2)]
+
+
+@dataclass
+class Process:
+    """A prefill worker: its state machine, and what is on its way to and from it."""
+
+    id: WriterId
+    in_place: bool
+    sender: Sender = field(default_factory=Sender)
+    up: deque[Any] = field(default_factory=deque)
+    down: deque[Any] = field(default_factory=deque)
+    data: deque[tuple[GrantRef, int]] = field(default_factory=deque)
+    offers: dict[Key, Offer] = field(default_factory=dict)
+    held: dict[GrantRef, Offer] = field(default_factory=dict)
+    pushed: dict[GrantRef, int] = field(default_factory=dict)
+    linked_there: bool = False
+    """Whether the decode side knows of a link."""
+
+
+class Handoff(RuleBasedStateMachine):
+    @initialize()
+    def build(self) -> None:
+        self.pool = BlockPool(POOL)
+        self.running = 0
+        self.receiver = Receiver(self.pool, BLOCK_SIZE, lambda: self.running)
+        self.processes = [Process(WriterId("a", 1), True), Process(WriterId("b", 1), False)]
+        self.attempts: dict[Key, Expected] = {}
+        self.unasked: list[Key] = []
+        self.outcome: dict[Key, str] = {}
+        self.owned: dict[Key, HandOver] = {}
+        self.now = 0.0
+        for process in self.processes:
+            self.link(process)
+
+    # -- plumbing
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendGrant() | SendDenied() | SendAbort():
+                    for process in self.processes:
+                        if process.id == action.writer and process.linked_there:
+                            process.down.append(action)
+                case HandOver():
+                    self.conclude(action.ref.key, "ready")
+                    self.owned[action.ref.key] = action
+                case Fail():
+                    self.conclude(action.key, "failed")
+                case Fence():
+                    for process in self.processes:
+                        if process.id == action.writer:
+                            self.kill(process)
+
+    def conclude(self, key: Key, how: str) -> None:
+        assert key not in self.outcome, f"{key} is {how} after it was {self.outcome[key]}"
+        self.outcome[key] = how
+
+    def send(self, process: Process, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Offer():
+                    process.offers[action.ref.key] = action
+                case Lost() | Refused() | Revoked():
+                    pass  # the owner stops in its own time: rule `stop`
+                case _:
+                    if process.sender.linked and process.linked_there:
+                        process.up.append(action)
+
+    def link(self, process: Process) -> None:
+        process.linked_there = True
+        process.sender.link_up()
+        self.perform(self.receiver.link_up(process.id, in_place=process.in_place))
+
+    def kill(self, process: Process) -> None:
+        """The process is gone and that is proven; its successor is another writer."""
+        self.processes.remove(process)
+        self.perform(self.receiver.writer_dead(process.id))
+        heir = Process(WriterId(process.id.worker_id, process.id.incarnation + 1), process.in_place)
+        self.processes.append(heir)
+        self.link(heir)
+
+    def deliver_up(self, process: Process) -> None:
+        writer, receiver = process.id, self.receiver
+        match process.up.popleft():
+            case SendAsk(key):
+                self.perform(receiver.ask(writer, key))
+            case SendWithdrawal(key):
+                self.perform(receiver.withdraw(writer, key))
+            case SendPushed(ref, first, count, digests):
+                self.perform(receiver.pushed(writer, ref, first, count, digests))
+            case SendCommit(ref, num_tokens, first_token, note):
+                self.perform(receiver.commit(writer, ref, num_tokens, first_token, note))
+            case SendStopped(ref, reason, message):
+                self.perform(receiver.stopped(writer, ref, reason, message))
+
+    def deliver_down(self, process: Process) -> None:
+        match process.down.popleft():
+            case SendGrant(_, ref, block_ids, cached_tokens):
+                self.send(process, process.sender.granted(ref, block_ids, cached_tokens))
+            case SendDenied(_, key, reason, message):
+                self.send(process, process.sender.denied(key, reason, message))
+            case SendAbort(_, ref):
+                self.send(process, process.sender.abort(ref, 2, "aborted"))
+
+    def deliver_data(self, process: Process) -> None:
+        ref, index = process.data.popleft()
+        if self.receiver.destination(process.id, ref, index) is not None:
+            self.perform(self.receiver.arrived(process.id, ref, index, digest(ref, index)))
+
+    def pick(self, data: st.DataObject, items: list[Any]) -> Any:
+        return data.draw(st.sampled_from(items))
+
+    def push_upto(self, process: Process, ref: GrantRef, upto: int) -> None:
+        first = process.pushed[ref]
+        if upto <= first:
+            return
+        if process.in_place:
+            self.send(process, process.sender.push(ref, first, upto - first))
+        elif process.sender.writing(ref):
+            digests = [digest(ref, index) for index in range(first, upto)]
+            process.data.extend((ref, index) for index in range(first, upto))
+            self.send(process, process.sender.push(ref, first, upto - first, digests))
+        process.pushed[ref] = upto
+
+    # -- what the gateway and the decode worker do
+
+    @rule(
+        num_tokens=st.integers(1, 24),
+        family=st.integers(0, 1),
+        cached=st.booleans(),
+        reserve=st.sampled_from([0, 0, 4]),
+        ask_first=st.booleans(),
+    )
+    def attach(self, num_tokens: int, family: int, cached: bool, reserve: int, ask_first: bool) -> None:
+        key = (f"r{len(self.attempts)}", 1)
+        keys = PREFIXES[family][: num_tokens // BLOCK_SIZE] if cached else []
+        expected = Expected(key, num_tokens, keys, num_tokens + reserve if reserve else None)
+        self.attempts[key] = expected
+        if ask_first:
+            process = self.processes[family]
+            if process.sender.linked:
+                self.send(process, process.sender.ask(key))
+                while process.up:
+                    self.deliver_up(process)
+        else:
+            self.unasked.append(key)
+        self.perform(self.receiver.expect(expected))
+
+    @precondition(lambda self: len(self.outcome) < len(self.attempts))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = self.pick(data, [key for key in self.attempts if key not in self.outcome])
+        self.perform(self.receiver.cancel(key))
+        self.outcome.setdefault(key, "cancelled")
+
+    @precondition(lambda self: self.receiver.granted())
+    @rule()
+    def abort_newest(self) -> None:
+        key, actions = self.receiver.abort_newest_grant()
+        if key is not None:
+            self.conclude(key, "preempted")
+        self.perform(actions)
+
+    @rule(running=st.integers(0, 3))
+    def run_sequences(self, running: int) -> None:
+        self.running = running
+        self.perform(self.receiver.blocks_freed())
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        key = self.pick(data, list(self.owned))
+        self.release(self.owned.pop(key))
+
+    def release(self, done: HandOver) -> None:
+        keys = self.attempts[done.ref.key].keys
+        parent = b""
+        for block, block_key in zip(done.block_ids, keys, strict=False):
+            self.pool.insert(block, block_key, parent)
+            parent = block_key
+        self.pool.release(done.block_ids)
+        self.perform(self.receiver.blocks_freed())
+
+    @rule(seconds=st.sampled_from([0.3, 2.0, 20.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.perform(self.receiver.tick(self.now))
+
+    # -- what the prefill workers do
+
+    def writing(self) -> list[tuple[Process, GrantRef]]:
+        return [(process, ref) for process in self.processes for ref in process.held]
+
+    @precondition(lambda self: self.unasked)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        process = self.pick(data, self.processes)
+        key = self.pick(data, self.unasked)
+        if process.sender.linked:
+            self.unasked.remove(key)
+            self.send(process, process.sender.ask(key))
+
+    @precondition(lambda self: any(process.offers for process in self.processes))
+    @rule()
+    def take(self) -> None:
+        for process in self.processes:
+            for key, offer in process.offers.items():
+                if process.sender.take(key):
+                    process.held[offer.ref] = offer
+                    process.pushed[offer.ref] = offer.cached_tokens // BLOCK_SIZE
+            process.offers.clear()
+
+    @precondition(lambda self: self.writing())
+    @rule(data=st.data(), blocks=st.integers(1, 12))
+    def push(self, data: st.DataObject, blocks: int) -> None:
+        process, ref = self.pick(data, self.writing())
+        self.push_upto(process, ref, min(blocks, len(process.held[ref].block_ids)))
+
+    @precondition(lambda self: self.writing())
+    @rule(data=st.data(), wrong=st.sampled_from([0, 0, 0, 0, 0, 0, 1]))
+    def commit(self, data: st.DataObject, wrong: int) -> None:
+        process, ref = self.pick(data, self.writing())
+        offer = process.held.pop(ref)
+        if not process.in_place:
+            self.push_upto(process, ref, len(offer.block_ids))
+        tokens = self.attempts[ref.key].num_tokens + wrong
+        self.send(process, process.sender.commit(ref, tokens, 7)[1])
+
+    @precondition(lambda self: self.writing())
+    @rule(data=st.data(), gives_up=st.booleans())
+    def stop(self, data: st.DataObject, gives_up: bool) -> None:
+        process, ref = self.pick(data, self.writing())
+        del process.held[ref]
+        self.send(process, process.sender.stop(ref, 1 if gives_up else None))
+
+    @precondition(lambda self: any(process.sender._attempts for process in self.processes))
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        process = self.pick(data, [process for process in self.processes if process.sender._attempts])
+        key = self.pick(data, list(process.sender._attempts))
+        process.offers.pop(key, None)
+        self.send(process, process.sender.withdraw(key))
+
+    # -- what the network and the kernel do
+
+    def on_the_way(self) -> list[tuple[Process, str]]:
+        ways = ("up", "down", "data")
+        return [(process, way) for process in self.processes for way in ways if getattr(process, way)]
+
+    @precondition(lambda self: self.on_the_way())
+    @rule(data=st.data(), messages=st.sampled_from([1, 2, 100]))
+    def deliver(self, data: st.DataObject, messages: int) -> None:
+        process, way = self.pick(data, self.on_the_way())
+        step = {"up": self.deliver_up, "down": self.deliver_down, "data": self.deliver_data}[way]
+        while messages and getattr(process, way):
+            step(process)
+            messages -= 1
+
+    @precondition(lambda self: self.on_the_way())
+    @rule()
+    def deliver_all(self) -> None:
+        while self.on_the_way():
+            for process, way in self.on_the_way():
+                step = {"up": self.deliver_up, "down": self.deliver_down, "data": self.deliver_data}[way]
+                if getattr(process, way):
+                    step(process)
+
+    @precondition(lambda self: any(process.held for process in self.processes if process.linked_there))
+    @rule(data=st.data())
+    def decode_side_loses_link(self, data: st.DataObject) -> None:
+        process = self.pick(data, [process for process in self.processes if process.linked_there])
+        process.linked_there = False
+        process.up.clear()
+        self.perform(self.receiver.link_lost(process.id))
+        if not process.in_place:
+            # The data socket is closed with the stream, which for a copying transport is the proof.
+            process.data.clear()
+            self.perform(self.receiver.writer_dead(process.id))
+
+    @precondition(lambda self: any(not process.linked_there for process in self.processes))
+    @rule()
+    def prefill_side_notices_then_relinks(self) -> None:
+        for process in self.processes:
+            if process.linked_there:
+                continue
+            if process.sender.linked:
+                process.down.clear()
+                process.offers.clear()
+                self.send(process, process.sender.link_lost())
+            else:
+                self.link(process)
+
+    @precondition(lambda self: any(process.held for process in self.processes))
+    @rule(data=st.data())
+    def sigkill(self, data: st.DataObject) -> None:
+        self.kill(self.pick(data, [process for process in self.processes if process.held]))
+
+    # -- what must hold
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.invariants()
+
+    @invariant()
+    def nobody_else_has_what_a_writer_may_write(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        granted = {grant.ref: grant for _, grant in self.receiver.granted()}
+        owned = {block for done in self.owned.values() for block in done.block_ids}
+        seen: set[int] = set()
+        for grant in granted.values():
+            fresh = set(grant.fresh)
+            assert not fresh & seen, "a block is in two grants"
+            assert not fresh & owned, "a block that was handed over is still granted"
+            assert all(self.pool.references(b) == 1 or b in self.pool._quarantine for b in fresh)
+            seen |= fresh
+        for process in self.processes:
+            if process.in_place:
+                for ref, offer in process.held.items():
+                    assert ref in granted, "a block is back while its writer may write"
+                    assert granted[ref].block_ids[: len(offer.block_ids)] == list(offer.block_ids)
+
+    def teardown(self) -> None:
+        """When everybody has stopped and spoken, every block is back, without one death."""
+        if not hasattr(self, "pool"):
+            return
+        for key in list(self.attempts):
+            self.perform(self.receiver.cancel(key))
+            self.outcome.setdefault(key, "cancelled")
+        for done in self.owned.values():
+            self.release(done)
+        for process in list(self.processes):
+            if not process.linked_there:
+                if process.sender.linked:
+                    process.sender.link_lost()
+                process.down.clear()
+                self.link(process)
+        for _ in range(3):
+            for process in self.processes:
+                while process.up or process.down or process.data:
+                    for way, step in (
+                        (process.up, self.deliver_up),
+                        (process.down, self.deliver_down),
+                        (process.data, self.deliver_data),
+                    ):
+                        if way:
+                            step(process)
+                for key in list(process.sender._attempts):
+                    self.send(process, process.sender.withdraw(key))
+                for ref in process.sender.held():
+                    self.send(process, process.sender.stop(ref))
+        self.pool.invariants()
+        assert self.receiver.granted() == []
+        assert self.pool.quarantined() == 0
+        self.pool.clear_cache()
+        assert self.pool.available() == POOL
+
+
+def digest(ref: GrantRef, index: int) -> bytes:
+    return f"{ref.generation}/{index}".encode()
+
+
+TestHandoff = Handoff.TestCase
+TestHandoff.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
