@@ -70,6 +70,10 @@ class ModelShape:
     """
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for field in (*sizes, "intermediate_size", "max_context"):
+            if getattr(self, field) < 1:
+                raise UnsupportedModel(f"{field} is below 1")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import gguf
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from engine.shape import ModelShape, RopeScaling, UnsupportedModel
 from engine.weights.canonical import BadModelFile, Checkpoint, assemble
+from engine.weights.gguf_header import GgufTensor, Scalar, read_header
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
 _LAYER_NAMES = {
@@ -42,13 +43,8 @@ _INTERLEAVED = ("llama", "mistral")
 
 def read_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
     """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise BadModelFile(f"{path.name} is not a sound GGUF file: {error}") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _check_extents(reader.tensors, path.stat().st_size)
-    metadata = _Metadata(reader.fields)
+    header = read_header(path)
+    tensors, metadata = header.tensors, _Metadata(header.metadata)
     shape = _shape(metadata, tensors)
 
     def read(name: str) -> torch.Tensor:
@@ -57,96 +53,99 @@ def read_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
             raise BadModelFile(f"tensor {stored} is missing")
         return _canonical_order(name, _dequantised(tensors[stored]), shape).to(dtype)
 
-    eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    stops = tuple(dict.fromkeys(int(token) for token in eos if token is not None))
+    eos = [metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops = tuple(dict.fromkeys(token for token in eos if token is not None))
     return Checkpoint(shape, assemble(shape, read), stops)
 
 
 class _Metadata:
-    """Key-value pairs of the header, decoded when asked for (the token lists are long)."""
+    """Values of the header by key and type."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
+    def __init__(self, values: Mapping[str, Scalar]) -> None:
+        self._values = values
 
-    def get(self, key: str) -> Any:
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+    def get(self, key: str) -> Scalar | None:
+        return self._values.get(key)
 
-    def require(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise BadModelFile(f"metadata {key} is missing")
+    def integer(self, key: str) -> int | None:
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, int):
+            raise BadModelFile(f"metadata {key} is not a whole number")
+        return value
+
+    def number(self, key: str) -> float | None:
+        value = self._values.get(key)
+        if isinstance(value, str):
+            raise BadModelFile(f"metadata {key} is not a number")
         return value
 
 
-def _check_extents(tensors: list[Any], size: int) -> None:
-    """Every tensor lies inside the file and none over another."""
-    end = 0
-    for tensor in sorted(tensors, key=lambda t: int(t.data_offset)):
-        start = int(tensor.data_offset)
-        if start < end:
-            raise BadModelFile(f"tensor {tensor.name} overlaps another")
-        end = start + int(tensor.n_bytes)
-        if end > size or tensor.data.nbytes != tensor.n_bytes:
-            raise BadModelFile(f"tensor {tensor.name} reaches beyond the end of the file")
+_T = TypeVar("_T")
 
 
-def _shape(metadata: _Metadata, tensors: Mapping[str, Any]) -> ModelShape:
-    family = str(metadata.require("general.architecture"))
+def _required(value: _T | None, key: str) -> _T:
+    if value is None:
+        raise BadModelFile(f"metadata {key} is missing or an array")
+    return value
+
+
+def _shape(metadata: _Metadata, tensors: Mapping[str, GgufTensor]) -> ModelShape:
+    family = str(_required(metadata.get("general.architecture"), "general.architecture"))
     if family not in _FAMILIES:
         raise UnsupportedModel(f"architecture {family!r}: supported are {', '.join(_FAMILIES)}")
     if metadata.get(f"{family}.expert_count"):
         raise UnsupportedModel("expert_count: mixtures of experts are not supported")
 
-    def number(key: str) -> int:
-        value = metadata.require(f"{family}.{key}")
-        if not isinstance(value, int):
-            raise UnsupportedModel(f"{family}.{key} is not one number")
-        return value
+    def size(key: str) -> int:
+        return _required(metadata.integer(f"{family}.{key}"), f"{family}.{key}")
 
-    heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
-    width = metadata.get(f"{family}.attention.key_length") or hidden // heads
-    if metadata.get(f"{family}.attention.value_length") not in (None, width):
+    heads, hidden, layers = size("attention.head_count"), size("embedding_length"), size("block_count")
+    if heads < 1 or hidden < 1:
+        raise BadModelFile("a model without heads or width")
+    width = metadata.integer(f"{family}.attention.key_length") or hidden // heads
+    if metadata.integer(f"{family}.attention.value_length") not in (None, width):
         raise UnsupportedModel("keys and values of different length")
-    if metadata.get(f"{family}.rope.dimension_count") not in (None, width):
+    if metadata.integer(f"{family}.rope.dimension_count") not in (None, width):
         raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
-    window = metadata.get(f"{family}.attention.sliding_window")
+    window = metadata.integer(f"{family}.attention.sliding_window")
     if "token_embd.weight" not in tensors:
         raise BadModelFile("tensor token_embd.weight is missing")
+    epsilon = f"{family}.attention.layer_norm_rms_epsilon"
     return ModelShape(
         family=family,
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(metadata.get(f"{family}.attention.head_count_kv") or heads),
-        head_dim=int(width),
-        intermediate_size=number("feed_forward_length"),
-        rms_eps=float(metadata.require(f"{family}.attention.layer_norm_rms_epsilon")),
-        rope_theta=float(metadata.get(f"{family}.rope.freq_base") or 10000.0),
-        max_context=number("context_length"),
+        num_kv_heads=metadata.integer(f"{family}.attention.head_count_kv") or heads,
+        head_dim=width,
+        intermediate_size=size("feed_forward_length"),
+        rms_eps=_required(metadata.number(epsilon), epsilon),
+        rope_theta=metadata.number(f"{family}.rope.freq_base") or 10000.0,
+        max_context=size("context_length"),
         rope_scaling=_rope_scaling(metadata, family, tensors),
         tied_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        windows=(int(window),) * layers if window else (),
+        windows=(window,) * layers if window else (),
     )
 
 
-def _rope_scaling(metadata: _Metadata, family: str, tensors: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(metadata: _Metadata, family: str, tensors: Mapping[str, GgufTensor]) -> RopeScaling | None:
     if _ROPE_FACTORS in tensors:
         factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist()
         return RopeScaling("factors", factors=tuple(factors))
     kind = metadata.get(f"{family}.rope.scaling.type")
     if kind in (None, "none"):
         return None
-    factor = float(metadata.require(f"{family}.rope.scaling.factor"))
+    factor = _required(metadata.number(f"{family}.rope.scaling.factor"), "rope.scaling.factor")
     if kind == "linear":
         return RopeScaling("linear", factor)
     if kind == "yarn":
-        original = int(metadata.require(f"{family}.rope.scaling.original_context_length"))
+        key = f"{family}.rope.scaling.original_context_length"
+        original = _required(metadata.integer(key), key)
         return RopeScaling("yarn", factor, original)
     raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear and yarn")
 
@@ -158,9 +157,9 @@ def _stored_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[field]}"
 
 
-def _dequantised(tensor: Any) -> torch.Tensor:
+def _dequantised(tensor: GgufTensor) -> torch.Tensor:
     try:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = gguf.quants.dequantize(tensor.data, tensor.kind)
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModel(f"tensor {tensor.name}: {error}") from error
     # A float32 tensor comes back as a read-only view of the file.

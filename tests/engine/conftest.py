@@ -21,9 +21,9 @@ def bundled_path() -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def bundled_model(bundled_path: Path) -> Model:
-    return load_model(bundled_path, torch.float32, backend="torch")
+@pytest.fixture(scope="session", params=["torch", "native"])
+def bundled_model(bundled_path: Path, request: pytest.FixtureRequest) -> Model:
+    return load_model(bundled_path, torch.float32, backend=request.param)
 
 
 @pytest.fixture(scope="session")
