@@ -7,12 +7,10 @@ from rich.console import Console
 
 from diptych.client import AsyncClient, CallFailed, chat
 from launcher.ask import timing_table
-from launcher.child import ChildFailed
 from launcher.progress import NoteConsole, Progress
-from launcher.serve import report_failure
+from launcher.serve import StartFailed, report_failure
 from launcher.stack import StackOptions
 from launcher.up import run_until_signal, running_stack
-from launcher.valkey import ValkeyMissing
 
 _MAX_TOKENS = 64
 _TIMEOUT_S = 120.0
@@ -24,7 +22,7 @@ def run_demo(prompt: str, options: StackOptions, *, verbose: bool) -> int:
     progress = Progress(console, lines=verbose)
     try:
         return run_until_signal(_demo(prompt, options, console, progress))
-    except (ChildFailed, ValkeyMissing) as error:
+    except StartFailed as error:
         progress.close()
         report_failure(console, error, lines=not verbose)
     except (CallFailed, TimeoutError) as error:

@@ -7,9 +7,11 @@ from rich.console import Console
 
 from launcher.child import ChildFailed
 from launcher.progress import NoteConsole, Progress
-from launcher.stack import StackOptions
+from launcher.stack import BadOptions, StackOptions
 from launcher.up import Stack, run_until_signal, running_stack
 from launcher.valkey import ValkeyMissing
+
+StartFailed = (BadOptions, ChildFailed, ValkeyMissing)
 
 
 def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool) -> int:
@@ -18,7 +20,7 @@ def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool)
     progress = Progress(console, lines=True)
     try:
         return run_until_signal(_serve(options, console, progress, ready_file, show_secrets))
-    except (ChildFailed, ValkeyMissing) as error:
+    except StartFailed as error:
         progress.close()
         report_failure(console, error, lines=False)  # they were shown as they came
         return 1
@@ -36,7 +38,7 @@ async def _serve(
         progress.close()
 
 
-def report_failure(console: Console, error: ChildFailed | ValkeyMissing, *, lines: bool) -> None:
+def report_failure(console: Console, error: Exception, *, lines: bool) -> None:
     """Says what did not start, and with `lines` the last words of it."""
     console.out(error, style="red", highlight=False)
     if lines and isinstance(error, ChildFailed):

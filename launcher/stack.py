@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from launcher.child import ChildSpec, Slot
 from launcher.thread_plan import split_cores
+from runtime.bind_address import UnsafeBindError, require_safe_bind
+from runtime.settings import resolve_model
 
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
@@ -47,6 +49,19 @@ class StackOptions:
     log_level: str = "info"
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""
+
+
+class BadOptions(ValueError):
+    """Options that no process could start with."""
+
+
+def check_options(options: StackOptions) -> None:
+    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading."""
+    try:
+        resolve_model(options.model)
+        require_safe_bind(options.host, encrypted=False, insecure=options.insecure)
+    except (FileNotFoundError, UnsafeBindError) as error:
+        raise BadOptions(str(error)) from None
 
 
 @dataclass(frozen=True)

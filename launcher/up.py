@@ -13,7 +13,7 @@ from typing import Any
 from launcher.child import ChildFailed
 from launcher.probe import http_status
 from launcher.ready_file import ReadyFile
-from launcher.stack import SharedSecrets, StackOptions, program_specs
+from launcher.stack import SharedSecrets, StackOptions, check_options, program_specs
 from launcher.supervisor import Ended, Event, Serving, Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey
@@ -55,9 +55,11 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Starts everything, yields once the gateway can route a request, and stops everything at exit.
 
-    Raises ChildFailed when a process does not start (no process is left then), ValkeyMissing when there
-    is neither a redis_url nor a bundled server. `ready_file` is kept current while the system runs.
+    Raises BadOptions before anything starts, ChildFailed when a process does not start (no process is
+    left then), ValkeyMissing when there is neither a redis_url nor a bundled server.
+    `ready_file` is kept current while the system runs.
     """
+    check_options(options)
     file = ReadyFile(ready_file) if ready_file is not None else None
     stack: Stack | None = None
 

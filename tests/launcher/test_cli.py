@@ -37,6 +37,17 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
     assert result.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [("--model=/nowhere/model.gguf", "no model at"), ("--host=0.0.0.0", "refusing to listen on 0.0.0.0")],
+)
+def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> None:
+    done = run("up", "--grpc-port=0", "--http-port=0", option)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert problem in line
+
+
 def test_generate_names_the_server_that_it_cannot_reach() -> None:
     done = run("generate", "hello", "--address", "127.0.0.1:1")
     assert done.returncode == 1
