@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from tokenizers import pre_tokenizers
 
 from gateway.served_model import ServedModel
 from runtime.settings import BUNDLED_MODEL, resolve_model
+
+# On a machine shared with other builds a first example can take any time; pytest-timeout bounds the test.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

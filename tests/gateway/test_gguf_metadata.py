@@ -104,7 +104,7 @@ def test_header_is_checked(tmp_path: Path) -> None:
         read_metadata(tmp_path / "m")
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_read_or_refused_never_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     whole = _file(
