@@ -26,6 +26,7 @@ ISA_FLAGS = {
     "isa_avx2.cpp": ["-mavx2", "-mfma"],
     "isa_avx512.cpp": AVX512,
     "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "isa_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 """Flags of the files that one instruction set alone may run. No other file may have them: what the linker
 merges must run everywhere.

@@ -58,12 +58,27 @@ struct Sight {
     }
 };
 
+// The scores of one register of tokens: sums over the head, first to last.
+template <int Pairs, class Stored, class Load>
+inline void dot(const float *queries, const Stored *keys, const HeadBlocks<Stored> &blocks, Load load_keys,
+                Lanes (&sum)[Pairs]) {
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
+    const float *end = queries + blocks.head_dim * Pairs;
+    for (; queries != end; queries += Pairs, keys += blocks.block_size) {
+        Lanes k = load_keys(keys);
+#pragma GCC unroll 16
+        for (int p = 0; p < Pairs; p++) sum[p] = fma(splat(queries[p]), k, sum[p]);
+    }
+}
+
 // scores[chunk][pair][lane] and the greatest of each pair; -inf where a pair may not see.
 template <int Pairs, class Stored>
 void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *queries, float *scores,
            float *greatest) {
     constexpr float kHidden = -std::numeric_limits<float>::infinity();
     Lanes top[Pairs];
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
     for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
         for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
@@ -71,13 +86,13 @@ void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const fl
             int token = block * blocks.block_size + c * kLanes;
             int count = blocks.block_size - c * kLanes < kLanes ? blocks.block_size - c * kLanes : kLanes;
             Lanes sum[Pairs];
-            for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
-            for (int d = 0; d < blocks.head_dim; d++, keys += blocks.block_size) {
-                Lanes k = count == kLanes ? load(keys) : load_part(keys, count);
-#pragma GCC unroll 16
-                for (int p = 0; p < Pairs; p++) sum[p] = fma(splat(queries[d * Pairs + p]), k, sum[p]);
+            if (count == kLanes) {
+                dot<Pairs>(queries, keys, blocks, [](const Stored *k) { return load(k); }, sum);
+            } else {
+                dot<Pairs>(queries, keys, blocks, [count](const Stored *k) { return load_part(k, count); }, sum);
             }
             bool open = count == kLanes && token >= sight.common_begin && token + kLanes <= sight.common_end;
+#pragma GCC unroll 16
             for (int p = 0; p < Pairs; p++) {
                 if (!open) {
                     int low = sight.begin[p] - token, high = sight.end[p] - token;
@@ -90,6 +105,7 @@ void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const fl
             }
         }
     }
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) greatest[p] = max_of(top[p]);
 }
 
@@ -97,14 +113,17 @@ void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const fl
 template <int Pairs>
 void weigh(float *scores, int64_t chunks, const float *greatest, float *scale) {
     Lanes sum[Pairs];
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
     for (int64_t c = 0; c < chunks; c++) {
+#pragma GCC unroll 16
         for (int p = 0; p < Pairs; p++, scores += kLanes) {
             Lanes weight = exp(sub(load(scores), splat(greatest[p])));
             sum[p] = add(sum[p], weight);
             store(scores, weight);
         }
     }
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / sum_of(sum[p]);
 }
 
@@ -112,7 +131,9 @@ void weigh(float *scores, int64_t chunks, const float *greatest, float *scale) {
 template <int Pairs, int Wide, class Stored>
 void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *weights, int d, int rest,
          Lanes (&mixed)[Pairs][Wide]) {
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) mixed[p][j] = splat(0.0f);
     }
     int first_block = sight.first / blocks.block_size, padded = blocks.chunks() * kLanes;
@@ -125,19 +146,23 @@ void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const floa
         for (int t = begin; t < end; t++, value += blocks.head_dim) {
             const float *weight = row + (t / kLanes) * Pairs * kLanes + t % kLanes;
             Lanes v[Wide];
+#pragma GCC unroll 4
             for (int j = 0; j < Wide; j++) {
                 v[j] = rest < kLanes ? load_part(value, rest) : load(value + j * kLanes);
             }
             if (base + t >= sight.common_begin && base + t < sight.common_end) {
 #pragma GCC unroll 16
                 for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 4
                     for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
                 }
                 continue;
             }
+#pragma GCC unroll 16
             for (int p = 0; p < Pairs; p++) {
                 // Not adding is not the same as adding 0 x value: the value may be infinite.
                 if (base + t < sight.begin[p] || base + t >= sight.end[p]) continue;
+#pragma GCC unroll 4
                 for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
             }
         }
@@ -149,7 +174,9 @@ void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, cons
                const float *scale, int d, int rest, Out *const *out) {
     Lanes mixed[Pairs][Wide];
     mix<Pairs, Wide>(blocks, sight, weights, d, rest, mixed);
+#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) {
             Lanes v = mul(mixed[p][j], splat(scale[p]));
             if (rest < kLanes) {

@@ -1,6 +1,12 @@
 // Which instruction sets this machine runs.
 #include "model.h"
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace diptych {
 
 extern const Kernels plain_kernels;
@@ -10,14 +16,37 @@ extern const Kernels plain_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels avx512_bf16_kernels;
+extern const Kernels amx_kernels;
+
+namespace {
+
+// The CPU has tiles of bf16, and Linux (5.16 or later) lets this process use them: they must be asked for,
+// once, because they make the saved state of a thread 8 KiB larger.
+bool have_amx() {
+#if defined(__linux__)
+    constexpr unsigned kTiles = 1u << 24, kTilesOfBf16 = 1u << 22;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    unsigned a, b, c, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if ((d & kTiles) == 0 || (d & kTilesOfBf16) == 0) return false;
+    static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return permitted;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
 
 // The compiler's run-time check also asks whether the operating system saves the registers.
-std::vector<const Kernels *> runnable(int32_t) {
+std::vector<const Kernels *> runnable(int32_t dtype) {
     __builtin_cpu_init();
     std::vector<const Kernels *> found;
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_kernels);
+    bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    if (pairs && dtype == DIPTYCH_BF16 && have_amx()) found.push_back(&amx_kernels);
+    if (pairs) found.push_back(&avx512_bf16_kernels);
     if (avx512) found.push_back(&avx512_kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_kernels);
     found.push_back(&plain_kernels);

@@ -43,6 +43,7 @@ struct Fp32 {
     using Input = float;
     using Stored = float;
     static constexpr int kRows = kGemmRows;
+    static constexpr bool kEven = true;
 
     static void enter() {}
     static void leave() {}
@@ -77,6 +78,7 @@ struct WidenedBf16 {
     using Input = float;
     using Stored = bf16;
     static constexpr int kRows = kGemmRows;
+    static constexpr bool kEven = true;
 
     static void enter() {}
     static void leave() {}
@@ -113,7 +115,8 @@ template <class Kind, class Done>
 void linear(StepState &step, const Linear &matrix, const void *input, int64_t stride, int rows, Done done) {
     const auto *in = static_cast<const typename Kind::Input *>(input);
     int tiles = (rows + Kind::kRows - 1) / Kind::kRows;
-    int height = (rows + tiles - 1) / tiles;  // even tiles: 13 rows are 7 and 6, not 12 and 1
+    // Even tiles where every row has its price: 13 rows are 7 and 6, not 12 and 1.
+    int height = Kind::kEven && tiles > 0 ? (rows + tiles - 1) / tiles : Kind::kRows;
     alignas(64) float out[Kind::kRows * kColumns];
     for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
         const auto *weight =

@@ -11,6 +11,7 @@ struct PairedBf16 {
     using Input = bf16;
     using Stored = bf16;
     static constexpr int kRows = kGemmRows;
+    static constexpr bool kEven = true;
 
     static void enter() {}
     static void leave() {}

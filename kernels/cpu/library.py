@@ -6,7 +6,7 @@ ctypes releases the GIL for the length of every call.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
