@@ -86,7 +86,7 @@ def test_nested_arrays_to_the_limit_and_one_over(tmp_path: Path) -> None:
 )
 def test_a_file_that_lies_is_refused(tmp_path: Path, entries: list[bytes], message: str) -> None:
     with pytest.raises(MalformedGguf, match=message):
-        read_metadata(_file(tmp_path / "m.gguf", *entries, b"\0" * 4))
+        read_metadata(_file(tmp_path / "m.gguf", *entries, b"\0" * 4, count=len(entries)))
 
 
 def test_header_is_checked(tmp_path: Path) -> None:
