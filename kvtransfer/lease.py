@@ -24,7 +24,7 @@ class LeaseTimes:
     fence_after_s: float = 2.0
     relink_grace_s: float = 1.0
     """How long a peer whose stream broke may take to come back and say Stopped."""
-    stuck_after_s: float = 30.0
+    stuck_after_s: float = 300.0
     """How long a busy engine may show no progress: longer than any one step."""
 
 

@@ -17,6 +17,7 @@ import logging
 import secrets
 import socket
 import struct
+from typing import cast
 
 from kvtransfer.digest import DIGEST_BYTES, block_digest
 from kvtransfer.messages import GrantRef, WriterId
@@ -124,9 +125,8 @@ class _DataConnection(asyncio.BufferedProtocol):
         self._over = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a stream transport is needed")
-        self._transport = transport
+        # uvloop's transports have the interface but not the type.
+        self._transport = cast("asyncio.Transport", transport)
         # Frees nothing: a socket that never says who it is holds nothing but itself.
         self._deadline = asyncio.get_running_loop().call_later(_REGISTRATION_S, self.end)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+import uvloop
 
 from diptych.worker.v1 import handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
@@ -106,6 +107,12 @@ def fill(granted: Granted, num_tokens: int, seed: int) -> None:
 def pattern(seed: int, place: int) -> torch.Tensor:
     """What `fill` writes at one place of a sequence."""
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
+
+
+@pytest.fixture(scope="session")
+def event_loop_policy() -> uvloop.EventLoopPolicy:
+    """The loop that the workers run on."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture(params=["shared_memory", "tcp"])

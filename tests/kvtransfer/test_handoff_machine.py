@@ -7,10 +7,12 @@ else's hands; nobody hears twice of an attempt.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -71,6 +73,7 @@ class Handoff(RuleBasedStateMachine):
         self.processes = [Process(WriterId("a", 1), True), Process(WriterId("b", 1), False)]
         self.attempts: dict[Key, Expected] = {}
         self.unasked: list[Key] = []
+        self.past: list[Any] = []
         self.outcome: dict[Key, str] = {}
         self.owned: dict[Key, HandOver] = {}
         self.now = 0.0
@@ -125,8 +128,13 @@ class Handoff(RuleBasedStateMachine):
         self.link(heir)
 
     def deliver_up(self, process: Process) -> None:
-        writer, receiver = process.id, self.receiver
-        match process.up.popleft():
+        message = process.up.popleft()
+        self.past.append(message)
+        self.receive(process.id, message)
+
+    def receive(self, writer: WriterId, message: Any) -> None:
+        receiver = self.receiver
+        match message:
             case SendAsk(key):
                 self.perform(receiver.ask(writer, key))
             case SendWithdrawal(key):
@@ -152,8 +160,8 @@ class Handoff(RuleBasedStateMachine):
         if self.receiver.destination(process.id, ref, index) is not None:
             self.perform(self.receiver.arrived(process.id, ref, index, digest(ref, index)))
 
-    def pick(self, data: st.DataObject, items: list[Any]) -> Any:
-        return data.draw(st.sampled_from(items))
+    def pick(self, data: Any, items: list[Any]) -> Any:
+        return data.choice(items) if isinstance(data, random.Random) else data.draw(st.sampled_from(items))
 
     def push_upto(self, process: Process, ref: GrantRef, upto: int) -> None:
         first = process.pushed[ref]
@@ -310,10 +318,34 @@ class Handoff(RuleBasedStateMachine):
                 if getattr(process, way):
                     step(process)
 
+    def stale(self) -> list[tuple[WriterId, Any]]:
+        """Words about grants that are over, or that are another writer's."""
+        named = [
+            message for message in self.past if isinstance(message, SendCommit | SendStopped | SendPushed)
+        ]
+        named += [SendStopped(ref) for _, ref in self.writing()]
+        # The slot of an open grant under an earlier generation of it.
+        named += [SendStopped(ref._replace(generation=ref.generation - 1)) for _, ref in self.writing()]
+        granted = {grant.ref: writer for writer, grant in self.receiver.granted()}
+        writers = [process.id for process in self.processes]
+        return [(w, m) for m in named[-16:] for w in writers if granted.get(m.ref) != w]
+
+    @precondition(lambda self: self.stale())
+    @rule(data=st.data())
+    def somebody_speaks_of_what_is_not_his(self, data: st.DataObject) -> None:
+        writer, message = self.pick(data, self.stale())
+        stale, outcome = self.receiver.stats().stale_messages, dict(self.outcome)
+        self.receive(writer, message)
+        assert self.receiver.stats().stale_messages == stale + 1
+        assert self.outcome == outcome
+
     @precondition(lambda self: any(process.held for process in self.processes if process.linked_there))
     @rule(data=st.data())
     def decode_side_loses_link(self, data: st.DataObject) -> None:
-        process = self.pick(data, [process for process in self.processes if process.linked_there])
+        linked = [process for process in self.processes if process.linked_there]
+        if not linked:
+            return
+        process = self.pick(data, linked)
         process.linked_there = False
         process.up.clear()
         self.perform(self.receiver.link_lost(process.id))
@@ -370,18 +402,17 @@ class Handoff(RuleBasedStateMachine):
         """When everybody has stopped and spoken, every block is back, without one death."""
         if not hasattr(self, "pool"):
             return
-        for key in list(self.attempts):
-            self.perform(self.receiver.cancel(key))
-            self.outcome.setdefault(key, "cancelled")
-        for done in self.owned.values():
-            self.release(done)
+        self.running = 0
+        self.unasked.clear()
         for process in list(self.processes):
             if not process.linked_there:
                 if process.sender.linked:
                     process.sender.link_lost()
                 process.down.clear()
                 self.link(process)
-        for _ in range(3):
+        for _ in range(len(self.attempts) + 3):
+            for done in [self.owned.pop(key) for key in list(self.owned)]:
+                self.release(done)
             for process in self.processes:
                 while process.up or process.down or process.data:
                     for way, step in (
@@ -397,6 +428,9 @@ class Handoff(RuleBasedStateMachine):
                     self.send(process, process.sender.stop(ref))
         self.pool.invariants()
         assert self.receiver.granted() == []
+        for key in list(self.attempts):
+            self.perform(self.receiver.cancel(key))
+            self.outcome.setdefault(key, "cancelled")
         assert self.pool.quarantined() == 0
         self.pool.clear_cache()
         assert self.pool.available() == POOL
@@ -407,4 +441,59 @@ def digest(ref: GrantRef, index: int) -> bytes:
 
 
 TestHandoff = Handoff.TestCase
-TestHandoff.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestHandoff.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+def walk(machine: Handoff, rng: random.Random, steps: int) -> None:
+    """Long random walks reach what is many steps deep, where hypothesis' short programs seldom come."""
+    for _ in range(steps):
+        writing = machine.writing()
+        unlinked = [process for process in machine.processes if not process.linked_there]
+        steps_now: list[tuple[int, Any]] = [
+            (4, lambda: machine.attach(rng.randint(1, 24), rng.randint(0, 1), rng.random() < 0.5, 0, False)),
+            (1, lambda: machine.attach(rng.randint(1, 9), rng.randint(0, 1), False, 4, rng.random() < 0.5)),
+            (1, lambda: machine.run_sequences(rng.randint(0, 2))),
+            (1, lambda: machine.tick(rng.choice([0.3, 2.0]))),
+        ]
+        if machine.on_the_way():
+            steps_now.append((12, lambda: machine.deliver(rng, rng.choice([1, 1, 3]))))
+        if machine.unasked:
+            steps_now.append((5, lambda: machine.ask(rng)))
+        if any(process.offers for process in machine.processes):
+            steps_now.append((4, machine.take))
+        if writing:
+            steps_now += [
+                (2, lambda: machine.push(rng, rng.randint(1, 12))),
+                (3, lambda: machine.commit(rng, rng.random() < 0.1)),
+                (2, lambda: machine.stop(rng, rng.random() < 0.5)),
+                (1, lambda: machine.decode_side_loses_link(rng)),
+                (1, lambda: machine.sigkill(rng)),
+            ]
+        if unlinked:
+            steps_now.append((4, machine.prefill_side_notices_then_relinks))
+        if any(process.sender._attempts for process in machine.processes):
+            steps_now.append((1, lambda: machine.withdraw(rng)))
+        if len(machine.outcome) < len(machine.attempts):
+            steps_now.append((1, lambda: machine.cancel(rng)))
+        if machine.receiver.granted():
+            steps_now.append((1, machine.abort_newest))
+        if machine.stale():
+            steps_now.append((1, lambda: machine.somebody_speaks_of_what_is_not_his(rng)))
+        if machine.owned:
+            steps_now.append((3, lambda: machine.finish(rng)))
+        rng.choices([step for _, step in steps_now], [weight for weight, _ in steps_now])[0]()
+        machine.every_block_is_in_one_state()
+        machine.nobody_else_has_what_a_writer_may_write()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walks(seed: int) -> None:
+    rng = random.Random(seed)
+    ways: set[str] = set()
+    for _ in range(60):
+        machine = Handoff()
+        machine.build()
+        walk(machine, rng, 120)
+        ways |= set(machine.outcome.values())
+    assert ways == {"ready", "failed", "cancelled", "preempted"}
