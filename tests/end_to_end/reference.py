@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from runtime.model_digest import model_digest
 from runtime.settings import resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +67,38 @@ def chat_ids(question: str) -> tuple[int, ...]:
     return tuple(oracle.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
-@functools.cache
 def greedy(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The tokens that transformers' `generate` appends, end-of-sequence excluded."""
+    """The tokens that transformers' `generate` appends, end-of-sequence excluded.
+
+    Kept between runs, since a slow oracle would be asked less: the file's name holds everything that an
+    answer depends on, and deleting it costs a minute.
+    """
+    return _Answers.shared().of(prompt, max_tokens)
+
+
+class _Answers:
+    """Answers by prompt, in memory and in a file of pytest's cache folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[str, list[int]] = json.loads(file.read_text()) if file.exists() else {}
+
+    @classmethod
+    @functools.cache
+    def shared(cls) -> _Answers:
+        versions = f"torch-{torch.__version__}-transformers-{version('transformers')}"
+        return cls(ROOT / ".pytest_cache" / f"reference-{model_digest(model_file())[:16]}-{versions}.json")
+
+    def of(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        name = f"{max_tokens}:{','.join(map(str, prompt))}"
+        if name not in self._known:
+            self._known[name] = list(_generate(prompt, max_tokens))
+            self._file.parent.mkdir(exist_ok=True)
+            self._file.write_text(json.dumps(self._known))
+        return tuple(self._known[name])
+
+
+def _generate(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     model = reference_model()
     ids = torch.tensor([prompt])
     with torch.inference_mode():

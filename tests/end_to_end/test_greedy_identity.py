@@ -17,6 +17,7 @@ from tests.end_to_end.asking import greedy_tokens, many_greedy
 from tests.end_to_end.stack import running_stack
 
 MAX_TOKENS = 16
+pytestmark = pytest.mark.timeout(900)  # transformers takes a minute or two for its side, once
 
 
 def differing(prompts: Sequence[Sequence[int]], answers: Sequence[tuple[int, ...]]) -> list[int]:
