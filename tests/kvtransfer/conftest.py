@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
-import uvloop
 
 from diptych.worker.v1 import handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
@@ -109,21 +110,22 @@ def pattern(seed: int, place: int) -> torch.Tensor:
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
 
 
-@pytest.fixture(scope="session")
-def event_loop_policy() -> uvloop.EventLoopPolicy:
-    """The loop that the workers run on."""
-    return uvloop.EventLoopPolicy()
-
-
 @pytest.fixture(params=["shared_memory", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-async def make_pair() -> AsyncIterator[Callable[..., object]]:
+async def make_pair() -> AsyncIterator[Callable[..., Any]]:
     """Builds pairs: `await make_pair(transport, blocks=16, ...)`."""
-    closing: list[Callable[[], object]] = []
+    async with pairs() as make:
+        yield make
+
+
+@asynccontextmanager
+async def pairs() -> AsyncIterator[Callable[..., Any]]:
+    """The fixture's content, for tests that bring their own event loop."""
+    closing: list[Callable[[], Any]] = []
 
     async def decode_end(
         transport: str,
@@ -180,9 +182,11 @@ async def make_pair() -> AsyncIterator[Callable[..., object]]:
         decode = await decode_end(transport, blocks, **options)
         return Pair(decode, prefill_end(transport, scratch_blocks))
 
-    yield make
-    for close in reversed(closing):
-        await close()
+    try:
+        yield make
+    finally:
+        for close in reversed(closing):
+            await close()
 
 
 @pytest.fixture

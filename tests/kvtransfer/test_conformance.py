@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
+import uvloop
 
 from diptych.worker.v1 import work_pb2
 from kvtransfer.errors import GrantRefused, HandoffRefused, PeerLost
-from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pattern, until
+from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, until
 
 BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
@@ -271,6 +272,24 @@ async def test_the_link_comes_back_and_what_was_stopped_is_said(make_pair, trans
     assert pair.prefill.scratch.available() == 64
     assert (await pair.peer()) is peer
     assert len((await pair.grant("again", 10)).block_table) == 3
+
+
+def test_all_of_it_on_the_loop_that_the_workers_run_on(transport):
+    async def scenario() -> None:
+        async with pairs() as make:
+            pair = await make(transport)
+            ready = await hand_over(pair, "r", 30, 3, work_pb2.PhaseTimes())
+            for place, block in enumerate(ready.block_ids):
+                assert torch.equal(pair.decode.memory.memory.data[block], pattern(3, place))
+            pair.decode.pool.release(ready.block_ids)
+            granted = await pair.grant("lost", 10)
+            (writer,) = pair.decode.server._writers.values()
+            writer.link.close()
+            await until(lambda: [keys for _, keys in pair.prefill.lost] == [[("lost", 1)]])
+            await (await pair.peer()).stop(granted)
+            await until(pair.decode.settled)
+
+    uvloop.run(scenario())
 
 
 async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, times):
