@@ -1,0 +1,101 @@
+"""Random shapes, block tables, batches and threads: right against torch, and no byte outside of the blocks
+that were given.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.kv_memory import KVLayout
+from engine.native_backend import NativeBackend
+from engine.shape import ModelShape
+from engine.torch_backend import TorchBackend
+from kernels.cpu import library as native
+from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    kv_heads = draw(st.integers(1, 3))
+    layers = draw(st.integers(1, 2))
+    window = st.one_of(st.none(), st.integers(1, 40))
+    return shape_of(
+        vocab_size=draw(st.integers(1, 70)),
+        hidden_size=draw(st.integers(1, 70)),
+        intermediate_size=draw(st.integers(1, 70)),
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * draw(st.integers(1, 14)),
+        head_dim=2 * draw(st.integers(1, 36)),
+        tied_embeddings=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        windows=tuple(draw(st.lists(window, min_size=layers, max_size=layers))),
+    )
+
+
+Plan = list[list[tuple[int, list[int]]]]
+"""Steps; each a list of sequence and the tokens that it gets."""
+LIMIT = 60  # tokens a sequence
+
+
+def random_plan(shape: ModelShape, seed: int) -> Plan:
+    """Chunks of every sequence that has room, in random order, for some steps."""
+    chooser = random.Random(seed)
+    lengths = [0] * chooser.choice([1, 2, 5])
+    plan: Plan = []
+    for step in range(4):
+        chunks = []
+        for sequence, length in enumerate(lengths):
+            count = min(LIMIT - length, chooser.choice([1, 1, 2, 13, 33]))
+            if count > 0:
+                chunks.append((sequence, tokens_of(count, shape.vocab_size, seed + step)))
+                lengths[sequence] += count
+        chooser.shuffle(chunks)
+        plan.append(chunks)
+    return [chunks for chunks in plan if chunks]
+
+
+def run(backend: Any, plan: Plan, layout: KVLayout, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all steps, and the whole memory after them."""
+    pool = Pool(layout, 300, seed=seed)
+    sequences = [pool.sequence(LIMIT) for _ in range(5)]
+    logits = []
+    for number, chunks in enumerate(plan):
+        backend.set_threads(1 + number % 3 if isinstance(backend, NativeBackend) else 1)
+        steps = [sequences[index].step(tokens) for index, tokens in chunks]
+        logits.append(backend.forward(steps, None))
+    return torch.cat(logits), pool.memory.data
+
+
+@pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32]), seed=st.integers(0, 1 << 20))
+def test_any_shape_over_any_blocks(instructions: str, shape: ModelShape, block_size: int, seed: int) -> None:
+    weights = weights_of(shape, torch.float32, seed)
+    layout, plan = layout_of(shape, block_size, torch.float32), random_plan(shape, seed)
+    actual, written = run(NativeBackend(shape, weights, torch.float32, instructions), plan, layout, seed)
+    expected, meant = run(TorchBackend(shape, weights), plan, layout, seed)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+    assert torch.equal(written.isnan(), meant.isnan())
+    torch.testing.assert_close(written, meant, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("instructions", native.instruction_sets(native.BF16))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32]), seed=st.integers(0, 1 << 20))
+def test_bf16_writes_where_it_should(
+    instructions: str, shape: ModelShape, block_size: int, seed: int
+) -> None:
+    weights = weights_of(shape, torch.bfloat16, seed)
+    layout, plan = layout_of(shape, block_size, torch.bfloat16), random_plan(shape, seed)
+    actual, written = run(NativeBackend(shape, weights, torch.bfloat16, instructions), plan, layout, seed)
+    _, meant = run(TorchBackend(shape, weights), plan, layout, seed)
+    assert actual.isfinite().all()
+    assert torch.equal(written.isnan(), meant.isnan())

@@ -1,0 +1,122 @@
+"""The native step against the torch meaning: every switch of the decoder, odd sizes, every instruction set
+of this machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.native_backend import NativeBackend
+from engine.shape import ModelShape, RopeScaling
+from engine.torch_backend import TorchBackend
+from kernels.cpu import library as native
+from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+
+SHAPES: dict[str, ModelShape] = {
+    "llama": shape_of(),
+    "tied-all-biases": shape_of(tied_embeddings=True, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "query-key-norms": shape_of(qk_norm=True, num_heads=4, num_kv_heads=2, head_dim=64),
+    "windows": shape_of(windows=(7, None)),
+    "tiny-window": shape_of(windows=(1, 2)),
+    "one-kv-head": shape_of(num_kv_heads=1),
+    "seven-queries-a-head": shape_of(num_heads=14, num_kv_heads=2, head_dim=16),
+    "thirteen-queries-a-head": shape_of(num_heads=13, num_kv_heads=1, head_dim=6),
+    "head-of-two": shape_of(head_dim=2),
+    "whole-registers": shape_of(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=256),
+    "one-of-everything": shape_of(
+        hidden_size=1, num_heads=1, num_kv_heads=1, intermediate_size=1, vocab_size=2
+    ),
+    "yarn": shape_of(rope_scaling=RopeScaling("yarn", 4.0, 32)),
+}
+EVERY_SET = [
+    (dtype, name)
+    for dtype, number in ((torch.float32, native.FP32), (torch.bfloat16, native.BF16))
+    for name in native.instruction_sets(number)
+]
+
+
+def mixed_batches(shape: ModelShape, backend: Any, block_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Three sequences in two memories: prompts in chunks across block borders, then decode beside
+    prefill.
+    """
+    layout = layout_of(shape, block_size, dtype)
+    near, far = Pool(layout, 40, seed=1), Pool(layout, 60, seed=2)
+    a, b, c = near.sequence(40), far.sequence(40), far.sequence(40)
+    tokens = tokens_of(40, shape.vocab_size)
+    return [
+        backend.forward([a.step(tokens[:17]), b.step(tokens[3:20], wants_logits=False)], None),
+        backend.forward([b.step(tokens[20:21]), a.step(tokens[17:18]), c.step(tokens[:30])], None),
+        backend.forward([c.step(tokens[30:36], wants_logits=False), a.step(tokens[18:19])], None),
+        backend.forward([b.step(tokens[21:34]), c.step(tokens[36:37])], None),
+    ]
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp32_is_the_torch_meaning(name: str, block_size: int) -> None:
+    shape = SHAPES[name]
+    weights = weights_of(shape, torch.float32)
+    native_backend = NativeBackend(shape, weights, torch.float32)
+    native_backend.set_threads(2)
+    expected = mixed_batches(shape, TorchBackend(shape, weights), block_size, torch.float32)
+    actual = mixed_batches(shape, native_backend, block_size, torch.float32)
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "instructions"), EVERY_SET, ids=str)
+def test_every_instruction_set_computes_the_same(dtype: torch.dtype, instructions: str) -> None:
+    shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm=True, windows=(None, 9))
+    weights = weights_of(shape, dtype)
+    backend = NativeBackend(shape, weights, dtype, instructions)
+    # The bf16 weights in fp32 arithmetic are what bf16 kernels come near to: their sums are fp32, and only
+    # activations, keys and values are rounded, to 8 bits.
+    exact = weights_of(shape, torch.bfloat16)
+    meaning = TorchBackend(shape, as_fp32(exact) if dtype == torch.bfloat16 else weights)
+    expected = mixed_batches(shape, meaning, 12, torch.float32)
+    actual = mixed_batches(shape, backend, 12, dtype)
+    for want, got in zip(expected, actual, strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        else:
+            error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
+            assert error < 0.02
+
+
+def as_fp32(weights: Any) -> Any:
+    """The same numbers in fp32."""
+    from dataclasses import fields, replace
+
+    def convert(holder: Any) -> Any:
+        tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
+        return replace(holder, **{n: t.float() for n, t in tensors.items() if isinstance(t, torch.Tensor)})
+
+    return replace(convert(weights), layers=tuple(convert(layer) for layer in weights.layers))
+
+
+def test_positions_beyond_the_first_rotary_table() -> None:
+    shape = shape_of(num_layers=1)
+    weights = weights_of(shape, torch.float32)
+    tokens = tokens_of(2100)
+    results = []
+    for backend in (NativeBackend(shape, weights, torch.float32), TorchBackend(shape, weights)):
+        sequence = Pool(layout_of(shape, 16, torch.float32), 140).sequence(2100)
+        results.append(backend.forward([sequence.step(tokens)], None))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_infinity_in_one_sequence_stays_there() -> None:
+    """A row that the model drives to NaN must not spoil its neighbours, nor earlier rows of its own chunk."""
+    shape = shape_of(num_layers=1)
+    weights = weights_of(shape, torch.float32)
+    weights.embed[7] = float("inf")
+    backend = NativeBackend(shape, weights, torch.float32)
+    pool = Pool(layout_of(shape, 16, torch.float32), 10)
+    clean, sick = pool.sequence(16), pool.sequence(16)
+    alone = backend.forward([clean.step([1, 2, 3])], None)
+    together = backend.forward([sick.step([1, 7]), pool.sequence(16).step([1, 2, 3])], None)
+    assert together[0].isnan().all()
+    assert torch.equal(together[1], alone[0])

@@ -1,0 +1,107 @@
+"""Random decoders of odd sizes, and steps over random block tables, for the tests of the native step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.batch import SequenceStep
+from engine.kv_memory import KVLayout, KVMemory
+from engine.shape import ModelShape
+from engine.weights import LayerWeights, Weights
+from engine.weights.canonical import layer_shapes
+
+
+def shape_of(**changes: Any) -> ModelShape:
+    """A small shape none of whose sizes is a multiple of a register, a tile or another size."""
+    sizes: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 131,
+        "hidden_size": 100,
+        "num_layers": 2,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "head_dim": 40,
+        "intermediate_size": 150,
+        "rms_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_context": 4096,
+    }
+    return ModelShape(**{**sizes, **changes})
+
+
+def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
+    """Random weights with norms about one and biases that show when they are missing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        values = torch.randn(size, generator=generator)
+        if name.endswith("norm"):
+            return (1.0 + 0.3 * values).to(dtype)
+        return (values * (0.3 if name.endswith("bias") else size[-1] ** -0.5)).to(dtype)
+
+    layers = [
+        LayerWeights(**{name: random_tensor(name, size) for name, size in layer_shapes(shape)})
+        for _ in range(shape.num_layers)
+    ]
+    matrix = (shape.vocab_size, shape.hidden_size)
+    return Weights(
+        embed=random_tensor("embed", matrix) * 5,
+        layers=tuple(layers),
+        final_norm=random_tensor("final_norm", (shape.hidden_size,)),
+        head=None if shape.tied_embeddings else random_tensor("head", matrix) * 3,
+    )
+
+
+def layout_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+
+
+@dataclass
+class Pool:
+    """A memory whose blocks are dealt in random order; untouched blocks hold NaN, so that reading one
+    shows.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    seed: int = 0
+    memory: KVMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = KVMemory(self.layout, self.num_blocks)
+        self.memory.data.fill_(float("nan"))
+        self._free = list(range(self.num_blocks))
+        random.Random(self.seed).shuffle(self._free)
+
+    def table(self, num_tokens: int) -> list[int]:
+        """Fresh blocks for that many tokens."""
+        return [self._free.pop() for _ in range(self.layout.blocks_for(num_tokens))]
+
+    def sequence(self, num_tokens: int) -> Sequenced:
+        """A sequence of at most that many tokens."""
+        return Sequenced(self.memory, self.table(num_tokens))
+
+
+@dataclass
+class Sequenced:
+    """One sequence in a pool: makes its steps."""
+
+    memory: KVMemory
+    table: list[int]
+    length: int = 0
+
+    def step(self, token_ids: Sequence[int], wants_logits: bool = True) -> SequenceStep:
+        """The next tokens; the sequence has them from now on."""
+        start, self.length = self.length, self.length + len(token_ids)
+        return SequenceStep(self.memory, self.table, start, token_ids, wants_logits)
+
+
+def tokens_of(count: int, vocab_size: int = 131, seed: int = 1) -> list[int]:
+    """Random token ids."""
+    chooser = random.Random(seed)
+    return [chooser.randrange(vocab_size) for _ in range(count)]
