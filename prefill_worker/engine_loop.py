@@ -9,6 +9,7 @@ its blocks is told to at the next layer, and its promise of no further write goe
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from kvtransfer.client import HandoffClient
 from kvtransfer.messages import Key
 from kvtransfer.peer import Granted
 from prefill_worker.gateway_stream import GatewayStream
-from prefill_worker.handover import hand_over
+from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
 from worker.attempt import Attempt
@@ -57,7 +58,7 @@ class EngineLoop:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
         self._requests: dict[Key, PrefillRequest] = {}
-        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: dict[Key, asyncio.Task[Outcome]] = {}
         self._arrived = 0
         self._abort: AbortWords | None = None
         self._stepping: list[PrefillRequest] = []
@@ -179,9 +180,25 @@ class EngineLoop:
         for key in keys:
             request = self._requests[key]
             request.move(State.ASKED)
-            self._tasks[key] = asyncio.create_task(
-                hand_over(request, self.handoff, self._block_size, self), name=f"hand-over {key}"
-            )
+            task = asyncio.create_task(self._hand_over(request), name=f"hand-over {key}")
+            task.add_done_callback(functools.partial(self._handed_over, request))
+            self._tasks[key] = task
+
+    async def _hand_over(self, request: PrefillRequest) -> Outcome:
+        granted = functools.partial(self._granted, request)
+        return await hand_over(request, self.handoff, self._block_size, granted)
+
+    def _handed_over(self, request: PrefillRequest, task: asyncio.Task[Outcome]) -> None:
+        """A callback of the task, not its last lines: one cancelled before its first line ends here too."""
+        if task.cancelled():
+            outcome = Outcome(failure=request.stop.failure if request.stop is not None else None)
+        elif (error := task.exception()) is not None:
+            log.error("hand-over of %s", request.key, exc_info=error)
+            reason = work_pb2.FAILURE_REASON_INTERNAL
+            outcome = Outcome(failure=work_pb2.Failure(reason=reason, message="hand-over failed"))
+        else:
+            outcome = task.result()
+        self._end(request, outcome)
 
     def _begin(self, batch: list[PrefillRequest]) -> AbortWords:
         self._stepping = batch
@@ -245,7 +262,7 @@ class EngineLoop:
 
     # ---- one request ---------------------------------------------------------------------------------
 
-    def granted(self, request: PrefillRequest, granted: Granted) -> None:
+    def _granted(self, request: PrefillRequest, granted: Granted) -> None:
         """The hand-over has blocks: the request joins the next step."""
         request.granted = granted
         request.computed = granted.computed_tokens
@@ -264,20 +281,18 @@ class EngineLoop:
         elif request.state is State.ASKED:
             self._tasks[request.key].cancel()
         else:
-            self.ended(request, stop.failure)
+            self._end(request, Outcome(failure=stop.failure))
 
-    def ended(
-        self, request: PrefillRequest, failure: work_pb2.Failure | None, *, committed: bool = False
-    ) -> None:
+    def _end(self, request: PrefillRequest, outcome: Outcome) -> None:
         """Last station of every request. Silence to the gateway means cancelled."""
         request.move(State.ENDED)
         del self._requests[request.key]
         self._tasks.pop(request.key, None)
         request.gateway.keys.discard(request.key)
-        if committed:
+        if outcome.committed:
             request.gateway.committed(request.key)
-        elif failure is not None:
-            request.gateway.failed(request.key, failure)
-        outcome = "committed" if committed else "failed" if failure is not None else "cancelled"
-        self._on_ended(request, outcome)
+        elif outcome.failure is not None:
+            request.gateway.failed(request.key, outcome.failure)
+        how = "committed" if outcome.committed else "cancelled" if outcome.failure is None else "failed"
+        self._on_ended(request, how)
         self._wake.set()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from diptych.worker.v1 import work_pb2
 from kvtransfer.client import HandoffClient
@@ -13,38 +12,31 @@ from kvtransfer.peer import Granted, Peer
 from prefill_worker.request import PrefillRequest, Stop
 from runtime.block_hash import block_keys
 
-log = logging.getLogger(__name__)
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a hand-over ended. Neither committed nor failed: somebody else ended the attempt."""
 
-class Owner(Protocol):
-    """Who computes the request: hears when it has blocks and when it is over."""
-
-    def granted(self, request: PrefillRequest, granted: Granted) -> None: ...
-
-    def ended(
-        self, request: PrefillRequest, failure: work_pb2.Failure | None, *, committed: bool = False
-    ) -> None: ...
-
-
-async def hand_over(request: PrefillRequest, client: HandoffClient, block_size: int, owner: Owner) -> None:
-    """Ask, then push and commit what the engine loop reports; ends the request in every case."""
-    committed = False
+    committed: bool = False
     failure: work_pb2.Failure | None = None
+
+
+async def hand_over(
+    request: PrefillRequest, client: HandoffClient, block_size: int, on_granted: Callable[[Granted], None]
+) -> Outcome:
+    """Ask, then push and commit what the engine loop reports.
+
+    May be cancelled while it asks, before `on_granted` is called: the client takes the ask back, or answers
+    a grant that is on its way with Stopped itself.
+    """
     try:
         peer = await client.peer(request.decode_address, request.decode_incarnation)
         granted = await _ask(peer, request, block_size)
-        owner.granted(request, granted)
+        on_granted(granted)
         stop = await _follow(peer, granted, request)
-        committed, failure = stop is None, stop.failure if stop is not None else None
-    except asyncio.CancelledError:
-        # Only while asking: the client has withdrawn the ask, or answers a late grant with Stopped itself.
-        failure = request.stop.failure if request.stop is not None else None
     except HandoffError as error:
-        failure = error.failure
-    except Exception:
-        log.exception("hand-over of %s", request.key)
-        failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_INTERNAL, message="hand-over failed")
-    owner.ended(request, failure, committed=committed)
+        return Outcome(failure=error.failure)
+    return Outcome(committed=True) if stop is None else Outcome(failure=stop.failure)
 
 
 async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> Granted:

@@ -19,6 +19,10 @@ from typing import Any
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 
+REQUEST_GAUGES = ("diptych_requests_running", "diptych_requests_waiting")
+BLOCK_GAUGES = ("diptych_kv_cache_utilization", "diptych_kv_cache_quarantined_blocks")
+IDLE_GAUGES = {"prefill": REQUEST_GAUGES, "decode": REQUEST_GAUGES + BLOCK_GAUGES}
+
 
 class StackFailed(AssertionError):
     """The system did not start or stop as it should; the message holds the end of its log."""
@@ -60,25 +64,24 @@ class Stack:
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
         """Wait until no worker has a request and every KV block is back; fails if that does not come."""
-        account = self.account
         deadline = time.monotonic() + timeout_s
-        while True:
-            busy = {
-                (role, index, name): value
-                for role in ("prefill", "decode")
-                for index in range(len(account[role]))
-                for name in ("diptych_requests_running", "diptych_requests_waiting")
-                if (value := self.metric(role, name, index))
-            }
-            for index in range(len(account["decode"])):
-                for name in ("diptych_kv_cache_utilization", "diptych_kv_cache_quarantined_blocks"):
-                    if value := self.metric("decode", name, index):
-                        busy["decode", index, name] = value
-            if not busy:
-                return
+        while busy := self._busy():
             if time.monotonic() > deadline:
                 raise StackFailed(f"not idle after {timeout_s} s: {busy}\n{tail(self.log)}")
             time.sleep(0.05)
+
+    def _busy(self) -> dict[str, float]:
+        """Which load gauges are not zero; a worker that is being restarted counts as busy."""
+        busy = {}
+        for role, names in IDLE_GAUGES.items():
+            for index, worker in enumerate(self.account[role]):
+                if "http_port" not in worker:
+                    busy[f"{role} {index} is down"] = 1.0
+                    continue
+                for name in names:
+                    if value := self.metric(role, name, index):
+                        busy[f"{role} {index} {name}"] = value
+        return busy
 
 
 @contextlib.contextmanager

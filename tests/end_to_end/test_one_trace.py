@@ -18,7 +18,7 @@ SPANS = 2 + len(GATEWAY_PHASES) + 1 + len(PREFILL_PHASES) + 1 + len(DECODE_PHASE
 
 async def ask(address: str) -> Chunk:
     async with (
-        AsyncClient(address) as client,
+        AsyncClient(address, model="SmolLM2-135M-Instruct") as client,
         aclosing(client.stream(chat("Say hello."), max_tokens=8, temperature=0.0)) as stream,
     ):
         return [chunk async for chunk in stream][-1]
