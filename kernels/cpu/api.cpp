@@ -121,7 +121,7 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
                 return fail(DIPTYCH_INVALID, "the matrix has another size");
             }
         }
-        pack(*to, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype);
+        pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype);
         return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());

@@ -120,8 +120,8 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
     alignas(64) float out[Kind::kRows * kColumns];
     for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
         const auto *weight =
-            static_cast<const typename Kind::Weight *>(matrix.data.get()) + block * kColumns * matrix.depth;
-        const float *bias = matrix.bias ? matrix.biases() + block * kColumns : nullptr;
+            static_cast<const typename Kind::Weight *>(matrix.data) + block * kColumns * matrix.depth;
+        const float *bias = matrix.bias != nullptr ? matrix.bias + block * kColumns : nullptr;
         for (int row = 0; row < rows; row += height) {
             int count = rows - row < height ? rows - row : height;
             Kind::tile(in + row * stride, stride, count, weight, matrix.depth, out);

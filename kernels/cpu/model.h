@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -10,26 +9,17 @@
 #include "abi.h"
 #include "numbers.h"
 #include "thread_team.h"
+#include "weight_memory.h"
 
 namespace diptych {
-
-struct FreeMemory {
-    void operator()(void *memory) const { std::free(memory); }
-};
-using Buffer = std::unique_ptr<void, FreeMemory>;
-
-// Zeroed and aligned to a cache line. Throws std::bad_alloc.
-Buffer zeroed(int64_t bytes);
 
 // A packed matrix [in -> out]: blocks of kColumns output columns, each `depth` (in, padded) rows deep.
 //   fp32: [block][depth][32]         one row of 32 columns after another
 //   bf16: [block][depth / 2][32][2]  pairs along the depth, as vdpbf16ps and the AMX tiles take them
 struct Linear {
-    Buffer data;
-    Buffer bias;  // fp32 [blocks * 32], or null
+    void *data = nullptr;
+    float *bias = nullptr;  // [blocks * 32], or none
     int32_t in = 0, out = 0, depth = 0, blocks = 0;
-
-    const float *biases() const { return static_cast<const float *>(bias.get()); }
 };
 
 struct Layer {
@@ -54,13 +44,14 @@ std::vector<const Kernels *> runnable(int32_t dtype);
 // A column of gate and its column of up sit 16 apart in one block of 32.
 constexpr int kGateColumns = kColumns / 2;
 
-void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype);
+void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype);
 
 }  // namespace diptych
 
 struct DiptychModel {
     DiptychShape shape;
     const diptych::Kernels *kernels;
+    diptych::WeightMemory memory;
     std::vector<diptych::Layer> layers;
     diptych::Linear head;
     std::vector<float> final_norm;

@@ -1,18 +1,7 @@
 // Lays weights out once, at load, in the order in which the kernels read them.
-#include <algorithm>
-#include <new>
-
 #include "model.h"
 
 namespace diptych {
-
-Buffer zeroed(int64_t bytes) {
-    int64_t size = round_up(std::max<int64_t>(bytes, 1), 64);
-    void *memory = std::aligned_alloc(64, static_cast<size_t>(size));
-    if (memory == nullptr) throw std::bad_alloc();
-    std::memset(memory, 0, static_cast<size_t>(size));
-    return Buffer(memory);
-}
 
 namespace {
 
@@ -33,7 +22,7 @@ int64_t packed_column(int64_t row, int32_t part, int64_t rows_before, bool inter
 
 }  // namespace
 
-void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype) {
+void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype) {
     int64_t rows = 0;
     bool biased = false;
     for (int32_t p = 0; p < count; p++) {
@@ -45,8 +34,9 @@ void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleave
     to.depth = static_cast<int32_t>(round_up(to.in, kDepth));
     to.blocks = static_cast<int32_t>(round_up(rows, kColumns) / kColumns);
     int64_t element = dtype == DIPTYCH_BF16 ? sizeof(bf16) : sizeof(float);
-    to.data = zeroed(static_cast<int64_t>(to.blocks) * kColumns * to.depth * element);
-    to.bias = biased ? zeroed(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : Buffer();
+    to.data = memory.take(static_cast<int64_t>(to.blocks) * kColumns * to.depth * element);
+    void *bias = biased ? memory.take(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : nullptr;
+    to.bias = static_cast<float *>(bias);
     int64_t before = 0;
     for (int32_t p = 0; p < count; p++) {
         const DiptychMatrix &part = parts[p];
@@ -55,12 +45,12 @@ void pack(Linear &to, const DiptychMatrix *parts, int32_t count, bool interleave
             int64_t block = column / kColumns * kColumns * to.depth, lane = column % kColumns;
             if (dtype == DIPTYCH_BF16) {
                 place_bf16(static_cast<const bf16 *>(part.data) + row * to.in, to.in,
-                           static_cast<bf16 *>(to.data.get()) + block + lane * 2);
+                           static_cast<bf16 *>(to.data) + block + lane * 2);
             } else {
                 place_fp32(static_cast<const float *>(part.data) + row * to.in, to.in,
-                           static_cast<float *>(to.data.get()) + block + lane);
+                           static_cast<float *>(to.data) + block + lane);
             }
-            if (part.bias != nullptr) static_cast<float *>(to.bias.get())[column] = part.bias[row];
+            if (part.bias != nullptr) to.bias[column] = part.bias[row];
         }
         before += part.rows;
     }
