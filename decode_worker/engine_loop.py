@@ -195,10 +195,7 @@ class EngineLoop:
         if not holding:
             return []
         plan = plan_step(
-            [
-                Candidate(r.key, r.num_tokens, len(r.block_ids), r.joined, r.attempt.reserve_worst_case)
-                for r in holding
-            ],
+            [self._candidate(request) for request in holding],
             free_blocks=self._pool.available(),
             block_size=self._block_size,
             max_batch=self._max_batch,
@@ -207,6 +204,11 @@ class EngineLoop:
         )
         self._carry_out(plan)
         return [self._requests[key] for key in plan.run]
+
+    def _candidate(self, request: DecodeRequest) -> Candidate:
+        own = sum(self._pool.references(block) == 1 for block in request.block_ids)
+        blocks, reserved = len(request.block_ids), request.attempt.reserve_worst_case
+        return Candidate(request.key, request.num_tokens, blocks, own, request.joined, reserved)
 
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:

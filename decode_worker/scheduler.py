@@ -23,13 +23,15 @@ from kvtransfer.messages import Key
 class Candidate:
     """A sequence that wants to take part in the step.
 
-    `tokens` counts prompt and output, the token to be computed included; `blocks` is what it holds;
+    `tokens` counts prompt and output, the token to be computed included; `blocks` is what it holds, and
+    `own` how many of those nobody else holds: a shared prefix stays held when one of its holders goes.
     `joined` orders candidates by age (lower is older); `reserved` says that `blocks` covers its worst case.
     """
 
     key: Key
     tokens: int
     blocks: int
+    own: int
     joined: int
     reserved: bool = False
 
@@ -71,7 +73,7 @@ def plan_step(
             break
         alive.remove(victim)
         preempted.append(victim.key)
-        free_blocks += victim.blocks
+        free_blocks += victim.own
     fed, starving = needy[:free_blocks], needy[free_blocks:]
     wait = quarantined >= len(starving)
     if not wait and not grants:

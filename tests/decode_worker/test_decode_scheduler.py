@@ -25,8 +25,10 @@ def plan(
     )
 
 
-def sequence(name: str, tokens: int, blocks: int, joined: int, *, reserved: bool = False) -> Candidate:
-    return Candidate((name, 1), tokens, blocks, joined, reserved)
+def sequence(
+    name: str, tokens: int, blocks: int, joined: int, *, shared: int = 0, reserved: bool = False
+) -> Candidate:
+    return Candidate((name, 1), tokens, blocks, max(0, blocks - shared), joined, reserved)
 
 
 def test_everybody_runs_and_only_full_tables_grow() -> None:
@@ -37,6 +39,12 @@ def test_everybody_runs_and_only_full_tables_grow() -> None:
 def test_the_newest_makes_room() -> None:
     out = plan([sequence("old", 9, 2, 1), sequence("new", 6, 2, 2)], free=0)
     assert out == StepPlan((("old", 1),), (("old", 1),), (("new", 1),), abort_newest_grant=False)
+
+
+def test_a_shared_prefix_does_not_come_back_with_one_of_its_holders() -> None:
+    out = plan([sequence("a", 9, 2, 1), sequence("b", 9, 2, 2), sequence("c", 6, 3, 3, shared=2)], free=0)
+    assert out.preempt == (("c", 1), ("b", 1))
+    assert out.run == out.grow == (("a", 1),)
 
 
 def test_a_reserved_sequence_is_never_the_victim() -> None:
@@ -69,27 +77,34 @@ def test_beyond_the_batch_sequences_wait_and_are_the_first_victims() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.booleans()), max_size=12),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=12),
     st.integers(0, 6),
     st.integers(1, 8),
     st.integers(0, 3),
     st.integers(0, 3),
 )
 def test_a_plan_can_always_be_carried_out(
-    shapes: list[tuple[int, int, bool]], free: int, max_batch: int, grants: int, quarantined: int
+    shapes: list[tuple[int, int, int, bool]], free: int, max_batch: int, grants: int, quarantined: int
 ) -> None:
     candidates = []
-    for order, (tokens, spare, reserved) in enumerate(shapes):
+    for order, (tokens, spare, shared, reserved) in enumerate(shapes):
         blocks = (tokens - 1) // BLOCK + (1 if reserved else 0) + spare  # at most one block is missing
         candidates.append(
-            Candidate((str(order), 1), tokens, max(blocks, -(-tokens // BLOCK) - 1), order, reserved)
+            sequence(
+                str(order),
+                tokens,
+                max(blocks, -(-tokens // BLOCK) - 1),
+                order,
+                shared=shared,
+                reserved=reserved,
+            )
         )
     out = plan(candidates, free, max_batch=max_batch, grants=grants, quarantined=quarantined)
     by_key = {c.key: c for c in candidates}
     assert len(out.run) <= max_batch
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
-    assert len(out.grow) <= free + sum(by_key[key].blocks for key in out.preempt)
+    assert len(out.grow) <= free + sum(by_key[key].own for key in out.preempt)
     for key in out.run:
         room = by_key[key].blocks + (key in out.grow)
         assert room * BLOCK >= by_key[key].tokens
@@ -110,7 +125,7 @@ def test_every_sequence_finishes_in_a_pool_that_holds_the_largest() -> None:
             held = sum(c.blocks for c in running.values())
             while waiting and (need := -(-(tokens[waiting[0]] - 1) // BLOCK)) + len(running) <= total - held:
                 name = waiting.pop(0)
-                running[name] = Candidate((name, 1), tokens[name], need, clock)
+                running[name] = Candidate((name, 1), tokens[name], need, need, clock)
                 held += need
             out = plan(list(running.values()), total - held, max_batch=4)
             for name, _ in out.preempt:
@@ -120,7 +135,7 @@ def test_every_sequence_finishes_in_a_pool_that_holds_the_largest() -> None:
                 c = running[name]
                 blocks = c.blocks + ((name, 1) in out.grow)
                 assert blocks * BLOCK >= c.tokens
-                running[name] = Candidate(c.key, c.tokens + 1, blocks, c.joined)
+                running[name] = Candidate(c.key, c.tokens + 1, blocks, blocks, c.joined)
                 if running[name].tokens - todo[name][0] > todo[name][1]:
                     del running[name]
                     finished.append(name)
