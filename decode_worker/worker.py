@@ -8,9 +8,8 @@ import grpc
 
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop, Listeners
-from decode_worker.gateway_stream import GatewayStream
 from decode_worker.request import DecodeRequest, State
-from decode_worker.service import DecodeServicer
+from decode_worker.service import DecodeServicer, gateway_links
 from decode_worker.spans import attempt_span
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
@@ -47,7 +46,6 @@ class DecodeWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
-        self._streams: set[GatewayStream] = set()
         self._publisher: DirectoryPublisher | None = None
         memory = allocate_pool(engine.layout, settings.num_blocks(engine.layout.bytes_per_block))
         self._pool = BlockPool(memory.memory.num_blocks)
@@ -73,6 +71,8 @@ class DecodeWorker:
             beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
         )
         self._loop.grants = self._handoff
+        hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
+        self._gateways = gateway_links(self._loop, hello)
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
@@ -90,7 +90,7 @@ class DecodeWorker:
             self._settings,
             self._loop,
             services,
-            streams=self._streams,
+            streams=self._gateways.streams,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
@@ -101,10 +101,7 @@ class DecodeWorker:
             await self._handoff.close()
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        hello = work_pb2.WorkerHello(worker_id=self._settings.worker_id, incarnation=incarnation())
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(
-            DecodeServicer(self._loop, self._streams, hello), server
-        )
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self._gateways), server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._handoff.servicer, server)
 
     def _publish(self, address: str) -> DirectoryPublisher:

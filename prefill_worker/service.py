@@ -4,49 +4,33 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import grpc
-
 from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
-from kvtransfer.messages import Key
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
-from worker.gateway_link import duplex, first_message
+from worker.gateway_link import Context, GatewayLinks
 
-Context = grpc.aio.ServicerContext[
-    prefill_pb2.PrefillServiceLinkRequest, prefill_pb2.PrefillServiceLinkResponse
-]
+Request = prefill_pb2.PrefillServiceLinkRequest
+
+
+def gateway_links(loop: EngineLoop, hello: work_pb2.WorkerHello) -> GatewayLinks[GatewayStream]:
+    """Dispatch and cancel in, last words and heartbeats out."""
+
+    def heard(message: Request, gateway: GatewayStream) -> None:
+        match message.WhichOneof("message"):
+            case "dispatch":
+                loop.dispatch(message.dispatch, gateway)
+            case "cancel":
+                loop.cancel((message.cancel.id.request_id, message.cancel.id.attempt))
+
+    greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
+    return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """One stream per gateway: dispatch and cancel in, last words and heartbeats out."""
+    """One stream per gateway."""
 
-    def __init__(self, loop: EngineLoop, streams: set[GatewayStream], hello: work_pb2.WorkerHello) -> None:
-        self._loop = loop
-        self._streams = streams
-        self._hello = hello
+    def __init__(self, links: GatewayLinks[GatewayStream]) -> None:
+        self._links = links
 
-    async def Link(
-        self, requests: AsyncIterator[prefill_pb2.PrefillServiceLinkRequest], context: Context
-    ) -> AsyncIterator[prefill_pb2.PrefillServiceLinkResponse]:
-        hello = (await first_message(requests, "hello", context)).hello
-        gateway = GatewayStream(hello.gateway_id)
-        self._streams.add(gateway)
-
-        def lost() -> None:
-            self._streams.discard(gateway)
-            self._loop.gateway_lost(gateway)
-
-        def on_message(message: prefill_pb2.PrefillServiceLinkRequest) -> None:
-            match message.WhichOneof("message"):
-                case "dispatch":
-                    self._loop.dispatch(message.dispatch, gateway)
-                case "cancel":
-                    self._loop.cancel(_key(message.cancel.id))
-
-        yield prefill_pb2.PrefillServiceLinkResponse(hello=self._hello)
-        async for reply in duplex(requests, gateway.messages(), on_message, lost):
-            yield reply
-
-
-def _key(attempt: work_pb2.AttemptId) -> Key:
-    return (attempt.request_id, attempt.attempt)
+    async def Link(self, requests: AsyncIterator[Request], context: Context) -> None:
+        await self._links.serve(requests, context)

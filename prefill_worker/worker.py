@@ -15,9 +15,8 @@ from kvtransfer.ready import Beat
 from kvtransfer.transports import shared_memory, tcp
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
-from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.request import PrefillRequest
-from prefill_worker.service import PrefillServicer
+from prefill_worker.service import PrefillServicer, gateway_links
 from prefill_worker.spans import attempt_span
 from runtime.directory.publisher import DirectoryPublisher
 from runtime.directory.records import WorkerRecord
@@ -48,7 +47,6 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
-        self._streams: set[GatewayStream] = set()
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
@@ -69,6 +67,8 @@ class PrefillWorker:
             beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
         )
         self._loop.handoff = self._handoff
+        hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
+        self._gateways = gateway_links(self._loop, hello)
 
     async def run(self, stop: asyncio.Event) -> int:
         services = Services(
@@ -79,7 +79,7 @@ class PrefillWorker:
             self._settings,
             self._loop,
             services,
-            streams=self._streams,
+            streams=self._gateways.streams,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
@@ -95,8 +95,7 @@ class PrefillWorker:
         return KVMemory(self._engine.layout, blocks), BlockPool(blocks)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        hello = work_pb2.WorkerHello(worker_id=self._settings.worker_id, incarnation=incarnation())
-        servicer = PrefillServicer(self._loop, self._streams, hello)
+        servicer = PrefillServicer(self._gateways)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
 
     def _publish(self, address: str) -> DirectoryPublisher:

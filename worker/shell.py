@@ -24,6 +24,7 @@ from runtime.metrics import WorkerMetrics
 from runtime.process import announce_ready
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
+from worker.gateway_link import GatewayStream
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +44,6 @@ class EngineLoop(Protocol):
     async def run(self) -> None: ...
     def tick(self, now: float) -> None: ...
     def close(self) -> None: ...
-
-
-class GatewayStream(Protocol):
-    """A gateway's stream, as far as heartbeats go."""
-
-    def heartbeat(self, beat: work_pb2.Heartbeat) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,254 @@
+"""Real engine loops of both workers in one process, linked by real gRPC: everything but the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from decode_worker.engine_loop import EngineLoop as DecodeLoop
+from decode_worker.engine_loop import Listeners
+from decode_worker.request import DecodeRequest
+from diptych.worker.v1 import handoff_pb2_grpc
+from engine.batch import SequenceStep
+from engine.block_pool import BlockPool
+from engine.kv_memory import KVLayout, KVMemory
+from engine.model import Model
+from engine.runner import Runner
+from engine.torch_backend import TorchBackend
+from kvtransfer.client import HandoffClient
+from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.lease import LeaseTimes
+from kvtransfer.pool_memory import allocate_pool
+from kvtransfer.server import HandoffServer
+from prefill_worker.engine_loop import EngineLoop as PrefillLoop
+from prefill_worker.request import PrefillRequest
+from runtime.rpc import bind, make_server
+from tests.kernels.cpu.tiny_models import shape_of, weights_of
+
+BLOCK = 4
+VOCABULARY = 61
+SHAPE = shape_of(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=20,
+    max_context=256,
+)
+TICK_S = 0.02
+
+
+@cache
+def model() -> Model:
+    """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
+    return Model(SHAPE, torch.float32, (), TorchBackend(SHAPE, weights_of(SHAPE, torch.float32)), "torch")
+
+
+def layout() -> KVLayout:
+    return model().kv_layout(BLOCK)
+
+
+@cache
+def greedy(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """What the model says after `prompt`, computed alone and at once."""
+    runner, blocks = Runner(model(), 1), layout().blocks_for(len(prompt) + count)
+    memory, table = KVMemory(layout(), blocks), list(range(blocks))
+    new, start, out = list(prompt), 0, []
+    for _ in range(count):
+        logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True)])
+        start += len(new)
+        new = [int(logits[0].argmax())]
+        out += new
+    return tuple(out)
+
+
+@dataclass
+class Decode:
+    """A decode worker without its edges."""
+
+    pool: BlockPool
+    memory: KVMemory
+    loop: DecodeLoop
+    handoff: HandoffServer
+    address: str
+    incarnation: int
+    ended: list[tuple[DecodeRequest, str]]
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when no request is; also checks the pool's books."""
+        self.pool.invariants()
+        stats = self.handoff.stats()
+        counts = {
+            "requests": self.loop.num_running + self.loop.num_waiting,
+            "grants": stats.grants,
+            "waiting asks": stats.waiting_asks,
+            "quarantined": stats.quarantined_blocks,
+            "held blocks": self.pool.total - self.pool.available(),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@dataclass
+class Prefill:
+    """A prefill worker without its edges."""
+
+    loop: PrefillLoop
+    client: HandoffClient
+    scratch: BlockPool
+    ended: list[tuple[PrefillRequest, str]]
+
+    def leftovers(self) -> list[str]:
+        self.scratch.invariants()
+        counts = {
+            "requests": self.loop.num_running + self.loop.num_waiting,
+            "held scratch blocks": self.scratch.total - self.scratch.available(),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@dataclass
+class House:
+    """Both kinds of workers, stepping."""
+
+    decodes: list[Decode] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def leftovers(self) -> list[str]:
+        return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
+
+    async def empty(self, seconds: float = 10.0) -> list[str]:
+        """Wait until nothing of any request is left; what is, when that does not happen."""
+        for _ in range(int(seconds / 0.01)):
+            if not self.leftovers():
+                break
+            await asyncio.sleep(0.01)
+        return self.leftovers()
+
+
+@asynccontextmanager
+async def house(
+    transport: str,
+    *,
+    decodes: int = 1,
+    prefills: int = 1,
+    blocks: int = 24,
+    scratch: int = 24,
+    chunk: int = 8,
+) -> AsyncIterator[House]:
+    """Start that many workers of each kind; ends them all."""
+    made = House()
+    async with AsyncExitStack() as stack:
+        for number in range(decodes):
+            made.decodes.append(await _decode(stack, transport, number, blocks))
+        for number in range(prefills):
+            made.prefills.append(_prefill(stack, transport, number, scratch, chunk))
+        yield made
+
+
+def _fingerprint() -> Fingerprint:
+    shape = layout()
+    return Fingerprint(
+        model_digest="tiny",
+        dtype="fp32",
+        kv_dtype="float32",
+        kv_layout=shape.name,
+        block_size=BLOCK,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hash_version=1,
+    )
+
+
+async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: int) -> Decode:
+    memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
+    ended: list[tuple[DecodeRequest, str]] = []
+    loop = DecodeLoop(
+        Runner(model(), 1),
+        memory.memory,
+        pool,
+        max_batch=8,
+        max_context=SHAPE.max_context,
+        listeners=Listeners(lambda request, how: ended.append((request, how)), lambda added, removed: None),
+    )
+    handoff = HandoffServer(
+        worker_id=f"decode-{number}",
+        incarnation=100 + number,
+        fingerprint=_fingerprint(),
+        memory=memory,
+        pool=pool,
+        transports=[transport],
+        running=lambda: loop.num_running,
+        on_ready=loop.on_ready,
+        on_failed=loop.on_failed,
+        # A writer here is this very process: nothing may lead to its being killed.
+        lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
+    )
+    loop.grants = handoff
+    await handoff.start()
+    server = make_server(internal=True)
+    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff.servicer, server)
+    port = bind(server, "127.0.0.1", 0, False)
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    stack.push_async_callback(handoff.close)
+    _keep_running(stack, loop.run, loop.tick, loop.close)
+    return Decode(pool, memory.memory, loop, handoff, f"127.0.0.1:{port}", 100 + number, ended)
+
+
+def _prefill(stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int) -> Prefill:
+    pool = BlockPool(scratch)
+    ended: list[tuple[PrefillRequest, str]] = []
+    loop = PrefillLoop(
+        Runner(model(), 1),
+        block_size=BLOCK,
+        chunk=chunk,
+        max_prompts=6,
+        max_context=SHAPE.max_context,
+        on_ended=lambda request, how: ended.append((request, how)),
+    )
+    client = HandoffClient(
+        worker_id=f"prefill-{number}",
+        incarnation=200 + number,
+        fingerprint=_fingerprint(),
+        layout=layout(),
+        transports=[transport],
+        scratch=lambda: (KVMemory(layout(), scratch), pool),
+        on_abort=loop.on_abort,
+        on_peer_lost=loop.on_peer_lost,
+    )
+    loop.handoff = client
+    stack.push_async_callback(client.close)
+    _keep_running(stack, loop.run, loop.tick, loop.close)
+    return Prefill(loop, client, pool, ended)
+
+
+def _keep_running(
+    stack: AsyncExitStack,
+    run: Callable[[], Awaitable[None]],
+    tick: Callable[[float], None],
+    close: Callable[[], None],
+) -> None:
+    async def ticking() -> None:
+        while True:
+            tick(asyncio.get_running_loop().time())  # the same clock as time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    tasks = [asyncio.ensure_future(run()), asyncio.ensure_future(ticking())]
+
+    async def stop() -> None:
+        died = [task for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        close()
+        if died:
+            raise RuntimeError(f"a loop ended by itself: {results}")
+
+    stack.push_async_callback(stop)
