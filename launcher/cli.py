@@ -106,6 +106,12 @@ def decode(context: typer.Context) -> None:
     _become("decode_worker", context.args)
 
 
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Put load on a running server and measure it. `diptych bench --help` lists its flags."""
+    _become("benchmarks", context.args)
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; '-' reads standard input.")],

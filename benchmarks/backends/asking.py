@@ -1,0 +1,21 @@
+"""What every request of a benchmark asks for besides its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Asking:
+    """`model` None asks for the server's first one. `ignore_eos` makes answers as long as they should be.
+
+    `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it.
+    """
+
+    model: str | None = None
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,155 @@
+"""Any server with OpenAI's HTTP API: `/v1/completions` or `/v1/chat/completions`, streamed.
+
+The HTTP client is aiohttp, the one that vLLM's and SGLang's own generators use: its parser is C, and a
+generator that shares cores with the server must be light. Completions take token ids, so that prompts
+have exactly the wanted length; a chat takes text, see `words`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any, Literal
+
+import aiohttp
+
+from benchmarks.backends import Unreachable
+from benchmarks.backends.asking import Asking
+from benchmarks.backends.server_sent_events import EventReader
+from benchmarks.request import BenchRequest, Reply, RequestFailed
+from benchmarks.words import as_text
+
+Endpoint = Literal["completions", "chat/completions"]
+
+# Less than the 5 s after which common servers close an idle connection: none is used that may be closing.
+_KEEPALIVE_S = 2.0
+
+
+class OpenAIBackend:
+    """A server at `base_url`, with or without the final `/v1`."""
+
+    def __init__(
+        self, base_url: str, endpoint: Endpoint, asking: Asking, *, api_key: str | None = None
+    ) -> None:
+        self.name = "openai-chat" if endpoint == "chat/completions" else "openai"
+        self._root = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._endpoint, self._asking = endpoint, asking
+        self._model = asking.model
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=asking.timeout_s),
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            read_bufsize=1 << 18,
+        )
+
+    async def model(self) -> str:
+        if self._model is None:
+            try:
+                async with self._session.get(f"{self._root}/models") as response:
+                    response.raise_for_status()
+                    listed = await response.json(content_type=None)
+                self._model = str(listed["data"][0]["id"])
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise Unreachable(f"{self._root}/models: {_told(error)}") from None
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise Unreachable(f"{self._root}/models names no model; give --model") from None
+        return self._model
+
+    async def send(self, request: BenchRequest) -> Reply:
+        answer = _Answer(self._endpoint)
+        body = json.dumps(self._body(request, await self.model()))
+        try:
+            async with self._session.post(
+                f"{self._root}/{self._endpoint}", data=body, headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    raise RequestFailed(f"HTTP {response.status}", (await response.text())[:300])
+                async for piece in response.content.iter_any():
+                    answer.feed(piece, time.perf_counter())
+        except TimeoutError:  # a ServerTimeoutError of aiohttp is one too
+            raise RequestFailed("TIMEOUT", f"no whole answer in {self._asking.timeout_s:g} s") from None
+        except aiohttp.ClientError as error:
+            raise RequestFailed("CONNECTION", _told(error)) from None
+        return answer.reply(request)
+
+    async def close(self) -> None:
+        await self._session.close()
+        await asyncio.sleep(0)  # the transports close in the loop's next turn
+
+    def _body(self, request: BenchRequest, model: str) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": request.output_len,
+            "temperature": self._asking.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._asking.ignore_eos:
+            body["ignore_eos"] = True  # an extension, but of vLLM, SGLang and llama.cpp alike
+        prompt = request.prompt
+        if self._endpoint == "completions":
+            body["prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+        else:
+            text = prompt if isinstance(prompt, str) else as_text(prompt)
+            body["messages"] = [{"role": "user", "content": text}]
+        body.update(self._asking.extra_body)
+        return {key: value for key, value in body.items() if value is not None}
+
+
+class _Answer:
+    """One stream as it comes."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._chat = endpoint == "chat/completions"
+        self._reader = EventReader()
+        self._arrivals: list[float] = []
+        self._texts: list[str] = []
+        self._usage: dict[str, Any] = {}
+        self._finished = False
+
+    def feed(self, piece: bytes, now: float) -> None:
+        """Raises RequestFailed for an error that the server sends in its stream."""
+        for data in self._reader.feed(piece):
+            if data == b"[DONE]":
+                self._finished = True
+                continue
+            try:
+                event = json.loads(data)
+            except ValueError:
+                raise RequestFailed("BAD_STREAM", f"not JSON: {data[:100]!r}") from None
+            if "error" in event:
+                raise RequestFailed("STREAM_ERROR", json.dumps(event["error"])[:300])
+            self._usage = event.get("usage") or self._usage
+            for choice in event.get("choices", ())[:1]:
+                self._choice(choice, now)
+
+    def reply(self, request: BenchRequest) -> Reply:
+        """Raises RequestFailed for a stream without output or without an end."""
+        if not self._arrivals:
+            raise RequestFailed("NO_OUTPUT", "the stream ended without a token")
+        if not self._finished:
+            raise RequestFailed("BROKEN_STREAM", "the stream ended before its answer did")
+        details = self._usage.get("prompt_tokens_details") or {}
+        return Reply(
+            arrivals=tuple(self._arrivals),
+            prompt_tokens=self._usage.get("prompt_tokens") or request.prompt_len or 0,
+            output_tokens=self._usage.get("completion_tokens") or len(self._arrivals),
+            cached_tokens=details.get("cached_tokens") or 0,
+            text="".join(self._texts),
+        )
+
+    def _choice(self, choice: dict[str, Any], now: float) -> None:
+        said = choice.get("delta") or {} if self._chat else choice
+        text = said.get("text") or said.get("content") or said.get("reasoning_content") or ""
+        ended = choice.get("finish_reason") is not None
+        # Half a character is a token without text. The opening message of a chat, which only says whose
+        # turn it is, and a closing one that only says why it ended, are none.
+        if text or not (ended or "role" in said):
+            self._arrivals.append(now)
+            self._texts.append(text)
+        self._finished = self._finished or ended
+
+
+def _told(error: BaseException) -> str:
+    return str(error) or type(error).__name__

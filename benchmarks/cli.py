@@ -1,0 +1,129 @@
+"""`diptych bench`: from flags to a table, a file and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import options as flags
+from benchmarks import plot, report, result_file
+from benchmarks.backends import Backend, Unreachable
+from benchmarks.campaign import LoadResult, run_campaign
+from benchmarks.datasets import BadDataset, Dataset
+from benchmarks.datasets.choose import choose_dataset
+from benchmarks.load import Load
+from benchmarks.request import BenchRequest, RequestFailed
+
+_SAMPLE_TOKENS = 32
+# The bar is drawn by a thread of this process: often enough to be watched, seldom enough not to be measured.
+_DRAWS_PER_SECOND = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0, 1 when the server cannot be measured or answers wrongly, 2 for wrong flags."""
+    parser = flags.parser()
+    options = parser.parse_args(argv)
+    if options.plot is not None and not plot.can_plot():
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    try:
+        flags.plan(options)  # before anything is read or asked
+        dataset = choose_dataset(flags.dataset_name(options), options)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_bench(options, dataset))
+    except (flags.BadOptions, BadDataset) as error:
+        parser.error(str(error))
+    except (Unreachable, RequestFailed) as error:
+        print(f"diptych bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
+    backend = _backend(options)
+    try:
+        model = await backend.model()
+        if options.check_text is not None and not await _text_is_right(backend, options):
+            return 1
+        results = await _measured(backend, options, dataset)
+    finally:
+        await backend.close()
+    _tell(options, results, backend.name, model, dataset)
+    return 0 if all(result.medians()["completed"] for result in results) else 1
+
+
+def _backend(options: argparse.Namespace) -> Backend:
+    """The chosen one; its client library is imported only then."""
+    name = options.backend or ("diptych" if options.base_url is None else "openai")
+    asking = flags.asking(options)
+    if name == "diptych":
+        from benchmarks.backends.grpc import GrpcBackend
+
+        return GrpcBackend(options.address, asking)
+    if options.base_url is None:
+        raise flags.BadOptions(f"--backend {name} needs --base-url")
+    try:
+        from benchmarks.backends.openai_http import Endpoint, OpenAIBackend
+    except ModuleNotFoundError as error:
+        raise flags.BadOptions(f"--base-url needs {error.name}: pip install aiohttp") from None
+    endpoint: Endpoint = "completions" if name == "openai" else "chat/completions"
+    return OpenAIBackend(options.base_url, endpoint, asking, api_key=options.api_key)
+
+
+async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:
+    """A fast wrong answer is a failure: show one, and look for what was expected of it."""
+    reply = await backend.send(BenchRequest(options.check_text, _SAMPLE_TOKENS))
+    console = Console()
+    console.print(f"{options.check_text}[bold]{reply.text}[/bold]" if console.is_terminal else reply.text)
+    if options.expect is not None and options.expect not in reply.text:
+        print(f"diptych bench: the answer does not contain {options.expect!r}", file=sys.stderr)
+        return False
+    return True
+
+
+async def _measured(backend: Backend, options: argparse.Namespace, dataset: Dataset) -> list[LoadResult]:
+    plan = flags.plan(options)
+    total = plan.rounds * sum(plan.prompts_of(load, dataset) for load in plan.loads)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=_DRAWS_PER_SECOND,
+        transient=True,
+        disable=options.no_progress or not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("warm-up", total=total)
+
+        def started(round_number: int, load: Load) -> None:
+            progress.update(task, description=f"round {round_number + 1}/{plan.rounds}, {load.label}")
+
+        return await run_campaign(backend, dataset, plan, started, lambda: progress.advance(task))
+
+
+def _tell(
+    options: argparse.Namespace, results: Sequence[LoadResult], backend: str, model: str, dataset: Dataset
+) -> None:
+    console = Console()
+    console.print(report.table(results))
+    at = plot.find_knee(sorted(results, key=plot.load_size))
+    if at is not None:
+        knee = sorted(results, key=plot.load_size)[at]
+        console.print(f"knee (most throughput for its latency): {knee.load.label}")
+    for warning in report.warnings(results, shares_nothing=dataset.name in ("random", "azure")):
+        Console(stderr=True).print(f"[yellow]{warning}[/yellow]", highlight=False)
+    if options.output_file is not None:
+        arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
+        described = result_file.RunDescription(
+            backend, model, dataset.name, options.label, options.seed, arguments
+        )
+        objects = result_file.as_objects(results, described, detailed=options.save_detailed)
+        result_file.write(options.output_file, objects)
+    if options.plot is not None:
+        plot.save_plot(options.plot, results, f"{options.label or backend}: {model}, {dataset.name}")

@@ -1,0 +1,65 @@
+"""Prompts of one's own: a text file with one prompt a line, or JSON lines.
+
+A JSON line is an object with `prompt` (text) or `token_ids`, and optionally `output_len`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.datasets import BadDataset
+from benchmarks.request import BenchRequest
+
+
+@dataclass(frozen=True)
+class PromptsFile:
+    """Prompts in an order that the seed decides, all of them before any comes again."""
+
+    prompts: tuple[BenchRequest, ...]
+    name: str = "prompts"
+
+    @property
+    def size(self) -> int | None:
+        return len(self.prompts)
+
+    def requests(self, count: int, seed: int) -> list[BenchRequest]:
+        rng = random.Random(seed)
+        chosen: list[BenchRequest] = []
+        while len(chosen) < count:
+            turn = list(self.prompts)
+            rng.shuffle(turn)
+            chosen += turn
+        return chosen[:count]
+
+
+def read_prompts(path: Path, output_len: int) -> tuple[BenchRequest, ...]:
+    """`output_len` is for prompts that do not name their own. Raises BadDataset."""
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise BadDataset(f"{path}: no prompts")
+    if path.suffix != ".jsonl":
+        return tuple(BenchRequest(line, output_len) for line in lines)
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            requests.append(_request(json.loads(line), output_len))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BadDataset(f"{path}, prompt {number}: {error}") from None
+    return tuple(requests)
+
+
+def _request(record: dict[str, Any], output_len: int) -> BenchRequest:
+    text, ids = record.get("prompt"), record.get("token_ids")
+    if (text is None) == (ids is None):
+        raise ValueError("needs either 'prompt' or 'token_ids'")
+    if ids is None and not isinstance(text, str):
+        raise ValueError("'prompt' must be text")
+    prompt = text if ids is None else tuple(int(one) for one in ids)
+    wanted = int(record.get("output_len", output_len))
+    if not prompt or wanted < 1:
+        raise ValueError("an empty prompt, or an output_len below 1")
+    return BenchRequest(prompt, wanted)

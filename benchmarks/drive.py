@@ -1,0 +1,103 @@
+"""Sends the requests of one load and collects what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.arrivals import arrival_times
+from benchmarks.backends import Backend
+from benchmarks.load import Load
+from benchmarks.request import BenchRequest, Outcome, RequestFailed
+from benchmarks.self_watch import SelfWatch, Strain
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load, once. `duration` is from the first request's sending to the last one's end."""
+
+    outcomes: tuple[Outcome, ...]
+    duration: float
+    strain: Strain
+
+
+async def drive(
+    backend: Backend,
+    load: Load,
+    requests: Sequence[BenchRequest],
+    seed: int,
+    on_end: Callable[[], None] = lambda: None,
+) -> Run:
+    """Sends all requests under `load`; `on_end` is called after each. Failures are outcomes, too."""
+    if load.closed and load.max_concurrency is not None:
+        sending = _closed_loop(backend, requests, load.max_concurrency, on_end)
+    else:
+        sending = _open_loop(backend, requests, _offsets(load, requests, seed), load.max_concurrency, on_end)
+    async with SelfWatch() as watch:
+        outcomes = await sending
+    duration = max(one.ended for one in outcomes) - min(one.sent for one in outcomes) if outcomes else 0.0
+    return Run(tuple(outcomes), duration, watch.strain())
+
+
+async def _closed_loop(
+    backend: Backend, requests: Sequence[BenchRequest], clients: int, on_end: Callable[[], None]
+) -> list[Outcome]:
+    waiting = iter(requests)
+    outcomes: list[Outcome] = []
+
+    async def client() -> None:
+        for request in waiting:  # shared: each client takes the next one
+            outcomes.append(await _one(backend, request, time.perf_counter()))
+            on_end()
+
+    await _all(client() for _ in range(min(clients, len(requests))))
+    return outcomes
+
+
+async def _open_loop(
+    backend: Backend,
+    requests: Sequence[BenchRequest],
+    offsets: Sequence[float],
+    limit: int | None,
+    on_end: Callable[[], None],
+) -> list[Outcome]:
+    slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
+    outcomes: list[Outcome] = []
+    start = time.perf_counter()
+
+    async def arrive(request: BenchRequest, due: float) -> None:
+        await asyncio.sleep(due - time.perf_counter())
+        async with slots:
+            outcomes.append(await _one(backend, request, due))
+        on_end()
+
+    await _all(arrive(request, start + offset) for request, offset in zip(requests, offsets, strict=True))
+    return outcomes
+
+
+async def _one(backend: Backend, request: BenchRequest, due: float) -> Outcome:
+    sent = time.perf_counter()
+    try:
+        reply = await backend.send(request)
+    except RequestFailed as error:
+        return Outcome(request, due, sent, time.perf_counter(), None, error)
+    return Outcome(request, due, sent, time.perf_counter(), reply)
+
+
+async def _all(tasks: Iterable[Coroutine[None, None, None]]) -> None:
+    async with asyncio.TaskGroup() as group:  # a bug in one ends all, and is raised
+        for task in tasks:
+            group.create_task(task)
+
+
+def _offsets(load: Load, requests: Sequence[BenchRequest], seed: int) -> list[float]:
+    if load.request_rate is not None:
+        return arrival_times(len(requests), load.request_rate, load.burstiness, seed)
+    times = [request.arrival_s for request in requests]
+    known = [moment for moment in times if moment is not None]
+    if len(known) != len(times):
+        raise ValueError("only a trace has times of its own: give a request rate or a concurrency")
+    return known

@@ -1,0 +1,112 @@
+"""A small HTTP server on asyncio alone that streams server-sent events, cut where no parser expects it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+@dataclass
+class ScriptedHttp:
+    """OpenAI's two endpoints with scripted timing, in the manner of vLLM (`usage` in a last event).
+
+    `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
+    after so many tokens, `fail_after` sends an error event instead.
+    """
+
+    ttft: float = 0.0
+    itl: float = 0.0
+    status: int = 200
+    usage: bool = True
+    vanish_after: int | None = None
+    fail_after: int | None = None
+    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    async def handle(self, reader: Reader, writer: Writer) -> None:
+        try:
+            while head := await self._head(reader):
+                path, length = head
+                body = json.loads(await reader.readexactly(length)) if length else {}
+                if not await self._answer(path, body, writer):
+                    break
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client left, which is its right
+        finally:
+            writer.close()
+
+    async def _head(self, reader: Reader) -> tuple[str, int] | None:
+        request = (await reader.readline()).decode().split()
+        length = 0
+        while (line := (await reader.readline()).decode().strip().lower()) != "":
+            if line.startswith("content-length:"):
+                length = int(line.split(":")[1])
+        return (request[1], length) if request else None
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: Writer) -> bool:
+        self.seen.append((path, body))
+        if path == "/v1/models":
+            return _whole(writer, 200, {"data": [{"id": "scripted"}]})
+        if self.status != 200:
+            return _whole(writer, self.status, {"error": {"message": "come back later"}})
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        return await self._stream(path.endswith("chat/completions"), body, writer)
+
+    async def _stream(self, chat: bool, body: dict[str, Any], writer: Writer) -> bool:
+        if chat:
+            await _event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        await asyncio.sleep(self.ttft)
+        for number in range(body["max_tokens"]):
+            if number == self.vanish_after:
+                return False
+            if number == self.fail_after:
+                await _event(writer, {"error": {"message": "out of memory"}})
+                break
+            if number:
+                await asyncio.sleep(self.itl)
+            said = {"delta": {"content": " ä"}} if chat else {"text": " ä"}
+            await _event(writer, {"choices": [{**said, "finish_reason": None}]})
+        ending: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        await _event(writer, {"choices": [{**ending, "finish_reason": "length"}]})
+        if self.usage:
+            counts = {"prompt_tokens": 11, "completion_tokens": body["max_tokens"]}
+            counts["prompt_tokens_details"] = {"cached_tokens": 2}  # type: ignore[assignment]
+            await _event(writer, {"choices": [], "usage": counts})
+        await _piece(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+
+@asynccontextmanager
+async def serving(script: ScriptedHttp) -> AsyncIterator[str]:
+    """Its base URL, on a free port of the loopback."""
+    server = await asyncio.start_server(script.handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+async def _event(writer: Writer, event: dict[str, Any]) -> None:
+    await _piece(writer, b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+
+async def _piece(writer: Writer, data: bytes) -> None:
+    """In two chunks of HTTP, cut in the middle."""
+    for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+        writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        await writer.drain()
+
+
+def _whole(writer: Writer, status: int, content: dict[str, Any]) -> bool:
+    data = json.dumps(content).encode()
+    writer.write(f"HTTP/1.1 {status} Scripted\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return True

@@ -1,0 +1,109 @@
+"""Against a small HTTP server that streams server-sent events with scripted timing, over loopback."""
+
+from typing import Literal
+
+import pytest
+
+from benchmarks.backends import Unreachable
+from benchmarks.backends.asking import Asking
+from benchmarks.backends.openai_http import OpenAIBackend
+from benchmarks.drive import Run, drive
+from benchmarks.load import Load
+from benchmarks.measurement import measure
+from benchmarks.request import BenchRequest, Reply
+from tests.benchmarks.scripted_http import ScriptedHttp, serving
+
+REQUEST = BenchRequest((5, 6, 7), 6)
+Endpoint = Literal["completions", "chat/completions"]
+ENDPOINTS: list[Endpoint] = ["completions", "chat/completions"]
+
+
+async def ran(script: ScriptedHttp, count: int, *, endpoint: Endpoint = "completions") -> Run:
+    async with serving(script) as url:
+        backend = OpenAIBackend(url, endpoint, Asking(timeout_s=20))
+        try:
+            return await drive(backend, Load(max_concurrency=2), [REQUEST] * count, seed=0)
+        finally:
+            await backend.close()
+
+
+async def one(script: ScriptedHttp, request: BenchRequest, endpoint: Endpoint, asking: Asking) -> Reply:
+    async with serving(script) as url:
+        backend = OpenAIBackend(url + "/v1/", endpoint, asking, api_key="key")
+        try:
+            return await backend.send(request)
+        finally:
+            await backend.close()
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_measures_the_scripted_times(endpoint: Endpoint) -> None:
+    run = await ran(ScriptedHttp(ttft=0.1, itl=0.03), 8, endpoint=endpoint)
+    figures = measure(run, None, exact_lengths=True).figures
+    assert figures["completed"] == 8
+    assert figures["total_input_tokens"] == 88
+    assert figures["total_cached_tokens"] == 16
+    assert figures["total_output_tokens"] == 48
+    assert figures["tokens_per_message"] == 1.0  # neither a chat's opening message nor the closing one counts
+    assert 99 <= (figures["median_ttft_ms"] or 0) < 200
+    assert 29 <= (figures["median_itl_ms"] or 0) < 60
+    assert 249 <= (figures["median_e2el_ms"] or 0) < 500
+
+
+async def test_counts_messages_where_the_server_gives_no_counts() -> None:
+    figures = measure(await ran(ScriptedHttp(usage=False), 2), None, exact_lengths=True).figures
+    assert figures["total_input_tokens"] == 6
+    assert figures["total_output_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (ScriptedHttp(status=429), "HTTP 429"),
+        (ScriptedHttp(vanish_after=3), "CONNECTION"),
+        (ScriptedHttp(fail_after=3), "STREAM_ERROR"),
+        (ScriptedHttp(fail_after=0), "STREAM_ERROR"),
+    ],
+)
+async def test_counts_failures_by_code(script: ScriptedHttp, code: str) -> None:
+    measured = measure(await ran(script, 3), None, exact_lengths=True)
+    assert measured.errors == {code: 3}
+    assert measured.figures["completed"] == 0
+
+
+async def test_gives_up_at_its_time_limit() -> None:
+    async with serving(ScriptedHttp(ttft=2)) as url:
+        backend = OpenAIBackend(url, "completions", Asking(model="m", timeout_s=0.2))
+        run = await drive(backend, Load(max_concurrency=1), [REQUEST], seed=0)
+        await backend.close()
+    assert measure(run, None, exact_lengths=True).errors == {"TIMEOUT": 1}
+
+
+async def test_asks_completions_with_token_ids() -> None:
+    script = ScriptedHttp()
+    reply = await one(script, REQUEST, "completions", Asking(extra_body={"top_k": 1, "stream_options": None}))
+    path, body = script.seen[-1]
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "scripted", "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0.0, "stream": True,
+        "ignore_eos": True, "top_k": 1,
+    }  # fmt: skip
+    assert reply.text == " ä" * 6
+
+
+async def test_asks_chats_with_words() -> None:
+    script = ScriptedHttp()
+    await one(script, BenchRequest((5, 6), 1), "chat/completions", Asking(model="m", ignore_eos=False))
+    path, body = script.seen[-1]
+    assert path == "/v1/chat/completions"
+    [turn] = body["messages"]
+    assert turn["role"] == "user"
+    assert len(turn["content"].split()) == 2
+    assert "ignore_eos" not in body
+
+
+async def test_says_that_nobody_is_there() -> None:
+    backend = OpenAIBackend("http://127.0.0.1:1", "completions", Asking())
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
+        await backend.model()
+    await backend.close()

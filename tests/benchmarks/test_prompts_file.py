@@ -1,0 +1,47 @@
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.datasets import BadDataset
+from benchmarks.datasets.prompts_file import PromptsFile, read_prompts
+from benchmarks.request import BenchRequest
+
+
+def test_reads_one_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("What is it?\n\n  Who are you?\n")
+    assert read_prompts(path, 9) == (BenchRequest("What is it?", 9), BenchRequest("  Who are you?", 9))
+
+
+def test_reads_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi", "output_len": 3}\n{"token_ids": [5, 6]}\n')
+    assert read_prompts(path, 9) == (BenchRequest("Hi", 3), BenchRequest((5, 6), 9))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[1]", "{}", '{"prompt": "a", "token_ids": [1]}', '{"prompt": 5}', '{"token_ids": []}',
+     '{"prompt": "a", "output_len": 0}', '{"token_ids": ["x"]}'],
+)  # fmt: skip
+def test_says_which_prompt_is_wrong(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(BadDataset, match="prompt 2"):
+        read_prompts(path, 9)
+
+
+def test_refuses_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n\n")
+    with pytest.raises(BadDataset, match="no prompts"):
+        read_prompts(path, 9)
+
+
+def test_asks_all_before_any_comes_again() -> None:
+    prompts = tuple(BenchRequest(str(number), 1) for number in range(5))
+    requests = PromptsFile(prompts).requests(13, 3)
+    assert sorted(Counter(requests).values()) == [2, 2, 3, 3, 3]
+    assert set(requests[:5]) == set(requests[5:10]) == set(prompts)
+    assert requests != PromptsFile(prompts).requests(13, 4)
