@@ -9,19 +9,21 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import AbortWords, SequenceStep, check_batch
+from engine.core_share import CoreShare
 from engine.model import Model
 
 
 class Runner:
-    """Steps of one model on a fixed number of cores. Called from one thread at a time."""
+    """Steps of one model on its own cores, and on others that are lent to it. One thread at a time calls it."""
 
-    def __init__(self, model: Model, threads: int) -> None:
-        """`threads` cores a step; 0 is all that this process may use."""
+    def __init__(self, model: Model, threads: int, share: CoreShare | None = None) -> None:
+        """`threads` cores a step; 0 is all that this process may use. With a `share`, as many as it gives."""
         if threads < 0:
             raise ValueError("a negative number of threads")
         self.model = model
         self.threads = threads or len(os.sched_getaffinity(0))
-        self._thread: int | None = None
+        self._share = share
+        self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
     def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> torch.Tensor:
         """Compute a step and return float32 logits `[sequences that want them, vocab]`, in order.
@@ -36,8 +38,21 @@ class Runner:
         check_batch(sequences, shape.vocab_size)
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
+        self._use(self.threads if self._share is None else self._share.begin_step())
+        try:
+            return self.model.backend.forward(sequences, abort)
+        finally:
+            if self._share is not None:
+                self._share.end_step()
+
+    def rest(self) -> None:
+        """There is no step to make for now: others may use the cores."""
+        if self._share is not None:
+            self._share.rest()
+
+    def _use(self, threads: int) -> None:
         # OpenMP keeps the number of threads per calling thread.
-        if self._thread != threading.get_ident():
-            self._thread = threading.get_ident()
-            self.model.backend.set_threads(self.threads)
-        return self.model.backend.forward(sequences, abort)
+        wanted = threading.get_ident(), threads
+        if self._set != wanted:
+            self._set = wanted
+            self.model.backend.set_threads(threads)
