@@ -14,7 +14,7 @@ from engine.model import Model
 
 
 class Runner:
-    """Steps of one model on its own cores, and on others that are lent to it. One thread at a time calls it."""
+    """Steps of one model on its own cores and on those lent to it. One thread at a time calls it."""
 
     def __init__(self, model: Model, threads: int, share: CoreShare | None = None) -> None:
         """`threads` cores a step; 0 is all that this process may use. With a `share`, as many as it gives."""
