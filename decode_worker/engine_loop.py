@@ -159,6 +159,17 @@ class EngineLoop:
                 self._fail(request, work_pb2.FAILURE_REASON_DEADLINE, request.state.value)
                 request.gateway.flush()
 
+    def hand_back(self) -> None:
+        """This worker leaves: the gateways continue what is here elsewhere, at the next token."""
+        for request in list(self._requests.values()):
+            self._fail(request, work_pb2.FAILURE_REASON_DRAINING, request.state.value)
+            request.gateway.flush()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being computed; sequences that wait for blocks make nobody busy."""
+        return bool(self._stepping)
+
     @property
     def num_running(self) -> int:
         """Sequences that hold verified blocks and will need more of them."""

@@ -68,7 +68,7 @@ class DecodeWorker:
             on_ready=self._loop.on_ready,
             on_failed=self._loop.on_failed,
             host=settings.host,
-            beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
+            beat=lambda: Beat(self._loop.steps, self._loop.busy),
         )
         self._loop.grants = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())

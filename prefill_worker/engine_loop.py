@@ -121,6 +121,17 @@ class EngineLoop:
                 )
                 self._stop(request, Stop(failure))
 
+    def hand_back(self) -> None:
+        """This worker leaves: the gateways prefill what is here elsewhere."""
+        for request in list(self._requests.values()):
+            failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING, message=request.state.value)
+            self._stop(request, Stop(failure))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being computed; prompts whose blocks are on their way make nobody busy."""
+        return bool(self._stepping)
+
     @property
     def num_running(self) -> int:
         return sum(request.state is State.GRANTED for request in self._requests.values())

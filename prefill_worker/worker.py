@@ -64,7 +64,7 @@ class PrefillWorker:
             scratch=self._scratch,
             on_abort=self._loop.on_abort,
             on_peer_lost=self._loop.on_peer_lost,
-            beat=lambda: Beat(self._loop.steps, self._loop.num_running > 0),
+            beat=lambda: Beat(self._loop.steps, self._loop.busy),
         )
         self._loop.handoff = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())

@@ -1,7 +1,8 @@
 """The shell around a worker's engine loop: server, directory, heartbeats, metrics, drain.
 
 A worker is ready when its weights are loaded and a first step has been computed; until then it is in no
-directory. At SIGTERM it leaves the directory first, lets what runs finish for `drain_s` seconds, and ends.
+directory. At SIGTERM it leaves the directory first, lets what runs finish for `drain_s` seconds,
+hands the rest back to its gateways, and ends.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from worker.gateway_link import GatewayStream
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
+HAND_BACK_S = 1.0
+"""What was handed back may still be written by a step: so long it gets to end and say so."""
 
 
 class EngineLoop(Protocol):
@@ -38,11 +41,20 @@ class EngineLoop(Protocol):
     draining: bool
 
     @property
+    def busy(self) -> bool:
+        """Whether a step is being computed now: who is busy and takes no step for long is stuck."""
+        ...
+
+    @property
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
     async def run(self) -> None: ...
     def tick(self, now: float) -> None: ...
+    def hand_back(self) -> None:
+        """Give every request back to its gateway, which places it elsewhere."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -119,19 +131,27 @@ class WorkerShell:
         return status
 
     async def _drain(self) -> None:
-        """Let what is here finish, up to the grace period."""
-        until = time.monotonic() + self._settings.drain_s
+        """Let what is here finish; what does not within the grace period goes back to its gateways."""
+        if await self._emptied(self._settings.drain_s):
+            return
+        log.warning("not everything finished within %.0f s: it goes elsewhere", self._settings.drain_s)
+        self._loop.hand_back()
+        await self._emptied(HAND_BACK_S)
+
+    async def _emptied(self, seconds: float) -> bool:
+        """Wait for the last request to end; False when it does not in time."""
+        until = time.monotonic() + seconds
         while self._loop.num_running + self._loop.num_waiting:
             if time.monotonic() > until:
-                log.warning("not everything finished within %.0f s", self._settings.drain_s)
-                return
+                return False
             await asyncio.sleep(0.05)
+        return True
 
     async def _beat(self) -> None:
         """Say four times a second that the engine moves, and how loaded it is."""
         while True:
             load = self._load()
-            beat = work_pb2.Heartbeat(progress=self._loop.steps, busy=load.running > 0, load=load)
+            beat = work_pb2.Heartbeat(progress=self._loop.steps, busy=self._loop.busy, load=load)
             for stream in tuple(self._streams):
                 stream.heartbeat(beat)
             if self._publisher is not None:

@@ -1,4 +1,4 @@
-"""A gateway's stream at its end: however it comes, the worker cancels what came over it, and keeps nothing."""
+"""A gateway's stream at its end: however it comes, the worker cancels what came over it and keeps nothing."""
 
 from __future__ import annotations
 

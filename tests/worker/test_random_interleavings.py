@@ -152,4 +152,3 @@ async def test_200_requests_leave_nothing_behind(
     assert walk.outcomes["decode finished"] > 40, walk.outcomes
     assert walk.outcomes["cancelled"] > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
-    print(walk.outcomes)

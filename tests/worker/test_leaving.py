@@ -1,0 +1,102 @@
+"""A worker that leaves, and what its heartbeats say of a worker that waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from decode_worker.config import DecodeSettings
+from decode_worker.worker import DecodeWorker
+from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from engine.runner import Runner
+from runtime.rpc import make_channel
+from runtime.telemetry import Telemetry
+from tests.kvtransfer.conftest import until
+from tests.worker.asker import Gateway, work
+from tests.worker.house import BLOCK, greedy, house, layout, model
+from worker.engine import LoadedEngine
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+
+
+async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
+    async with house("shared_memory", decodes=2, blocks=64) as made:
+        first, second = made.decodes
+        gateway = Gateway(made)
+        heard = gateway.start(first, made.prefills[0], work(("r", 1), PROMPT, 200))
+        await until(lambda: len(heard.tokens) > 5)
+        first.loop.draining = True
+        first.loop.hand_back()
+        await heard.ended.wait()
+        assert heard.last_words == ["decode FAILURE_REASON_DRAINING"]
+        delivered = tuple(heard.tokens)
+        message = work(("r", 2), PROMPT, len(delivered) + 5, delivered=delivered)
+        again = gateway.start(second, made.prefills[0], message)
+        await again.ended.wait()
+        assert delivered + tuple(again.tokens) == greedy(PROMPT, len(delivered) + 5)
+        assert await made.empty() == []
+        await gateway.close()
+
+
+async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes():
+    async with house("tcp", blocks=14) as made:
+        gateway, decode = Gateway(made), made.decodes[0]
+        kept = decode.pool.allocate(12)
+        heard = [gateway.start(decode, made.prefills[0], work((f"r{n}", 1), PROMPT, 4)) for n in range(20)]
+        await until(lambda: decode.handoff.stats().waiting_asks > 0)
+        made.prefills[0].loop.hand_back()
+        for one in heard:
+            await one.ended.wait()
+        assert made.prefills[0].leftovers() == []
+        words = {word for one in heard for word in one.last_words}
+        assert "prefill FAILURE_REASON_DRAINING" in words
+        decode.pool.release(kept)
+        await gateway.close()
+        assert await made.empty() == []
+
+
+async def test_a_worker_that_waits_for_blocks_is_not_busy():
+    """A gateway takes a busy worker without progress for stuck, and gives up all its requests."""
+    async with house("shared_memory", blocks=8) as made:
+        gateway, decode = Gateway(made), made.decodes[0]
+        heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4 * BLOCK))
+        await until(lambda: len(heard.tokens) == 1)
+        taken = decode.pool.allocate(decode.pool.available() - 1)
+        decode.pool.quarantine(taken)  # somebody's writer does not answer
+        await until(lambda: decode.loop.num_running == 1 and decode.pool.available() == 0)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        steps = decode.loop.steps
+        assert not decode.loop.busy
+        decode.pool.release_quarantined(taken)
+        await heard.ended.wait()
+        assert decode.loop.steps > steps
+        assert heard.tokens == list(greedy(PROMPT, 4 * BLOCK))
+        await gateway.close()
+
+
+async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish():
+    engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
+    settings = DecodeSettings.from_argv(
+        ["--kv-blocks", "16", "--drain-s", "0.2", "--redis-url", "redis://127.0.0.1:1/0"]
+    )
+    worker, stop = DecodeWorker(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
+    addresses: list[str] = []
+    publish = worker._publish
+    worker._publish = lambda address: addresses.append(address) or publish(address)
+    running = asyncio.create_task(worker.run(stop))
+    await until(lambda: bool(addresses))
+    async with make_channel(addresses[0]) as channel:
+        call: grpc.aio.StreamStreamCall = decode_pb2_grpc.DecodeServiceStub(channel).Link()
+        await call.write(decode_pb2.DecodeServiceLinkRequest(hello=work_pb2.GatewayHello(gateway_id="g")))
+        await call.write(decode_pb2.DecodeServiceLinkRequest(attach=work(("r", 1), PROMPT, 4)))
+        await until(lambda: worker._loop.num_waiting == 1)
+        stop.set()
+        ended = []
+        async for message in call:
+            ended += message.step.ended
+            if ended:
+                break
+    assert [one.failure.reason for one in ended] == [work_pb2.FAILURE_REASON_DRAINING]
+    assert await running == 0
