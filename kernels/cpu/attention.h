@@ -22,21 +22,28 @@ struct HeadBlocks {
     int64_t block_stride;    // elements from one block to the next
     int64_t values;          // from keys to the values of the same head
     int block_size, head_dim;
+    bool cold;               // read once in this phase, so from memory: worth fetching ahead
 
     const Stored *keys(int block) const { return memory + table[block] * block_stride; }
     const Stored *value(int block, int lane) const {
         return keys(block) + values + static_cast<int64_t>(lane) * head_dim;
     }
+    // Keys and values of a head lie scattered in pieces of some 2 KiB, too short for the hardware to see coming.
+    void fetch(const Stored *piece) const {
+        auto *bytes = reinterpret_cast<const char *>(piece);
+        int64_t size = static_cast<int64_t>(head_dim) * block_size * static_cast<int64_t>(sizeof(Stored));
+        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(bytes + line, 0, 2);
+    }
     int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
 };
 
 template <class Stored>
-HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head) {
+HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head, bool cold) {
     const DiptychModel &model = *step.model;
     int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
     auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
     return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, 2 * half * model.shape.layers,
-            half, step.batch.block_size, model.shape.head_dim};
+            half, step.batch.block_size, model.shape.head_dim, cold};
 }
 
 // What the pairs of a task may see: tokens begin[p] .. end[p]-1.
@@ -81,6 +88,10 @@ void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const fl
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
     for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
+        if (blocks.cold) {
+            if ((block + 1) * blocks.block_size < sight.last) blocks.fetch(blocks.keys(block + 1));
+            blocks.fetch(blocks.value(block, 0));
+        }
         for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
             const Stored *keys = blocks.keys(block) + c * kLanes;
             int token = block * blocks.block_size + c * kLanes;

@@ -13,11 +13,12 @@ namespace diptych {
 namespace {
 
 constexpr int kRegisters = kColumns / kLanes;  // that hold one row of a tile
-constexpr int kAhead = 2048;  // bytes: weights come from memory, and the hardware stops at page borders
 
+// Weights come from memory, and the hardware's own fetching stops at page borders. Ahead: in bytes.
+template <int Ahead = 2048>
 inline void fetch(const void *weights) {
-    __builtin_prefetch(static_cast<const char *>(weights) + kAhead);
-    __builtin_prefetch(static_cast<const char *>(weights) + kAhead + 64);
+    __builtin_prefetch(static_cast<const char *>(weights) + Ahead);
+    __builtin_prefetch(static_cast<const char *>(weights) + Ahead + 64);
 }
 
 // Calls f with the compile-time number that equals n, 1 .. Most.
@@ -45,8 +46,8 @@ struct Fp32 {
     static constexpr int kRows = kGemmRows;
     static constexpr bool kEven = true;
 
-    static void enter() {}
-    static void leave() {}
+    static void begin(int) {}
+    static void end() {}
 
     template <int Rows>
     static void multiply(const float *input, int64_t stride, const float *weight, int depth, float *out) {
@@ -56,11 +57,14 @@ struct Fp32 {
         }
         for (int k = 0; k < depth; k++, weight += kColumns) {
             fetch(weight);
+            Lanes w[kRegisters];
 #pragma GCC unroll 8
-            for (int j = 0; j < kRegisters; j++) {
-                Lanes w = load(weight + j * kLanes);
+            for (int j = 0; j < kRegisters; j++) w[j] = load(weight + j * kLanes);
 #pragma GCC unroll 16
-                for (int m = 0; m < Rows; m++) sum[m][j] = fma(splat(input[m * stride + k]), w, sum[m][j]);
+            for (int m = 0; m < Rows; m++) {
+                Lanes x = splat(input[m * stride + k]);
+#pragma GCC unroll 8
+                for (int j = 0; j < kRegisters; j++) sum[m][j] = fma(x, w[j], sum[m][j]);
             }
         }
         store_tile<Rows>(sum, out);
@@ -80,8 +84,8 @@ struct WidenedBf16 {
     static constexpr int kRows = kGemmRows;
     static constexpr bool kEven = true;
 
-    static void enter() {}
-    static void leave() {}
+    static void begin(int) {}
+    static void end() {}
 
     template <int Rows>
     static void multiply(const float *input, int64_t stride, const bf16 *weight, int depth, float *out) {
@@ -91,14 +95,17 @@ struct WidenedBf16 {
         }
         for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
             fetch(weight);
+            Lanes even[kRegisters], odd[kRegisters];
 #pragma GCC unroll 8
             for (int j = 0; j < kRegisters; j++) {
-                Lanes even = load_even(weight + 2 * j * kLanes), odd = load_odd(weight + 2 * j * kLanes);
+                even[j] = load_even(weight + 2 * j * kLanes);
+                odd[j] = load_odd(weight + 2 * j * kLanes);
+            }
 #pragma GCC unroll 16
-                for (int m = 0; m < Rows; m++) {
-                    sum[m][j] = fma(splat(input[m * stride + k]), even, sum[m][j]);
-                    sum[m][j] = fma(splat(input[m * stride + k + 1]), odd, sum[m][j]);
-                }
+            for (int m = 0; m < Rows; m++) {
+                Lanes x = splat(input[m * stride + k]), next = splat(input[m * stride + k + 1]);
+#pragma GCC unroll 8
+                for (int j = 0; j < kRegisters; j++) sum[m][j] = fma(next, odd[j], fma(x, even[j], sum[m][j]));
             }
         }
         store_tile<Rows>(sum, out);
@@ -118,6 +125,7 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
     // Even tiles where every row has its price: 13 rows are 7 and 6, not 12 and 1.
     int height = Kind::kEven && tiles > 0 ? (rows + tiles - 1) / tiles : Kind::kRows;
     alignas(64) float out[Kind::kRows * kColumns];
+    Kind::begin(rows);
     for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
         const auto *weight =
             static_cast<const typename Kind::Weight *>(matrix.data) + block * kColumns * matrix.depth;

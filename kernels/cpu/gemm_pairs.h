@@ -13,8 +13,8 @@ struct PairedBf16 {
     static constexpr int kRows = kGemmRows;
     static constexpr bool kEven = true;
 
-    static void enter() {}
-    static void leave() {}
+    static void begin(int) {}
+    static void end() {}
 
     static __m512bh pairs(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
     static __m512bh same_pair(const bf16 *p) {

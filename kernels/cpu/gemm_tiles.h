@@ -1,7 +1,7 @@
 // bf16 products in AMX tiles: on Sapphire Rapids some thirty times the rate of vdpbf16ps.
 //
-// One kernel for every number of rows, so that a row's sums never depend on how many there are: a tile always
-// multiplies 16 rows, of which those past the end are padding whose sums nobody reads.
+// One kernel for every number of rows, so that a row's sums never depend on how many there are: the rows of a
+// tile do not touch each other.
 #pragma once
 
 #include <immintrin.h>
@@ -27,19 +27,26 @@ struct TiledBf16 {
     static constexpr int kRows = 32;
     static constexpr bool kEven = false;
 
-    static void enter() {
+    // Before a product of `rows` rows. Of few rows no tile has more than these, which spares loading padding;
+    // of more than 32 the last rows come with padding, whose sums nobody reads.
+    static void begin(int rows) {
+        uint8_t upper = static_cast<uint8_t>(rows < 16 ? rows : 16);
+        uint8_t lower = static_cast<uint8_t>(rows > 16 && rows < 32 ? rows - 16 : 16);
         TileShapes shapes;
-        for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+        for (int i : {0, 1, 4}) shapes.rows[i] = upper;
+        for (int i : {2, 3, 5}) shapes.rows[i] = lower;
+        for (int i : {6, 7}) shapes.rows[i] = 16;
+        for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64;
         _tile_loadconfig(&shapes);
     }
-    static void leave() { _tile_release(); }
+    static void end() { _tile_release(); }
 
     // Tiles 0 and 1: sums of the upper 16 rows, left and right 16 columns; 4: inputs; 6 and 7: weights.
     static void multiply_upper(const bf16 *input, int64_t stride, const bf16 *weight, int depth, float *out) {
         _tile_zero(0);
         _tile_zero(1);
         for (int k = 0; k < depth; k += kDepth, weight += kDepth * kColumns) {
-            for (int line = 0; line < kDepth / 2; line++) fetch(weight + line * 2 * kColumns);
+            for (int line = 0; line < kDepth / 2; line++) fetch<4096>(weight + line * 2 * kColumns);
             _tile_loadd(4, input + k, stride * sizeof(bf16));
             _tile_loadd(6, weight, 2 * kColumns * sizeof(bf16));
             _tile_loadd(7, weight + kColumns, 2 * kColumns * sizeof(bf16));

@@ -9,7 +9,7 @@ namespace diptych {
 namespace {
 
 constexpr int kLanes = 8;
-constexpr int kGemmRows = 3;  // of 32 columns: 12 sums, 1 weight and 1 input in 16 registers
+constexpr int kGemmRows = 3;  // of 32 columns: 12 sums and what feeds them in 16 registers
 
 using Lanes = __m256;
 

@@ -108,7 +108,7 @@ void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile 
     }
     sight.close();
     int sequence = step.rows[tile.first].sequence;
-    auto blocks = head_blocks<typename Kind::Stored>(step, sequence, layer_index, kv_head);
+    auto blocks = head_blocks<typename Kind::Stored>(step, sequence, layer_index, kv_head, tile.rows == 1);
     attend<Pairs>(blocks, sight, scratch, scratch + width * Pairs, out);
 }
 
@@ -207,9 +207,8 @@ void run_layers(StepState &step, int rank) {
 
 template <class Kind>
 void run_step(void *state, int rank) {
-    Kind::enter();
     run_layers<Kind>(*static_cast<StepState *>(state), rank);
-    Kind::leave();
+    Kind::end();
 }
 
 }  // namespace
