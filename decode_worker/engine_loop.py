@@ -27,6 +27,7 @@ from kvtransfer.messages import Expected, Key
 from kvtransfer.ready import HandoffStats, Ready
 from runtime.block_hash import block_keys
 from worker.attempt import Attempt
+from worker.step import compute_rows
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +191,8 @@ class EngineLoop:
             if not batch:
                 await self._wake.wait()
                 continue
-            try:
-                outcome = await loop.run_in_executor(self._thread, self._run_step, batch, self._begin(batch))
-            except Exception:
-                log.exception("decode step failed for %d sequences", len(batch))
-                outcome = [SampleFailure("step failed")] * len(batch)
+            abort = self._begin(batch)
+            outcome = await loop.run_in_executor(self._thread, compute_rows, batch, abort, self._run_step)
             self._apply(batch, outcome)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
 from worker.attempt import Attempt
+from worker.step import compute_rows
 
 log = logging.getLogger(__name__)
 
@@ -157,14 +158,10 @@ class EngineLoop:
             if not chunks:
                 await self._wake.wait()
                 continue
-            batch = [self._requests[chunk.key] for chunk in chunks]
-            abort = self._begin(batch)
-            try:
-                outcome = await loop.run_in_executor(self._thread, self._run_step, batch, chunks, abort)
-            except Exception:
-                log.exception("prefill step failed for %d prompts", len(batch))
-                outcome = [SampleFailure("step failed")] * len(batch)
-            self._apply(batch, chunks, outcome)
+            rows = [(self._requests[chunk.key], chunk) for chunk in chunks]
+            abort = self._begin([request for request, _ in rows])
+            outcome = await loop.run_in_executor(self._thread, compute_rows, rows, abort, self._run_step)
+            self._apply(rows, outcome)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -219,11 +216,11 @@ class EngineLoop:
         return self._abort
 
     def _run_step(
-        self, batch: Sequence[PrefillRequest], chunks: Sequence[Chunk], abort: AbortWords
+        self, rows: Sequence[tuple[PrefillRequest, Chunk]], abort: AbortWords
     ) -> list[Sampled | SampleFailure | None]:
         """On the engine's thread: compute the chunks and sample the first token of each finished prompt."""
         sequences = []
-        for request, chunk in zip(batch, chunks, strict=True):
+        for request, chunk in rows:
             granted = request.granted
             if granted is None:  # the planner only names granted requests
                 raise RuntimeError(f"{request.key} has no blocks")
@@ -237,25 +234,20 @@ class EngineLoop:
                 )
             )
         logits = self._runner.step(sequences, abort)
-        rows = [
-            r.attempt.sample_row(r.attempt.delivered_ids)
-            for r, c in zip(batch, chunks, strict=True)
-            if c.last
-        ]
-        sampled = iter(sample(logits, rows) if rows else ())
-        return [next(sampled) if chunk.last else None for chunk in chunks]
+        ends = [r.attempt.sample_row(r.attempt.delivered_ids) for r, chunk in rows if chunk.last]
+        sampled = iter(sample(logits, ends) if ends else ())
+        return [next(sampled) if chunk.last else None for _, chunk in rows]
 
     def _apply(
         self,
-        batch: Sequence[PrefillRequest],
-        chunks: Sequence[Chunk],
+        rows: Sequence[tuple[PrefillRequest, Chunk]],
         outcome: Sequence[Sampled | SampleFailure | None],
     ) -> None:
         """Tell each request's hand-over what its blocks hold now."""
         self.steps += 1
         self._stepping, self._abort = [], None
         now = time.monotonic()
-        for request, chunk, sampled in zip(batch, chunks, outcome, strict=True):
+        for (request, chunk), sampled in zip(rows, outcome, strict=True):
             request.in_step = False
             if request.stop is not None:
                 request.news.put_nowait(request.stop)

@@ -13,6 +13,15 @@ class WorkerSettings(ProgramSettings):
     """Base of the two workers' settings."""
 
     threads: Annotated[int, Field(ge=0)] = Field(0, description="compute threads; 0 = one per core")
+    cores_fd: int | None = Field(
+        None, description="file on whose bytes the workers of this machine lend each other cores"
+    )
+    home_cores: Annotated[str, Field(pattern=r"\A(\d+(,\d+)*)?\Z")] = Field(
+        "", description="with cores-fd: numbers of the cores that are this worker's, as in 0,1"
+    )
+    machine_cores: Annotated[int, Field(ge=0)] = Field(
+        0, description="with cores-fd: how many cores there are to share"
+    )
     backend: Literal["auto", "native", "torch"] = Field("auto", description="how the model is computed")
     transport: Literal["auto", "shared_memory", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import SequenceStep
+from engine.core_share import CoreShare
 from engine.kv_memory import KVLayout, KVMemory
 from engine.model import Model, load_model
 from engine.runner import Runner
@@ -62,7 +63,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     started = time.monotonic()
     path, dtype = settings.model_path, settings.resolved_dtype
     model = load_model(path, DTYPES[dtype], backend=settings.backend)
-    runner = Runner(model, settings.threads)
+    runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
     _warm_up(engine)
@@ -77,6 +78,13 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     return engine
 
 
+def _core_share(settings: WorkerSettings) -> CoreShare | None:
+    if settings.cores_fd is None:
+        return None
+    home = [int(core) for core in settings.home_cores.split(",") if core]
+    return CoreShare(settings.cores_fd, home=home, cores=settings.machine_cores)
+
+
 def _warm_up(engine: LoadedEngine) -> None:
     """Compute a few tokens in throw-away memory, so that allocators and thread pools are warm."""
     blocks = engine.layout.blocks_for(WARM_UP_TOKENS + 1)
@@ -86,3 +94,4 @@ def _warm_up(engine: LoadedEngine) -> None:
     logits = engine.runner.step([SequenceStep(memory, table, WARM_UP_TOKENS, [0], wants_logits=True)])
     if not bool(torch.isfinite(logits).all()):
         raise RuntimeError(f"the model's first step gave logits that are not finite ({engine.dtype})")
+    engine.runner.rest()
