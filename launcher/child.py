@@ -26,9 +26,21 @@ _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in the arguments: "death_fd", "ready_fd" (numbers of the two pipes), or a name in `values`."""
+    """A place in the arguments: a file descriptor of the child, or a name in `values`.
+
+    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd".
+    """
 
     name: str
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What every child shares with the supervisor: the read end of the pipe whose end tells it that we died,
+    and the file on whose bytes workers lend each other cores."""
+
+    death_fd: int
+    cores_fd: int
 
 
 class ChildFailed(Exception):
@@ -75,21 +87,19 @@ class Child:
         self._loop.add_reader(self._pidfd, self._reap)
 
     @classmethod
-    def start(cls, spec: ChildSpec, death_fd: int) -> "Child":
-        """Starts the process; `death_fd` is the read end of the pipe whose end tells it that we died.
-
-        Raises OSError when the program cannot be run.
-        """
+    def start(cls, spec: ChildSpec, inherited: Inherited) -> "Child":
+        """Starts the process. Raises OSError when the program cannot be run."""
         ready_read, ready_write = os.pipe()
         try:
-            names = {**spec.values, "death_fd": death_fd, "ready_fd": ready_write}
+            fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
+            names = {**spec.values, **fds}
             process = subprocess.Popen(
                 [part if isinstance(part, str) else str(names[part.name]) for part in spec.argv],
                 stdin=subprocess.DEVNULL if spec.stdin is None else subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **spec.env},
-                pass_fds=(death_fd, ready_write),
+                pass_fds=tuple(fds.values()),
                 # Its own group: Ctrl-C at a terminal must reach the supervisor alone, which then ends
                 # the others in order; a second signal would make them exit without draining.
                 process_group=0,

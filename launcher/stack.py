@@ -90,6 +90,9 @@ def parse_override(text: str) -> tuple[str, str, str]:
 def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
     """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
     plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    # Who says how many threads a worker has wants that many, and no others.
+    chosen = options.prefill_threads or options.decode_threads
+    homes = None if chosen else plan.homes(cores)
     gateway = _spec(
         "gateway",
         "gateway",
@@ -111,6 +114,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             shared,
             {
                 "threads": options.prefill_threads or threads,
+                **_share(homes and homes[0][index], cores),
                 "prefill-chunk": options.prefill_chunk,
                 "transport": options.transport,
                 "drain-s": DRAIN_S,
@@ -126,6 +130,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             shared,
             {
                 "threads": options.decode_threads or threads,
+                **_share(homes and homes[1][index], cores),
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
                 "transport": options.transport,
@@ -135,6 +140,13 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         for index, threads in enumerate(plan.decode)
     ]
     return [gateway, *decode, *prefill]
+
+
+def _share(home: range | None, cores: int) -> dict[str, object]:
+    """The flags by which a worker lends its idle cores and borrows those of others."""
+    if home is None:
+        return {}
+    return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
 
 
 def _spec(
@@ -161,7 +173,7 @@ def _spec(
         if value is True:
             argv.append(f"--{flag}")
         elif value is not None:
-            argv += [f"--{flag}", str(value)]
+            argv += [f"--{flag}", value if isinstance(value, Slot) else str(value)]
     for flag in ("grpc-port", "http-port", "ready-fd", "death-fd"):
         argv += [f"--{flag}", Slot(flag.replace("-", "_"))]
     return ChildSpec(

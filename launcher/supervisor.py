@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.child import Announcement, Child, ChildFailed, ChildSpec, describe
+from launcher.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
 from launcher.restart import RestartPolicy
 
 _KEPT_LINES = 40
@@ -104,7 +104,8 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         # Children inherit the read end alone: the write end closes with this process, however it ends.
-        self._death_read, self._death_write = os.pipe()
+        death_read, self._death_write = os.pipe()
+        self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
 
     async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
         """Starts processes at once and waits until all serve. Raises ChildFailed for the first that does not.
@@ -140,7 +141,7 @@ class Supervisor:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
             await _cancel(self._tasks)
-        for fd in (self._death_read, self._death_write):
+        for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
             os.close(fd)
 
     def kill(self) -> None:
@@ -189,7 +190,7 @@ class Supervisor:
         """One start, up to the ready line. Leaves no process behind when it raises."""
         born = time.monotonic()
         try:
-            child = kept.child = Child.start(kept.spec, self._death_read)
+            child = kept.child = Child.start(kept.spec, self._inherited)
         except OSError as error:
             raise ChildFailed(kept.spec.name, f"cannot be started: {error}") from error
         self._observe(Loading(kept.spec.name))

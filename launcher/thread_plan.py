@@ -1,5 +1,6 @@
 """How many compute threads each worker gets."""
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -10,6 +11,14 @@ class ThreadPlan:
 
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
+
+    def homes(self, cores: int) -> "tuple[tuple[range, ...], tuple[range, ...]] | None":
+        """Numbers of the home cores of each worker, to be lent between them; None when there are too few."""
+        ends = list(itertools.accumulate((*self.prefill, *self.decode)))
+        if ends[-1] > cores:
+            return None
+        homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+        return homes[: len(self.prefill)], homes[len(self.prefill) :]
 
 
 def usable_cores() -> int:

@@ -70,3 +70,15 @@ def test_an_override_reaches_its_role_only_and_wins() -> None:
 def test_refuses_an_override_that_is_none(text: str) -> None:
     with pytest.raises(BadOverride):
         parse_override(text)
+
+
+def test_workers_lend_cores_unless_somebody_says_how_many_threads_they_have() -> None:
+    made = specs(StackOptions(), cores=4)
+    assert [flag(made[name], "home-cores") for name in ("prefill-0", "decode-0")] == ["0,1", "2,3"]
+    assert {flag(made[name], "machine-cores") for name in ("prefill-0", "decode-0")} == {"4"}
+    assert flag(made["decode-0"], "cores-fd") == Slot("cores_fd")
+    assert flag(made["gateway"], "cores-fd") is None
+
+    fixed = specs(StackOptions(decode_threads=1), cores=4)
+    assert flag(fixed["prefill-0"], "cores-fd") is None
+    assert flag(fixed["decode-0"], "cores-fd") is None

@@ -21,3 +21,12 @@ def test_every_worker_has_a_thread_and_no_core_is_idle_or_shared_without_need(
     assert (len(plan.prefill), len(plan.decode)) == (prefill, decode)
     assert sum(shares) == max(cores, prefill + decode)
     assert max(shares) - min(shares) <= 1
+
+
+def test_every_worker_has_cores_of_its_own_to_lend() -> None:
+    assert ThreadPlan((1,), (1,)).homes(2) == ((range(1),), (range(1, 2),))
+    assert ThreadPlan((3,), (2, 2)).homes(7) == ((range(3),), (range(3, 5), range(5, 7)))
+
+
+def test_workers_that_outnumber_the_cores_lend_none() -> None:
+    assert ThreadPlan((1, 1), (1,)).homes(2) is None
