@@ -21,6 +21,7 @@ from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
 
 _SAMPLE_TOKENS = 32
+_FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe
 # The bar is drawn by a thread of this process: often enough to be watched, seldom enough not to be measured.
 _DRAWS_PER_SECOND = 2
 
@@ -111,11 +112,14 @@ def _tell(
     options: argparse.Namespace, results: Sequence[LoadResult], backend: str, model: str, dataset: Dataset
 ) -> None:
     console = Console()
-    console.print(report.table(results))
-    at = plot.find_knee(sorted(results, key=plot.load_size))
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    for table in report.tables(results):
+        console.print(table)
+    ordered = sorted(results, key=plot.load_size)
+    at = plot.find_knee(ordered)
     if at is not None:
-        knee = sorted(results, key=plot.load_size)[at]
-        console.print(f"knee (most throughput for its latency): {knee.load.label}")
+        console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
     for warning in report.warnings(results, shares_nothing=dataset.name in ("random", "azure")):
         Console(stderr=True).print(f"[yellow]{warning}[/yellow]", highlight=False)
     if options.output_file is not None:

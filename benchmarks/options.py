@@ -67,6 +67,8 @@ def loads(options: argparse.Namespace) -> tuple[Load, ...]:
     if None in rates and dataset_name(options) not in TRACES:
         raise BadOptions("--request-rate trace needs a trace, given by --dataset-path")
     limits: Sequence[int | None] = options.max_concurrency or [None]
+    if options.plot is not None and len(rates) > 1 and len(limits) > 1:
+        raise BadOptions("--plot has one axis: give several rates or several concurrencies, not both")
     if options.request_rate is None and options.max_concurrency is None and rates == [INFINITE]:
         limits = [1]
     return tuple(Load(rate, limit, options.burstiness) for rate, limit in itertools.product(rates, limits))

@@ -1,9 +1,10 @@
-"""What people read after a run: a table, and a warning for everything that makes a figure less worth."""
+"""What people read after a run: tables, and a warning for everything that makes a figure less worth."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rich import box
 from rich.table import Table
 
 from benchmarks.campaign import LoadResult
@@ -11,27 +12,35 @@ from benchmarks.measurement import Figures
 
 _CACHED_SHARE = 0.05  # of prompts that share nothing: more than a block or two by chance
 
+_LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2el"))
+_SERVER_TIMES = (
+    ("hand-over", "handover"),
+    ("KV transfer", "kv_transfer"),
+    ("queue", "server_queue"),
+    ("prefill", "server_prefill"),
+)
 
-def table(results: Sequence[LoadResult]) -> Table:
-    """One row a load: medians over the rounds, throughput with its spread."""
-    rounds = len(results[0].rounds) if results else 0
-    shown = Table(caption=f"median of {rounds} rounds (smallest–largest)" if rounds > 1 else None)
-    has = _columns(results)
-    shown.add_column("load")
-    shown.add_column("req/s", justify="right")
-    if "goodput" in has:
-        shown.add_column("goodput req/s", justify="right")
-    shown.add_column("out tok/s", justify="right")
-    shown.add_column("total tok/s", justify="right")
-    for name in ("TTFT", "ITL", "TPOT", "E2E"):
-        shown.add_column(f"{name} ms\np50 / p90 / p99", justify="right")
-    if "handover" in has:
-        shown.add_column("hand-over ms\np50 / p99", justify="right")
-        shown.add_column("KV transfer ms\np50 / p99", justify="right")
-    shown.add_column("failed", justify="right")
-    for result in results:
-        shown.add_row(*_row(result, has))
-    return shown
+
+def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
+    """Medians over the rounds, one row a load: rates, latencies, and what a Diptych server says of itself."""
+    medians = [one.medians() for one in results]
+    if not results:
+        return
+    rounds = len(results[0].rounds)
+    rates = _table("load", "req/s", "out tok/s", "total tok/s", "failed")
+    rates.title = "throughput" if rounds == 1 else f"throughput, median of {rounds} rounds (smallest–largest)"
+    with_goodput = any(one["request_goodput"] is not None for one in medians)
+    if with_goodput:
+        rates.add_column("goodput req/s", justify="right")
+    for result, figures in zip(results, medians, strict=True):
+        cells = [_with_spread(result, "request_throughput", 2), _with_spread(result, "output_throughput", 0)]
+        cells += [_number(figures["total_token_throughput"], 0), _number(figures["failed"], 0)]
+        goodput = [_with_spread(result, "request_goodput", 2)] if with_goodput else []
+        rates.add_row(result.load.label, *cells, *goodput)
+    yield rates
+    yield _latency_table("latency, ms: p50/p90/p99", results, medians, _LATENCIES)
+    if any(one.get("median_handover_ms") is not None for one in medians):
+        yield _latency_table("in the server, ms: p50/p90/p99", results, medians, _SERVER_TIMES)
 
 
 def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator[str]:
@@ -66,35 +75,42 @@ def _generator_warnings(result: LoadResult, figures: Figures) -> Iterator[str]:
         )
 
 
-def _row(result: LoadResult, has: set[str]) -> list[str]:
-    figures = result.medians()
-    row = [result.load.label, _number(figures["request_throughput"], 2)]
-    if "goodput" in has:
-        row.append(_number(figures["request_goodput"], 2))
-    row += [_with_spread(result, "output_throughput"), _number(figures["total_token_throughput"], 0)]
-    for name, digits in (("ttft", 1), ("itl", 2), ("tpot", 2), ("e2el", 0)):
-        row.append(_percentiles(figures, name, ("median", "p90", "p99"), digits))
-    if "handover" in has:
-        row += [_percentiles(figures, name, ("median", "p99"), 2) for name in ("handover", "kv_transfer")]
-    return [*row, _number(figures["failed"], 0)]
+def _latency_table(
+    title: str,
+    results: Sequence[LoadResult],
+    medians: Sequence[Figures],
+    lines: Sequence[tuple[str, str]],
+) -> Table:
+    made = _table("load", *(heading for heading, _ in lines))
+    made.title = title
+    for result, figures in zip(results, medians, strict=True):
+        made.add_row(result.load.label, *(_percentiles(figures, name) for _, name in lines))
+    return made
 
 
-def _columns(results: Sequence[LoadResult]) -> set[str]:
-    medians = [one.medians() for one in results]
-    optional = {"goodput": "request_goodput", "handover": "median_handover_ms"}
-    return {column for column, name in optional.items() if any(one.get(name) is not None for one in medians)}
+def _table(*headings: str) -> Table:
+    made = Table(box=box.SIMPLE, title_justify="left")
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return made
 
 
-def _with_spread(result: LoadResult, name: str) -> str:
-    middle = _number(result.medians()[name], 0)
-    if len(result.rounds) < 2:
+def _with_spread(result: LoadResult, name: str, digits: int) -> str:
+    middle = _number(result.medians()[name], digits)
+    if len(result.rounds) < 2 or name not in result.spread():
         return middle
     low, high = result.spread()[name]
-    return f"{middle} ({low:.0f}–{high:.0f})"
+    return f"{middle} ({low:.{digits}f}–{high:.{digits}f})"
 
 
-def _percentiles(figures: Figures, name: str, kinds: Sequence[str], digits: int) -> str:
-    return " / ".join(_number(figures.get(f"{kind}_{name}_ms"), digits) for kind in kinds)
+def _percentiles(figures: Figures, name: str) -> str:
+    values = [figures.get(f"{kind}_{name}_ms") for kind in ("median", "p90", "p99")]
+    return "/".join(_number(value, _digits(value or 0.0)) for value in values)
+
+
+def _digits(value: float) -> int:
+    """Decimals that keep three significant digits."""
+    return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
 def _number(value: float | None, digits: int) -> str:

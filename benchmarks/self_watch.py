@@ -18,7 +18,7 @@ from benchmarks.percentile import percentile
 
 Verdict = Literal["no", "busy", "starved"]
 
-_PERIOD_S = 0.010  # of the probe; 100 wake-ups a second cost about 0.2% of a core
+_PERIOD_S = 0.020  # of the probe; 50 wake-ups a second cost less than 1% of a core
 _BUSY_SHARE = 0.7  # of the loop's thread; above it, queueing in the generator itself shows
 _LATE_MS = 5.0  # at the 99th percentile: beyond a scheduler's slice on a machine with free cores
 

@@ -12,11 +12,12 @@ def answered(
     tokens: int | None = None,
     asked: int | None = None,
     prompt: int = 3,
+    cached: int = 0,
     server: ServerTimes | None = None,
 ) -> Outcome:
     count = len(arrivals) if tokens is None else tokens
     request = BenchRequest((1,) * prompt, count if asked is None else asked)
-    reply = Reply(tuple(arrivals), prompt, count, 0, "", server)
+    reply = Reply(tuple(arrivals), prompt, count, cached, "", server)
     return Outcome(request, sent, sent, arrivals[-1], reply)
 
 

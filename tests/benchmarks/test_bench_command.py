@@ -1,0 +1,89 @@
+"""The command itself, as a process, against real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.benchmarks import scripted_grpc, scripted_http
+from tests.benchmarks.scripted_grpc import ScriptedService
+from tests.benchmarks.scripted_http import ScriptedHttp
+from tests.benchmarks.test_traces import MOONCAKE
+
+ROOT = Path(__file__).parents[2]
+
+
+async def bench(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "launcher", "bench", *arguments,
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), 120)
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def test_measures_diptych_at_several_loads(tmp_path: Path) -> None:
+    service = ScriptedService(ttft=0.02, itl=0.005)
+    json_file, png = tmp_path / "out.json", tmp_path / "out.png"
+    async with scripted_grpc.serving(service) as address:
+        status, out, err = await bench(
+            "--address", address, "--max-concurrency", "1,4", "--rounds", "2", "--num-prompts", "4",
+            "--random-input-len", "10", "--random-output-len", "5", "--goodput", "ttft:5000", "tpot:5000",
+            "--output-file", str(json_file), "--plot", str(png), "--check-text", "--expect", " a a",
+        )  # fmt: skip
+    assert (status, "Traceback" in err) == (0, False)
+    assert "hand-over" in out
+    assert "C=4" in out
+    assert service.most_running == 4
+    one, four = json.loads(json_file.read_text())
+    assert (one["max_concurrency"], four["max_concurrency"]) == (1, 4)
+    assert one["completed"] == four["completed"] == 4
+    assert one["total_output_tokens"] == 20
+    assert one["request_goodput"] == one["request_throughput"]
+    assert one["median_ttft_ms"] >= 19
+    assert len(service.seen) == 1 + 2 + 2 * 2 * 4  # the text check, the warm-up, and what is measured
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_replays_a_trace_over_http(tmp_path: Path) -> None:
+    script = ScriptedHttp()
+    json_file = tmp_path / "out.json"
+    async with scripted_http.serving(script) as url:
+        status, _, err = await bench(
+            "--base-url", url, "--dataset-path", str(MOONCAKE), "--num-prompts", "12", "--time-scale", "0.01",
+            "--length-scale", "0.01", "--output-file", str(json_file), "--save-detailed",
+        )  # fmt: skip
+    assert (status, "Traceback" in err) == (0, False)
+    [result] = json.loads(json_file.read_text())
+    assert (result["dataset_name"], result["request_rate"], result["completed"]) == ("mooncake", "trace", 12)
+    asked = [body["prompt"] for path, body in script.seen if path == "/v1/completions"][2:]
+    assert len({tuple(prompt[:5]) for prompt in asked}) < 12  # block 0 is common to the conversations
+
+
+async def test_a_wrong_answer_is_a_failure() -> None:
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        status, _, err = await bench("--address", address, "--check-text", "--expect", "Paris")
+    assert status == 1
+    assert "'Paris'" in err
+
+
+async def test_failures_are_named_and_no_answer_at_all_is_one() -> None:
+    async with scripted_http.serving(ScriptedHttp(status=503)) as url:
+        status, _, err = await bench("--base-url", url, "--num-warmups", "0", "--num-prompts", "3")
+    assert status == 1
+    assert "HTTP 503" in err
+
+
+async def test_a_server_that_is_not_there_costs_one_line() -> None:
+    status, _, err = await bench("--address", "127.0.0.1:1")
+    assert status == 1
+    assert len(err.splitlines()) == 1
+    assert "127.0.0.1:1" in err
+
+
+async def test_wrong_flags_are_told_in_a_line() -> None:
+    status, _, err = await bench("--base-url", "http://127.0.0.1:1", "--dataset-path", "/nowhere.csv")
+    assert status == 2
+    assert "/nowhere.csv" in err.splitlines()[-1]

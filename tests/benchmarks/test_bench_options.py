@@ -1,0 +1,89 @@
+from pathlib import Path
+
+import pytest
+
+from benchmarks import options as flags
+from benchmarks.datasets import BadDataset
+from benchmarks.datasets.choose import choose_dataset
+from benchmarks.load import INFINITE, Load
+from tests.benchmarks.test_traces import AZURE, MOONCAKE
+
+
+def loads(*argv: str) -> list[tuple[float | None, int | None]]:
+    return [(one.request_rate, one.max_concurrency) for one in flags.loads(flags.parser().parse_args(argv))]
+
+
+def test_makes_loads_of_rates_and_concurrencies() -> None:
+    assert loads() == [(INFINITE, 1)]
+    assert loads("--max-concurrency", "1,8") == [(INFINITE, 1), (INFINITE, 8)]
+    assert loads("--request-rate", "0.5,inf") == [(0.5, None), (INFINITE, None)]
+    both = loads("--request-rate", "1,2", "--max-concurrency", "4,8")
+    assert both == [(1.0, 4), (1.0, 8), (2.0, 4), (2.0, 8)]
+
+
+def test_replays_a_trace_unless_a_load_is_given() -> None:
+    path = f"--dataset-path={AZURE}"
+    assert loads(path) == [(None, None)]
+    assert loads(path, "--max-concurrency=8") == [(INFINITE, 8)]
+    assert loads(path, "--request-rate=trace", "--max-concurrency=8") == [(None, 8)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        ([], "random"),
+        (["--shared-prefix-len=64"], "shared-prefix"),
+        ([f"--dataset-path={AZURE}"], "azure"),
+        ([f"--dataset-path={MOONCAKE}"], "mooncake"),
+        (["--dataset-path=x.txt"], "prompts"),
+    ],
+)
+def test_tells_datasets_by_their_files(argv: list[str], name: str) -> None:
+    options = flags.parser().parse_args(argv)
+    assert flags.dataset_name(options) == name
+    assert flags.ignores_eos(options) is (name != "prompts")
+    if name != "prompts":
+        assert choose_dataset(name, options).name == name
+
+
+def test_json_lines_of_prompts_are_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "Hello"}\n')
+    options = flags.parser().parse_args([f"--dataset-path={path}"])
+    assert flags.dataset_name(options) == "prompts"
+    assert [one.prompt for one in choose_dataset("prompts", options).requests(1, 0)] == ["Hello"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--request-rate=trace"], ["--goodput", "ttft"],
+     ["--plot=x.png", "--request-rate=1,2", "--max-concurrency=1,2"]],
+)  # fmt: skip
+def test_refuses_what_does_not_fit_together(argv: list[str]) -> None:
+    with pytest.raises(flags.BadOptions):
+        flags.plan(flags.parser().parse_args(argv))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--max-concurrency=0", "--max-concurrency=a", "--request-rate=0", "--request-rate=-1", "--rounds=0",
+     "--burstiness=0", "--time-scale=0", "--length-scale=inf", "--random-range-ratio=1", "--token-ids=9:3",
+     "--extra-body=[1]", "--extra-body={", "--request-timeout=nan", "--nonsense=1"],
+)  # fmt: skip
+def test_refuses_impossible_values(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        flags.parser().parse_args([flag])
+    assert caught.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_dataset_that_is_a_file_needs_one() -> None:
+    options = flags.parser().parse_args(["--dataset-name=azure"])
+    with pytest.raises(BadDataset, match="--dataset-path"):
+        choose_dataset("azure", options)
+
+
+def test_loads_have_labels() -> None:
+    cases = [Load(max_concurrency=8), Load(2.5), Load(2.0, 8), Load(None), Load()]
+    labels = ["C=8", "2.5 req/s", "2 req/s, C≤8", "trace", "inf req/s"]
+    assert [load.label for load in cases] == labels

@@ -1,0 +1,100 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.campaign import LoadResult, Plan, run_campaign
+from benchmarks.datasets.synthetic import RandomLengths
+from benchmarks.load import INFINITE, Load
+from benchmarks.measurement import Measured
+from benchmarks.request import BenchRequest, Reply, RequestFailed
+
+ONE, TWO = Load(max_concurrency=1), Load(max_concurrency=2)
+DATASET = RandomLengths(4, 1)
+
+
+class Recorder:
+    name = "recorder"
+
+    def __init__(self, fails: bool = False) -> None:
+        self.prompts: list[object] = []
+        self.fails = fails
+
+    async def model(self) -> str:
+        return "none"
+
+    async def close(self) -> None:
+        pass
+
+    async def send(self, request: BenchRequest) -> Reply:
+        self.prompts.append(request.prompt)
+        await asyncio.sleep(0)
+        if self.fails:
+            raise RequestFailed("BROKEN", "as told")
+        return Reply((asyncio.get_running_loop().time(),), 4, 1, 0, "")
+
+
+def planned(loads: Sequence[Load], rounds: int = 1, prompts: int | None = 3, warmups: int = 2) -> Plan:
+    return Plan(tuple(loads), rounds, prompts, warmups, seed=1, level=None, exact_lengths=True)
+
+
+def result(*values: float | None, failed: Sequence[float] = ()) -> LoadResult:
+    rounds = [Measured({"x": value}, {}, "no") for value in values]
+    rounds += [Measured({"failed": count}, {"A": int(count)}, "starved") for count in failed]
+    return LoadResult(ONE, 1, rounds)
+
+
+async def test_interleaves_rounds_after_a_warm_up() -> None:
+    backend, order = Recorder(), []
+    results = await run_campaign(
+        backend,
+        DATASET,
+        planned([ONE, TWO], rounds=3),
+        lambda number, load: order.append((number, load, len(backend.prompts))),
+        lambda: None,
+    )
+    turns = [(number, load) for number in range(3) for load in (ONE, TWO)]
+    assert order == [(*turn, 2 + 3 * position) for position, turn in enumerate(turns)]
+    assert [len(one.rounds) for one in results] == [3, 3]
+
+
+async def test_no_prompt_comes_twice_in_any_load_or_round() -> None:
+    backend = Recorder()
+    await run_campaign(backend, DATASET, planned([ONE, TWO], 4), lambda number, load: None, lambda: None)
+    assert len(set(backend.prompts)) == len(backend.prompts) == 2 + 4 * 2 * 3
+
+
+async def test_the_same_seed_asks_the_same() -> None:
+    asked = []
+    for _ in range(2):
+        backend = Recorder()
+        await run_campaign(backend, DATASET, planned([TWO], 2), lambda number, load: None, lambda: None)
+        asked.append(sorted(map(str, backend.prompts)))
+    assert asked[0] == asked[1]
+
+
+async def test_stops_before_it_measures_a_server_that_answers_nothing() -> None:
+    with pytest.raises(RequestFailed, match="BROKEN"):
+        await run_campaign(Recorder(True), DATASET, planned([ONE]), lambda number, load: None, lambda: None)
+
+
+def test_takes_medians_and_spreads_over_rounds() -> None:
+    assert result(5.0, None, 1.0, 3.0).medians() == {"x": 3.0}
+    assert result(5.0, None, 1.0, 3.0).spread() == {"x": (1.0, 5.0)}
+    assert result(None).medians() == {"x": None}
+
+
+def test_no_failure_hides_behind_a_median() -> None:
+    some = result(failed=[0, 2, 0])
+    assert some.medians() == {"failed": 2}
+    assert some.errors() == {"A": 2}
+    assert some.bottleneck() == "starved"
+
+
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [(Load(max_concurrency=16), 64), (ONE, 8), (Load(3.0), 60), (Load(INFINITE), 8), (Load(None), 200)],
+)
+def test_sends_enough_when_no_number_is_given(load: Load, count: int) -> None:
+    assert planned([load], prompts=None).prompts_of(load, DATASET) == count
+    assert planned([load], prompts=7).prompts_of(load, DATASET) == 7

@@ -1,0 +1,123 @@
+"""The table, the warnings, the file and the picture, of runs whose figures are known."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import report, result_file
+from benchmarks.campaign import LoadResult
+from benchmarks.drive import Run
+from benchmarks.goodput import ServiceLevel
+from benchmarks.load import Load
+from benchmarks.measurement import measure
+from benchmarks.plot import find_knee, save_plot
+from benchmarks.request import Outcome, ServerTimes
+from benchmarks.self_watch import Strain
+from tests.benchmarks.outcomes import answered, failed
+
+CALM = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=0.1, lag_p99_ms=0.5, lag_max_ms=1.0)
+BUSY = Strain(cpu_share=0.95, loop_share=0.9, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
+STARVED = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
+SERVER = ServerTimes(queue=0.001, prefill=0.040, handover=0.0042, kv_transfer=0.002)
+DESCRIBED = result_file.RunDescription("diptych", "m", "random", "mine", 0, {"rounds": 2})
+
+
+def one_load(
+    load: Load, rounds: Sequence[Sequence[Outcome]], strain: Strain = CALM, level: ServiceLevel | None = None
+) -> LoadResult:
+    runs = [Run(tuple(outcomes), 2.0, strain) for outcomes in rounds]
+    return LoadResult(load, 4, [measure(one, level, exact_lengths=True) for one in runs], runs)
+
+
+def at(clients: int, latency: float, count: int) -> LoadResult:
+    return one_load(Load(max_concurrency=clients), [[answered([latency / 2, latency])] * count] * 2)
+
+
+def shown(results: Sequence[LoadResult]) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    for table in report.tables(results):
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_has_medians_and_the_spread_of_rounds() -> None:
+    rounds = [[answered([0.1, 0.2])] * count for count in (2, 4, 6)]
+    text = shown([one_load(Load(max_concurrency=4), rounds)])
+    assert "C=4" in text
+    assert "4 (2–6)" in text  # output tokens/s: 4, 8 and 12 tokens in 2 s
+    assert "median of 3 rounds" in text
+    assert "100/100/100" in text
+    assert "goodput" not in text
+    assert "hand-over" not in text
+
+
+def test_the_table_has_columns_for_what_was_asked_and_what_the_server_tells() -> None:
+    outcomes = [answered([0.1, 0.2], server=SERVER)]
+    text = shown([one_load(Load(max_concurrency=4), [outcomes], level=ServiceLevel(ttft=500))])
+    assert "goodput" in text
+    assert "4.20/4.20/4.20" in text
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    text = shown([one_load(Load(2.5), [[answered([0.4, 2.4], server=SERVER)] * 3])])
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+def warned(result: LoadResult, *, shares_nothing: bool = True) -> str:
+    return "\n".join(report.warnings([result], shares_nothing=shares_nothing))
+
+
+def test_warns_of_everything_that_makes_a_figure_less_worth() -> None:
+    load = Load(max_concurrency=1)
+    assert warned(one_load(load, [[answered([1.0])]])) == ""
+    assert "1 requests failed with QUEUE_FULL" in warned(one_load(load, [[failed("QUEUE_FULL")]]))
+    assert "1 answers were shorter" in warned(one_load(load, [[answered([1.0], asked=2)]]))
+    assert "THE GENERATOR WAS THE BOTTLENECK" in warned(one_load(load, [[answered([1.0])]], BUSY))
+    assert "waited for a core" in warned(one_load(load, [[answered([1.0])]], STARVED))
+
+
+def test_warns_of_a_cache_that_knew_the_prompts() -> None:
+    cached = answered([1.0], cached=2)
+    assert "prefix cache" in warned(one_load(Load(max_concurrency=1), [[cached]]))
+    assert warned(one_load(Load(max_concurrency=1), [[cached]]), shares_nothing=False) == ""
+
+
+def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
+    rounds = [[answered([0.1, 0.2]), failed("A")]] * 2
+    results = [one_load(Load(float("inf"), 4), rounds), one_load(Load(None), [[failed("A")]])]
+    path = tmp_path / "new" / "out.json"
+    result_file.write(path, result_file.as_objects(results, DESCRIBED, detailed=True))
+    first, second = json.loads(path.read_text())
+    vllm = """date backend label model_id num_prompts request_rate burstiness max_concurrency duration
+        completed failed total_input_tokens total_output_tokens request_throughput request_goodput
+        output_throughput total_token_throughput mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms
+        std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms
+        std_e2el_ms p99_e2el_ms max_concurrent_requests input_lens output_lens ttfts itls start_times
+        generated_texts errors""".split()  # noqa: SIM905 (forty quoted words would hide the list)
+    sglang = ["dataset_name", "input_throughput", "concurrency", "mean_e2e_latency_ms", "p99_e2e_latency_ms"]
+    assert set(vllm + sglang) <= first.keys()
+    assert first["request_rate"] == "inf"
+    assert first["spread"]["median_ttft_ms"] == pytest.approx([100, 100])
+    assert first["errors_by_code"] == {"A": 2}
+    assert first["ttfts"] == pytest.approx([0.1, 0.0, 0.1, 0.0])
+    assert second["median_ttft_ms"] is None
+    assert second["request_rate"] == "trace"
+
+
+def test_the_plot_is_a_picture_and_marks_the_knee(tmp_path: Path) -> None:
+    results = [at(1, 1.0, 10), at(4, 1.1, 40), at(16, 4.0, 44), at(64, 16.0, 44)]
+    assert find_knee(results) == 1
+    path = tmp_path / "plot.png"
+    save_plot(path, [results[2], results[0], results[3], results[1]], "title")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def test_the_plot_copes_with_a_load_that_failed(tmp_path: Path) -> None:
+    save_plot(tmp_path / "plot.png", [at(1, 1.0, 5), one_load(Load(max_concurrency=8), [[failed("A")]])], "t")
+    save_plot(tmp_path / "plot.png", [one_load(Load(None), [[failed("A")]])], "t")
