@@ -16,7 +16,7 @@ class WorkerSettings(ProgramSettings):
     cores_fd: int | None = Field(
         None, description="file on whose bytes the workers of this machine lend each other cores"
     )
-    home_cores: Annotated[str, Field(pattern=r"\A(\d+(,\d+)*)?\Z")] = Field(
+    home_cores: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = Field(
         "", description="with cores-fd: numbers of the cores that are this worker's, as in 0,1"
     )
     machine_cores: Annotated[int, Field(ge=0)] = Field(
