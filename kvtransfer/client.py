@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer.errors import HandoffRefused
+from kvtransfer.errors import HandoffRefused, PeerReplaced
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.lease import Lease, LeaseTimes, Verdict
 from kvtransfer.messages import Key, WriterId
@@ -27,8 +26,9 @@ from kvtransfer.wire import Request, Response
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
-_RELINKS = 3
 _RELINK_PAUSE_S = 0.2
+_UNMAP_AFTER_S = 1.0
+_RELINK_FOR_S = 120.0
 
 
 class HandoffClient:
@@ -75,8 +75,12 @@ class HandoffClient:
             return peer
         async with self._connecting.setdefault(address, asyncio.Lock()):
             peer = self._peers.get(address)
-            if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
-                return peer
+            if peer is not None and peer.linked:
+                if peer.incarnation == expected_incarnation:
+                    return peer
+                # A late request for the process that was here before. A second hello from us would end the
+                # good link, and with it all that is on its way there.
+                raise PeerReplaced
             return await self._link(address, expected_incarnation)
 
     async def close(self) -> None:
@@ -96,7 +100,7 @@ class HandoffClient:
         link = await PeerLink.connect(address, self._me, self._fingerprint, self._transports)
         try:
             if link.welcome.incarnation != expected_incarnation:
-                raise HandoffRefused(_PEER_LOST, "another decode process has this address now")
+                raise PeerReplaced
             peer = await self._known(address, expected_incarnation)
             await self._attach(peer, link)
         except BaseException:
@@ -157,16 +161,24 @@ class HandoffClient:
         self._on_peer_lost(peer.address, keys)
 
     async def _relink(self, peer: Peer) -> None:
-        """Come back at once if the process lives, to say what was stopped; else let go of its memory.
+        """Come back if the process lives, to say what was stopped; soon let go of its memory.
 
-        A decode worker that hears nothing of blocks that we might write kills this process.
+        A decode worker that hears nothing of blocks that we might write kills this process: one that was
+        only stopped, or cut off for a while, has to find us at its door when it goes on.
         """
-        for _ in range(_RELINKS):
+        lost_at = time.monotonic()
+        while (gone_for := time.monotonic() - lost_at) < _RELINK_FOR_S:
             if self._peers.get(peer.address) is not peer:
                 return  # another process has its address and its place here
-            with contextlib.suppress(HandoffRefused):
+            try:
                 await self.peer(peer.address, peer.incarnation)
                 return
+            except PeerReplaced:
+                break
+            except HandoffRefused:
+                pass  # not yet, or never again
+            if gone_for > _UNMAP_AFTER_S and not peer.linked:
+                peer.release()
             await asyncio.sleep(_RELINK_PAUSE_S)
         if self._peers.get(peer.address) is peer and not peer.linked:
             del self._peers[peer.address]

@@ -2,7 +2,9 @@
 
 HandoffError
 ├── HandoffRefused   the two workers cannot work together (or not now)
+│   └── PeerReplaced    another process has the address: the one that was meant is gone
 ├── GrantRefused     this attempt gets no blocks
+│   └── AttemptOver     nobody wants them any more, and the decode worker has told the gateway why
 └── PeerLost         the link broke; whatever was granted is void
 """
 
@@ -25,8 +27,28 @@ class HandoffRefused(HandoffError):
     """No link to this decode worker: not reachable, restarted, draining or incompatible."""
 
 
+class PeerReplaced(HandoffRefused):
+    """Another decode process answers at this address."""
+
+    def __init__(self) -> None:
+        reason = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
+        super().__init__(reason, "another decode process has this address now")
+
+
 class GrantRefused(HandoffError):
-    """The decode worker denied the ask, or took the blocks back before they were used."""
+    """The decode worker denied the ask."""
+
+
+class AttemptOver(GrantRefused):
+    """The attempt ended at the decode worker before its blocks were used.
+
+    It was cancelled, preempted or late, and the gateway hears that from there: a second voice, which calls
+    it a failed hand-over, might arrive first and count against the request.
+    """
+
+    def __init__(self) -> None:
+        reason = work_pb2.FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
+        super().__init__(reason, "the attempt is over at the decode worker")
 
 
 class PeerLost(HandoffError):

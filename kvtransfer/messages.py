@@ -56,11 +56,14 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class SendDenied:
-    """Tell the writer that its ask will not be granted; `reason` is a FailureReason of the protocol."""
+    """Tell the writer that its ask will not be granted; `reason` is a FailureReason of the protocol.
+
+    None: the attempt ended here, and who attached it knows why.
+    """
 
     writer: WriterId
     key: Key
-    reason: int
+    reason: int | None
     message: str
 
 
@@ -165,10 +168,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An ask is over without blocks."""
+    """An ask is over without blocks; no `reason` when the attempt ended at the decode worker."""
 
     key: Key
-    reason: int
+    reason: int | None
     message: str
 
 

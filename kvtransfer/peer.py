@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from diptych.worker.v1 import work_pb2
 from engine.kv_memory import KVMemory
 from kvtransfer.action_pump import ActionPump
-from kvtransfer.errors import GrantRefused, PeerLost
+from kvtransfer.errors import AttemptOver, GrantRefused, PeerLost
 from kvtransfer.messages import (
     GrantRef,
     Key,
@@ -31,8 +31,6 @@ from kvtransfer.scratch import Scratch, ScratchBlocks
 from kvtransfer.sender import Sender
 from kvtransfer.transports.base import PushChannel
 from kvtransfer.wire import Response, key_of, ref_of, request_of
-
-_REVOKED = work_pb2.FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +114,7 @@ class Peer:
             self._pump.run(self._sender.ask(key))
             offer = await offered
             if not self._sender.take(key):
-                raise (GrantRefused(_REVOKED, "the blocks were taken back") if self.linked else PeerLost())
+                raise (AttemptOver() if self.linked else PeerLost())
         except BaseException:
             self._pump.run(self._sender.withdraw(key))
             if blocks is not None and self._scratch is not None:
@@ -259,11 +257,10 @@ class Peer:
                 self._pump.run(self._sender.granted(ref, grant.block_ids, grant.cached_tokens))
             case "denied":
                 denied = response.denied
-                key, failure = key_of(denied.id), denied.failure
-                self._pump.run(self._sender.denied(key, failure.reason, failure.message))
+                reason = denied.failure.reason if denied.HasField("failure") else None
+                self._pump.run(self._sender.denied(key_of(denied.id), reason, denied.failure.message))
             case "abort":
-                ref = ref_of(response.abort.grant)
-                self._pump.run(self._sender.abort(ref, _REVOKED, "the blocks were taken back"))
+                self._pump.run(self._sender.abort(ref_of(response.abort.grant)))
             case _:
                 pass  # heartbeats are the client's; the rest is from a newer peer
 
@@ -274,7 +271,7 @@ class Peer:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(action)
             case Refused(key, reason, message):
-                self._refuse(key, GrantRefused(reason, message))
+                self._refuse(key, AttemptOver() if reason is None else GrantRefused(reason, message))
             case Revoked(ref):
                 self._on_abort(ref.key)
             case Lost(asking, writing):

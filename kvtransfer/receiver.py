@@ -337,8 +337,7 @@ class Receiver:
         if attempt.phase is Phase.GRANTED:
             actions.append(SendAbort(attempt.asker, attempt.held.ref))
         elif attempt.phase in (Phase.EARLY, Phase.WAITING):
-            reason = FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
-            actions.append(SendDenied(attempt.asker, attempt.key, reason, message))
+            actions.append(SendDenied(attempt.asker, attempt.key, None, message))
         self._fail(attempt, FailureReason.FAILURE_REASON_UNSPECIFIED, message)
         return actions + self.blocks_freed()
 

@@ -157,7 +157,7 @@ class Sender:
         attempt.move(Phase.OFFERED)
         return [Offer(ref, tuple(block_ids), cached_tokens)]
 
-    def denied(self, key: Key, reason: int, message: str) -> list[SenderAction]:
+    def denied(self, key: Key, reason: int | None, message: str) -> list[SenderAction]:
         """The ask was refused."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.phase is not Phase.ASKED:
@@ -165,14 +165,14 @@ class Sender:
         self._forget(attempt)
         return [Refused(key, reason, message)]
 
-    def abort(self, ref: GrantRef, reason: int, message: str) -> list[SenderAction]:
-        """The decode worker wants the blocks back; an owner who did not take them yet hears `reason`."""
+    def abort(self, ref: GrantRef) -> list[SenderAction]:
+        """The decode worker wants the blocks back; an owner who did not take them yet is refused them."""
         attempt = self._find(ref)
         if attempt is None:
             return [SendStopped(ref)]
         if attempt.phase is Phase.OFFERED:
             self._forget(attempt)
-            return [SendStopped(ref), Refused(ref.key, reason, message)]
+            return [SendStopped(ref), Refused(ref.key, None, "the blocks were taken back")]
         if attempt.phase is Phase.WRITING:
             attempt.move(Phase.REVOKED)
             return [Revoked(ref)]

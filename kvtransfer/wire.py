@@ -55,8 +55,8 @@ def response_of(action: SendGrant | SendDenied | SendAbort) -> Response:
                 grant=handoff_pb2.Grant(grant=grant_id(ref), block_ids=block_ids, cached_tokens=cached_tokens)
             )
         case SendDenied(_, key, reason, message):
-            denied = handoff_pb2.GrantDenied(id=attempt_id(key), failure=failure(reason, message))
-            return Response(denied=denied)
+            why = None if reason is None else failure(reason, message)
+            return Response(denied=handoff_pb2.GrantDenied(id=attempt_id(key), failure=why))
         case SendAbort(_, ref):
             return Response(abort=handoff_pb2.Abort(grant=grant_id(ref)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diptych.worker.v1 import work_pb2
 from kvtransfer.client import HandoffClient
-from kvtransfer.errors import HandoffError
+from kvtransfer.errors import AttemptOver, HandoffError
 from kvtransfer.peer import Granted, Peer
 from prefill_worker.request import PrefillRequest, Stop
 from runtime.block_hash import block_keys
@@ -34,6 +34,8 @@ async def hand_over(
         granted = await _ask(peer, request, block_size)
         on_granted(granted)
         stop = await _follow(peer, granted, request)
+    except AttemptOver:
+        return Outcome()
     except HandoffError as error:
         return Outcome(failure=error.failure)
     return Outcome(committed=True) if stop is None else Outcome(failure=stop.failure)

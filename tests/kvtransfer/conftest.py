@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -57,7 +58,15 @@ class DecodeEnd:
     ready: list[Ready] = field(default_factory=list)
     failed: list[tuple[Key, int, str]] = field(default_factory=list)
     server: HandoffServer = field(init=False)
+    grpc: grpc.aio.Server = field(init=False)
     address: str = ""
+
+    async def listen(self, port: int = 0) -> None:
+        """Serve on a new gRPC server."""
+        self.grpc = make_server(internal=True)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.server.servicer, self.grpc)
+        self.address = f"127.0.0.1:{bind(self.grpc, '127.0.0.1', port, False)}"
+        await self.grpc.start()
 
     def expect(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> Key:
         key = (request, 1)
@@ -149,14 +158,11 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             patience=patience,
         )
         await end.server.start()
-        grpc_server = make_server(internal=True)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(end.server.servicer, grpc_server)
-        end.address = f"127.0.0.1:{bind(grpc_server, '127.0.0.1', 0, False)}"
-        await grpc_server.start()
+        await end.listen()
 
         async def close() -> None:
             await end.server.close()
-            await grpc_server.stop(None)
+            await end.grpc.stop(None)
 
         closing.append(close)
         return end

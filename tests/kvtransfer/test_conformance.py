@@ -10,7 +10,8 @@ import torch
 import uvloop
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.errors import GrantRefused, HandoffRefused, PeerLost
+from kvtransfer.errors import AttemptOver, GrantRefused, HandoffRefused, PeerLost
+from kvtransfer.lease import LeaseTimes
 from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, until
 
 BLOCK = LAYOUT.block_size
@@ -130,7 +131,7 @@ async def test_cancel_returns_every_block(make_pair, transport, when):
         asking = asyncio.create_task(pair.grant("r", 10))
         await until(lambda: pair.decode.server.stats().waiting_asks == 1)
         pair.decode.server.cancel(("r", 1))
-        with pytest.raises(GrantRefused):
+        with pytest.raises(AttemptOver):
             await asking
         pair.decode.pool.release(taken)
     else:
@@ -249,6 +250,33 @@ async def test_a_restarted_decode_worker_is_another_peer(make_pair, transport):
     with pytest.raises(HandoffRefused):
         await pair.prefill.client.peer(pair.decode.address, INCARNATION + 1)
     assert (await pair.peer()).linked
+
+
+async def test_a_late_request_for_an_earlier_process_leaves_the_good_link_alone(make_pair, transport, times):
+    pair = await make_pair(transport)
+    granted = await pair.grant("r", 10)
+    with pytest.raises(HandoffRefused):
+        await pair.prefill.client.peer(pair.decode.address, INCARNATION - 1)
+    fill(granted, 10, 1)
+    assert await (await pair.peer()).commit(granted, 10, 1, times)
+    await until(lambda: len(pair.decode.ready) == 1)
+    assert pair.prefill.lost == []
+
+
+async def test_a_decode_worker_that_was_away_for_long_hears_what_was_stopped(make_pair):
+    """Else it would kill a healthy prefill worker, which had long left its blocks but could not say so."""
+    pair = await make_pair("shared_memory", lease_times=LeaseTimes(relink_grace_s=60.0))
+    granted = await pair.grant("r", 10)
+    peer, port = await pair.peer(), int(pair.decode.address.rpartition(":")[2])
+    await pair.decode.grpc.stop(None)
+    await until(lambda: [keys for _, keys in pair.prefill.lost] == [[("r", 1)]])
+    await peer.stop(granted)
+    await asyncio.sleep(2.0)
+    assert pair.decode.pool.quarantined() == 3
+    assert peer.memory is None, "a pool whose process may be dead is not kept for ever"
+    await pair.decode.listen(port)
+    await until(pair.decode.settled)
+    assert len((await pair.grant("again", 10)).block_table) == 3
 
 
 async def test_the_link_comes_back_and_what_was_stopped_is_said(make_pair, transport):

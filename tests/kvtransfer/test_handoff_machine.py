@@ -153,7 +153,7 @@ class Handoff(RuleBasedStateMachine):
             case SendDenied(_, key, reason, message):
                 self.send(process, process.sender.denied(key, reason, message))
             case SendAbort(_, ref):
-                self.send(process, process.sender.abort(ref, 2, "aborted"))
+                self.send(process, process.sender.abort(ref))
 
     def deliver_data(self, process: Process) -> None:
         ref, index = process.data.popleft()

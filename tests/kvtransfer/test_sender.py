@@ -44,22 +44,22 @@ def test_a_commit_ends_it():
 
 def test_an_abort_is_answered_when_the_owner_has_stopped():
     sender = writing()
-    assert sender.abort(REF, 2, "x") == [Revoked(REF)]
-    assert sender.abort(REF, 2, "x") == []
+    assert sender.abort(REF) == [Revoked(REF)]
+    assert sender.abort(REF) == []
     assert sender.push(REF, 0, 1) == []
     assert sender.stop(REF) == [SendStopped(REF)]
 
 
 def test_a_commit_of_a_revoked_grant_is_its_stop():
     sender = writing()
-    sender.abort(REF, 2, "x")
+    sender.abort(REF)
     assert sender.commit(REF, 6, 9) == (False, [SendStopped(REF)])
 
 
 def test_an_offer_that_nobody_took_goes_back_at_once():
     sender = asking()
     sender.granted(REF, [1, 2], 0)
-    assert sender.abort(REF, 2, "x") == [SendStopped(REF), Refused(KEY, 2, "x")]
+    assert sender.abort(REF) == [SendStopped(REF), Refused(KEY, None, "the blocks were taken back")]
     assert not sender.take(KEY)
 
 
@@ -70,7 +70,7 @@ def test_a_grant_that_crosses_a_withdrawal_goes_back():
 
 
 def test_a_grant_that_is_not_known_is_not_written():
-    assert Sender().abort(REF, 2, "x") == [SendStopped(REF)]
+    assert Sender().abort(REF) == [SendStopped(REF)]
 
 
 def test_a_lost_link_voids_everything_until_the_owner_stops():
@@ -78,7 +78,7 @@ def test_a_lost_link_voids_everything_until_the_owner_stops():
     sender.ask(("other", 1))
     assert sender.link_lost() == [Lost((("other", 1),), (REF,))]
     sender.link_up()
-    assert sender.abort(REF, 2, "x") == [], "still being written: no promise yet"
+    assert sender.abort(REF) == [], "still being written: no promise yet"
     assert sender.stop(REF) == [SendStopped(REF)]
 
 
@@ -87,7 +87,7 @@ def test_what_stopped_without_a_link_is_said_when_asked():
     sender.link_lost()
     assert sender.stop(REF) == []
     sender.link_up()
-    assert sender.abort(REF, 2, "x") == [SendStopped(REF)]
+    assert sender.abort(REF) == [SendStopped(REF)]
 
 
 def test_an_attempt_asks_once():
