@@ -80,8 +80,8 @@ def _backend(options: argparse.Namespace) -> Backend:
 async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:
     """A fast wrong answer is a failure: show one, and look for what was expected of it."""
     reply = await backend.send(BenchRequest(options.check_text, _SAMPLE_TOKENS))
-    console = Console()
-    console.print(f"{options.check_text}[bold]{reply.text}[/bold]" if console.is_terminal else reply.text)
+    # The model's words are text, not markup of a terminal.
+    Console().print(reply.text, markup=False, highlight=False, soft_wrap=True)
     if options.expect is not None and options.expect not in reply.text:
         print(f"diptych bench: the answer does not contain {options.expect!r}", file=sys.stderr)
         return False
@@ -121,7 +121,7 @@ def _tell(
     if at is not None:
         console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
     for warning in report.warnings(results, shares_nothing=dataset.name in ("random", "azure")):
-        Console(stderr=True).print(f"[yellow]{warning}[/yellow]", highlight=False)
+        Console(stderr=True).print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
     if options.output_file is not None:
         arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
         described = result_file.RunDescription(

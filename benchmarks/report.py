@@ -48,9 +48,9 @@ def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator
     for result in results:
         figures, label = result.medians(), result.load.label
         for code, count in result.errors().items():
-            yield f"{label}: {count} requests failed with {code}; e.g. {_example(result, code)}"
+            yield f"{label}: failed requests: {count} × {code}, e.g. {_example(result, code)}"
         if figures["short_outputs"]:
-            yield f"{label}: {figures['short_outputs']:.0f} answers were shorter than asked for"
+            yield f"{label}: answers shorter than asked for: {figures['short_outputs']:.0f}"
         cached, prompted = figures["total_cached_tokens"] or 0.0, figures["total_input_tokens"] or 0.0
         if shares_nothing and cached > _CACHED_SHARE * prompted:
             yield (

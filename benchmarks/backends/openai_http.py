@@ -114,14 +114,11 @@ class _Answer:
             if data == b"[DONE]":
                 self._finished = True
                 continue
-            try:
-                event = json.loads(data)
-            except ValueError:
-                raise RequestFailed("BAD_STREAM", f"not JSON: {data[:100]!r}") from None
-            if "error" in event:
+            event = _parsed(data)
+            if event.get("error"):
                 raise RequestFailed("STREAM_ERROR", json.dumps(event["error"])[:300])
             self._usage = event.get("usage") or self._usage
-            for choice in event.get("choices", ())[:1]:
+            for choice in (event.get("choices") or ())[:1]:
                 self._choice(choice, now)
 
     def reply(self, request: BenchRequest) -> Reply:
@@ -149,6 +146,16 @@ class _Answer:
             self._arrivals.append(now)
             self._texts.append(text)
         self._finished = self._finished or ended
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise RequestFailed("BAD_STREAM", f"no JSON object: {data[:100]!r}")
+    return event
 
 
 def _told(error: BaseException) -> str:

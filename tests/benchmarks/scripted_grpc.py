@@ -30,6 +30,7 @@ class ScriptedService(rpc.InferenceServiceServicer):
     ttft: float = 0.0
     itl: float = 0.0
     per_message: int = 1
+    word: str = " a"
     refuse_every: int | None = None
     break_after: int | None = None
     seen: list[pb.GenerateRequest] = field(default_factory=list)
@@ -58,7 +59,9 @@ class ScriptedService(rpc.InferenceServiceServicer):
                     await asyncio.sleep(self.itl)
                 count = min(self.per_message, request.stopping.max_tokens - sent)
                 sent += count
-                yield pb.GenerateResponse(outputs=[pb.OutputDelta(text=" a" * count, token_ids=[7] * count)])
+                yield pb.GenerateResponse(
+                    outputs=[pb.OutputDelta(text=self.word * count, token_ids=[7] * count)]
+                )
             yield self._last(request, sent)
         finally:
             self.running -= 1

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Reader = asyncio.StreamReader
+Writer = asyncio.StreamWriter
 
 
 @dataclass
@@ -17,7 +18,8 @@ class ScriptedHttp:
     """OpenAI's two endpoints with scripted timing, in the manner of vLLM (`usage` in a last event).
 
     `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
-    after so many tokens, `fail_after` sends an error event instead.
+    after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
+    completion.
     """
 
     ttft: float = 0.0
@@ -26,6 +28,7 @@ class ScriptedHttp:
     usage: bool = True
     vanish_after: int | None = None
     fail_after: int | None = None
+    garbage_after: int | None = None
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -69,6 +72,8 @@ class ScriptedHttp:
             if number == self.fail_after:
                 await _event(writer, {"error": {"message": "out of memory"}})
                 break
+            if number == self.garbage_after:
+                await _piece(writer, b"data: [1, 2]\n\n")
             if number:
                 await asyncio.sleep(self.itl)
             said = {"delta": {"content": " ä"}} if chat else {"text": " ä"}
@@ -77,7 +82,7 @@ class ScriptedHttp:
         await _event(writer, {"choices": [{**ending, "finish_reason": "length"}]})
         if self.usage:
             counts = {"prompt_tokens": 11, "completion_tokens": body["max_tokens"]}
-            counts["prompt_tokens_details"] = {"cached_tokens": 2}  # type: ignore[assignment]
+            counts["prompt_tokens_details"] = {"cached_tokens": 2}
             await _event(writer, {"choices": [], "usage": counts})
         await _piece(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")

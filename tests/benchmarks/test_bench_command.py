@@ -25,15 +25,16 @@ async def bench(*arguments: str) -> tuple[int, str, str]:
 
 
 async def test_measures_diptych_at_several_loads(tmp_path: Path) -> None:
-    service = ScriptedService(ttft=0.02, itl=0.005)
+    service = ScriptedService(ttft=0.02, itl=0.005, word=" [/b]")
     json_file, png = tmp_path / "out.json", tmp_path / "out.png"
     async with scripted_grpc.serving(service) as address:
         status, out, err = await bench(
             "--address", address, "--max-concurrency", "1,4", "--rounds", "2", "--num-prompts", "4",
             "--random-input-len", "10", "--random-output-len", "5", "--goodput", "ttft:5000", "tpot:5000",
-            "--output-file", str(json_file), "--plot", str(png), "--check-text", "--expect", " a a",
+            "--output-file", str(json_file), "--plot", str(png), "--check-text", "--expect", " [/b] [/b]",
         )  # fmt: skip
     assert (status, "Traceback" in err) == (0, False)
+    assert " [/b] [/b]" in out
     assert "hand-over" in out
     assert "C=4" in out
     assert service.most_running == 4

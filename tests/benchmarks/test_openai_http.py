@@ -63,6 +63,7 @@ async def test_counts_messages_where_the_server_gives_no_counts() -> None:
         (ScriptedHttp(vanish_after=3), "CONNECTION"),
         (ScriptedHttp(fail_after=3), "STREAM_ERROR"),
         (ScriptedHttp(fail_after=0), "STREAM_ERROR"),
+        (ScriptedHttp(garbage_after=2), "BAD_STREAM"),
     ],
 )
 async def test_counts_failures_by_code(script: ScriptedHttp, code: str) -> None:

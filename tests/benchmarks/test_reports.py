@@ -75,8 +75,8 @@ def warned(result: LoadResult, *, shares_nothing: bool = True) -> str:
 def test_warns_of_everything_that_makes_a_figure_less_worth() -> None:
     load = Load(max_concurrency=1)
     assert warned(one_load(load, [[answered([1.0])]])) == ""
-    assert "1 requests failed with QUEUE_FULL" in warned(one_load(load, [[failed("QUEUE_FULL")]]))
-    assert "1 answers were shorter" in warned(one_load(load, [[answered([1.0], asked=2)]]))
+    assert "1 × QUEUE_FULL" in warned(one_load(load, [[failed("QUEUE_FULL")]]))
+    assert "shorter than asked for: 1" in warned(one_load(load, [[answered([1.0], asked=2)]]))
     assert "THE GENERATOR WAS THE BOTTLENECK" in warned(one_load(load, [[answered([1.0])]], BUSY))
     assert "waited for a core" in warned(one_load(load, [[answered([1.0])]], STARVED))
 
@@ -93,12 +93,14 @@ def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.json"
     result_file.write(path, result_file.as_objects(results, DESCRIBED, detailed=True))
     first, second = json.loads(path.read_text())
-    vllm = """date backend label model_id num_prompts request_rate burstiness max_concurrency duration
+    vllm = """
+        date backend label model_id num_prompts request_rate burstiness max_concurrency duration
         completed failed total_input_tokens total_output_tokens request_throughput request_goodput
-        output_throughput total_token_throughput mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms
-        std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms median_e2el_ms
-        std_e2el_ms p99_e2el_ms max_concurrent_requests input_lens output_lens ttfts itls start_times
-        generated_texts errors""".split()  # noqa: SIM905 (forty quoted words would hide the list)
+        output_throughput total_token_throughput mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms
+        mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms
+        p99_itl_ms mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms max_concurrent_requests
+        input_lens output_lens ttfts itls start_times generated_texts errors
+    """.split()  # noqa: SIM905 (forty quoted words would hide the list)
     sglang = ["dataset_name", "input_throughput", "concurrency", "mean_e2e_latency_ms", "p99_e2e_latency_ms"]
     assert set(vllm + sglang) <= first.keys()
     assert first["request_rate"] == "inf"
