@@ -49,6 +49,8 @@ class Granted:
     ref: GrantRef
     scratch: ScratchBlocks | None
     """Set when the blocks are copied."""
+    keep: bool
+    """Whether the blocks in scratch may be used again, once they are complete."""
 
 
 @dataclass(slots=True)
@@ -94,9 +96,10 @@ class Peer:
 
     # -- what the prefill worker does
 
-    async def ask(self, key: Key, num_tokens: int, keys: Sequence[bytes]) -> Granted:
+    async def ask(self, key: Key, num_tokens: int, keys: Sequence[bytes], *, keep: bool = True) -> Granted:
         """Wait for blocks for `num_tokens` tokens; `keys` are those of their full blocks.
 
+        Where blocks are copied, `keep` lets those that were computed here enter the cache of this worker.
         Raises GrantRefused, PeerLost, or ValueError for an attempt that has asked before. Cancelling the
         call takes the ask back.
         """
@@ -122,7 +125,7 @@ class Peer:
             raise
         finally:
             del self._asks[key]
-        return self._granted(offer, blocks)
+        return self._granted(offer, blocks, keep)
 
     async def push(self, granted: Granted, upto_tokens: int) -> None:
         """The first `upto_tokens` tokens are computed: their full blocks may go. Returns at once."""
@@ -148,7 +151,7 @@ class Peer:
         times.kv_send.FromNanoseconds(int((time.monotonic() - started) * 1e9))
         committed, actions = self._sender.commit(ref, num_tokens, first_token, times)
         self._pump.run(actions)
-        self._give_back(granted, keep=committed)
+        self._give_back(granted, keep=committed and granted.keep)
         return committed
 
     async def stop(self, granted: Granted, failure: work_pb2.Failure | None = None) -> None:
@@ -215,7 +218,7 @@ class Peer:
 
     # -- inner workings
 
-    def _granted(self, offer: Offer, blocks: ScratchBlocks | None) -> Granted:
+    def _granted(self, offer: Offer, blocks: ScratchBlocks | None, keep: bool) -> Granted:
         memory = self.memory if self._scratch is None else self._scratch.memory
         if memory is None:
             raise RuntimeError("granted without memory")
@@ -228,6 +231,7 @@ class Peer:
             cached_tokens=offer.cached_tokens,
             ref=offer.ref,
             scratch=blocks,
+            keep=keep,
         )
 
     def _push(self, granted: Granted, upto_block: int) -> None:

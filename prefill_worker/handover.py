@@ -44,7 +44,7 @@ async def hand_over(
 async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> Granted:
     attempt = request.attempt
     keys = block_keys(attempt.cache_namespace, request.token_ids, block_size) if attempt.cache_read else []
-    return await peer.ask(request.key, len(request.token_ids), keys)
+    return await peer.ask(request.key, len(request.token_ids), keys, keep=attempt.cache_write)
 
 
 async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop | None:
