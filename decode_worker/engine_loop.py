@@ -189,6 +189,7 @@ class EngineLoop:
             self._wake.clear()
             batch = self._schedule()
             if not batch:
+                self._runner.rest()
                 await self._wake.wait()
                 continue
             abort = self._begin(batch)

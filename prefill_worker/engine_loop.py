@@ -156,6 +156,7 @@ class EngineLoop:
             self._ask()
             chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk)
             if not chunks:
+                self._runner.rest()
                 await self._wake.wait()
                 continue
             rows = [(self._requests[chunk.key], chunk) for chunk in chunks]
