@@ -46,7 +46,7 @@ struct TiledBf16 {
         _tile_zero(0);
         _tile_zero(1);
         for (int k = 0; k < depth; k += kDepth, weight += kDepth * kColumns) {
-            for (int line = 0; line < kDepth / 2; line++) fetch<4096>(weight + line * 2 * kColumns);
+            for (int line = 0; line < kDepth / 2; line++) fetch<8192, 2>(weight + line * 2 * kColumns);
             _tile_loadd(4, input + k, stride * sizeof(bf16));
             _tile_loadd(6, weight, 2 * kColumns * sizeof(bf16));
             _tile_loadd(7, weight + kColumns, 2 * kColumns * sizeof(bf16));
