@@ -7,6 +7,7 @@ from typing import cast
 
 from diptych.worker.v1 import decode_pb2, work_pb2
 from kvtransfer.messages import Key
+from kvtransfer.wire import attempt_id, key_of
 from runtime.outbox import Outbox
 
 
@@ -24,24 +25,24 @@ class GatewayStream:
 
         `times` goes with the first token of an attempt: the phases until then.
         """
-        tokens = self._step.tokens.add(id=_id(key), index=index, token_ids=[token_id])
+        tokens = self._step.tokens.add(id=attempt_id(key), index=index, token_ids=[token_id])
         if times is not None:
             tokens.cached_tokens = times.cached_tokens
             tokens.times.CopyFrom(times)
 
     def finished(self, key: Key, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes) -> None:
-        self._ended(decode_pb2.DecodeEnded(id=_id(key), finished=reason, times=times))
+        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), finished=reason, times=times))
 
     def preempted(self, key: Key, times: work_pb2.PhaseTimes) -> None:
-        self._ended(decode_pb2.DecodeEnded(id=_id(key), preempted=decode_pb2.Preempted(), times=times))
+        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), preempted=decode_pb2.Preempted(), times=times))
 
     def failed(self, key: Key, reason: int, message: str, times: work_pb2.PhaseTimes) -> None:
         failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
-        self._ended(decode_pb2.DecodeEnded(id=_id(key), failure=failure, times=times))
+        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), failure=failure, times=times))
 
     def _ended(self, ended: decode_pb2.DecodeEnded) -> None:
         self._step.ended.append(ended)
-        self.keys.discard((ended.id.request_id, ended.id.attempt))
+        self.keys.discard(key_of(ended.id))
 
     def flush(self) -> None:
         """Hand the step's batch to the writer, if there is anything in it."""
@@ -68,7 +69,3 @@ class GatewayStream:
                 yield decode_pb2.DecodeServiceLinkResponse(step=step)
             if beats := [message for message in batch if message.WhichOneof("message") == "heartbeat"]:
                 yield beats[-1]
-
-
-def _id(key: Key) -> work_pb2.AttemptId:
-    return work_pb2.AttemptId(request_id=key[0], attempt=key[1])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from kvtransfer.wire import key_of
 from worker.gateway_link import Context, GatewayLinks
 
 Request = decode_pb2.DecodeServiceLinkRequest
@@ -20,7 +21,7 @@ def gateway_links(loop: EngineLoop, hello: work_pb2.WorkerHello) -> GatewayLinks
             case "attach":
                 loop.attach(message.attach, gateway)
             case "cancel":
-                loop.cancel((message.cancel.id.request_id, message.cancel.id.attempt))
+                loop.cancel(key_of(message.cancel.id))
 
     greeting = decode_pb2.DecodeServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)

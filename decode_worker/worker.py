@@ -17,36 +17,27 @@ from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.ready import Beat
 from kvtransfer.server import HandoffServer
 from kvtransfer.transports import shared_memory, tcp
-from runtime.directory.publisher import DirectoryPublisher
-from runtime.directory.records import WorkerRecord
 from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
-from worker.engine import LoadedEngine, load_engine
-from worker.shell import Services, WorkerShell
+from worker.engine import LoadedEngine
+from worker.kind import WorkerKind
+from worker.program import serve_worker
+from worker.shell import WorkerShell
 
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; the process's exit status."""
-    telemetry = Telemetry.start("diptych-decode", settings.worker_id)
-    engine = await load_engine(settings)
-    worker = DecodeWorker(settings, engine, telemetry)
-    try:
-        return await worker.run(stop)
-    finally:
-        telemetry.stop()
+    return await serve_worker(settings, stop, DecodeWorker)
 
 
 class DecodeWorker:
     """Owns everything of one decode worker and wires it up; decides nothing itself."""
 
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
-        self._settings = settings
-        self._engine = engine
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
-        self._publisher: DirectoryPublisher | None = None
         memory = allocate_pool(engine.layout, settings.num_blocks(engine.layout.bytes_per_block))
         self._pool = BlockPool(memory.memory.num_blocks)
         self._loop = EngineLoop(
@@ -73,58 +64,39 @@ class DecodeWorker:
         self._loop.grants = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello)
+        self._shell = WorkerShell(settings, engine, self._kind())
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
 
     async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop`; the exit status."""
         await self._handoff.start()
-        services = Services(
-            names=(
-                decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name,
-                handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name,
+        try:
+            return await self._shell.run(stop)
+        finally:
+            await self._handoff.close()
+
+    def _kind(self) -> WorkerKind:
+        return WorkerKind(
+            role="decode",
+            loop=self._loop,
+            services=(
+                decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+                handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
             ),
-            add=self._add_services,
-        )
-        shell = WorkerShell(
-            self._settings,
-            self._loop,
-            services,
+            add_services=self._add_services,
             streams=self._gateways.streams,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
+            total_blocks=self._pool.total,
+            owned_keys=self._pool.cached_keys,
         )
-        try:
-            return await shell.run(stop, self._publish)
-        finally:
-            await self._handoff.close()
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self._gateways), server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._handoff.servicer, server)
-
-    def _publish(self, address: str) -> DirectoryPublisher:
-        engine, fingerprint = self._engine, self._engine.fingerprint
-        record = WorkerRecord(
-            worker_id=self._settings.worker_id,
-            role="decode",
-            address=address,
-            incarnation=incarnation(),
-            model_digest=fingerprint.model_digest,
-            model_name=self._settings.model_name or self._settings.model_path.stem,
-            dtype=fingerprint.dtype,
-            kv_dtype=fingerprint.kv_dtype,
-            kv_layout=fingerprint.kv_layout,
-            block_size=fingerprint.block_size,
-            max_context=engine.model.shape.max_context,
-            total_blocks=self._pool.total,
-            num_threads=engine.runner.threads,
-        )
-        self._publisher = DirectoryPublisher(
-            self._settings.redis_url, record, owned_keys=self._pool.cached_keys
-        )
-        return self._publisher
 
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(
@@ -139,8 +111,7 @@ class DecodeWorker:
         return 1 - self._pool.available() / self._pool.total
 
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
-        if self._publisher is not None:
-            self._publisher.prefix_changed(added, removed)
+        self._shell.prefix_changed(added, removed)
 
     def _ended(self, request: DecodeRequest, outcome: str) -> None:
         """Count and trace an attempt that is over."""

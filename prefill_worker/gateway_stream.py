@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from kvtransfer.messages import Key
+from kvtransfer.wire import attempt_id
 from runtime.outbox import Outbox
 
 
@@ -18,10 +19,10 @@ class GatewayStream:
         self._outbox: Outbox[prefill_pb2.PrefillServiceLinkResponse] = Outbox()
 
     def committed(self, key: Key) -> None:
-        self._ended(prefill_pb2.PrefillEnded(id=_id(key), committed=prefill_pb2.Committed()))
+        self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), committed=prefill_pb2.Committed()))
 
     def failed(self, key: Key, failure: work_pb2.Failure) -> None:
-        self._ended(prefill_pb2.PrefillEnded(id=_id(key), failure=failure))
+        self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), failure=failure))
 
     def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))
@@ -37,7 +38,3 @@ class GatewayStream:
         while batch := await self._outbox.take():
             for message in batch:
                 yield message
-
-
-def _id(key: Key) -> work_pb2.AttemptId:
-    return work_pb2.AttemptId(request_id=key[0], attempt=key[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
+from kvtransfer.wire import key_of
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
 from worker.gateway_link import Context, GatewayLinks
@@ -20,7 +21,7 @@ def gateway_links(loop: EngineLoop, hello: work_pb2.WorkerHello) -> GatewayLinks
             case "dispatch":
                 loop.dispatch(message.dispatch, gateway)
             case "cancel":
-                loop.cancel((message.cancel.id.request_id, message.cancel.id.attempt))
+                loop.cancel(key_of(message.cancel.id))
 
     greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)

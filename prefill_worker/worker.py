@@ -18,24 +18,18 @@ from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.request import PrefillRequest
 from prefill_worker.service import PrefillServicer, gateway_links
 from prefill_worker.spans import attempt_span
-from runtime.directory.publisher import DirectoryPublisher
-from runtime.directory.records import WorkerRecord
 from runtime.metrics import PrefillMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
-from worker.engine import LoadedEngine, load_engine
-from worker.shell import Services, WorkerShell
+from worker.engine import LoadedEngine
+from worker.kind import WorkerKind
+from worker.program import serve_worker
+from worker.shell import WorkerShell
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
     """Load the model, serve until `stop`, drain; the process's exit status."""
-    telemetry = Telemetry.start("diptych-prefill", settings.worker_id)
-    engine = await load_engine(settings)
-    worker = PrefillWorker(settings, engine, telemetry)
-    try:
-        return await worker.run(stop)
-    finally:
-        telemetry.stop()
+    return await serve_worker(settings, stop, PrefillWorker)
 
 
 class PrefillWorker:
@@ -69,25 +63,26 @@ class PrefillWorker:
         self._loop.handoff = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello)
+        self._shell = WorkerShell(settings, engine, self._kind())
 
     async def run(self, stop: asyncio.Event) -> int:
-        services = Services(
-            names=(prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,),
-            add=self._add_services,
-        )
-        shell = WorkerShell(
-            self._settings,
-            self._loop,
-            services,
+        """Serve until `stop`; the exit status."""
+        try:
+            return await self._shell.run(stop)
+        finally:
+            await self._handoff.close()
+
+    def _kind(self) -> WorkerKind:
+        return WorkerKind(
+            role="prefill",
+            loop=self._loop,
+            services=(prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],),
+            add_services=self._add_services,
             streams=self._gateways.streams,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
         )
-        try:
-            return await shell.run(stop, self._publish)
-        finally:
-            await self._handoff.close()
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """The worker's own pool, made when the first copying transport is registered."""
@@ -97,25 +92,6 @@ class PrefillWorker:
     def _add_services(self, server: grpc.aio.Server) -> None:
         servicer = PrefillServicer(self._gateways)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
-
-    def _publish(self, address: str) -> DirectoryPublisher:
-        fingerprint = self._engine.fingerprint
-        record = WorkerRecord(
-            worker_id=self._settings.worker_id,
-            role="prefill",
-            address=address,
-            incarnation=incarnation(),
-            model_digest=fingerprint.model_digest,
-            model_name=self._settings.model_name or self._settings.model_path.stem,
-            dtype=fingerprint.dtype,
-            kv_dtype=fingerprint.kv_dtype,
-            kv_layout=fingerprint.kv_layout,
-            block_size=fingerprint.block_size,
-            max_context=self._engine.model.shape.max_context,
-            total_blocks=0,
-            num_threads=self._engine.runner.threads,
-        )
-        return DirectoryPublisher(self._settings.redis_url, record, owned_keys=list)
 
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(

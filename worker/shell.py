@@ -1,8 +1,8 @@
 """The shell around a worker's engine loop: server, directory, heartbeats, metrics, drain.
 
 A worker is ready when its weights are loaded and a first step has been computed; until then it is in no
-directory. At SIGTERM it leaves the directory first, lets what runs finish for `drain_s` seconds,
-hands the rest back to its gateways, and ends.
+directory. At SIGTERM it leaves the directory first, lets what runs finish for `drain_s` seconds, hands the
+rest back to its gateways, and ends.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-import grpc
-from prometheus_client import CollectorRegistry
+from collections.abc import Sequence
 
 from diptych.worker.v1 import work_pb2
 from runtime.directory.publisher import DirectoryPublisher
+from runtime.directory.records import WorkerRecord
 from runtime.http_edge import HttpEdge
-from runtime.metrics import WorkerMetrics
-from runtime.process import announce_ready
+from runtime.process import announce_ready, incarnation
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
-from worker.gateway_link import GatewayStream
+from worker.engine import LoadedEngine
+from worker.kind import WorkerKind
 
 log = logging.getLogger(__name__)
 
@@ -34,84 +30,40 @@ HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
 
-class EngineLoop(Protocol):
-    """What the shell needs of either worker's loop."""
-
-    steps: int
-    draining: bool
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step is being computed now: who is busy and takes no step for long is stuck."""
-        ...
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    async def run(self) -> None: ...
-    def tick(self, now: float) -> None: ...
-    def hand_back(self) -> None:
-        """Give every request back to its gateway, which places it elsewhere."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the worker serves: names for health and reflection, and how to add them to a server."""
-
-    names: Sequence[str]
-    add: Callable[[grpc.aio.Server], None]
-
-
 class WorkerShell:
     """Runs one worker from bound port to drained exit."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        loop: EngineLoop,
-        services: Services,
-        *,
-        streams: Collection[GatewayStream],
-        load: Callable[[], work_pb2.Load],
-        metrics: WorkerMetrics,
-        registry: CollectorRegistry,
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, kind: WorkerKind) -> None:
         self._settings = settings
-        self._loop = loop
-        self._services = services
-        self._streams = streams
-        self._load = load
-        self._metrics = metrics
-        self._registry = registry
+        self._engine = engine
+        self._kind = kind
+        self._loop = kind.loop
         self._publisher: DirectoryPublisher | None = None
-        metrics.running.set_function(lambda: loop.num_running)
-        metrics.waiting.set_function(lambda: loop.num_waiting)
-        metrics.directory_connected.set_function(
+        kind.metrics.running.set_function(lambda: self._loop.num_running)
+        kind.metrics.waiting.set_function(lambda: self._loop.num_waiting)
+        kind.metrics.directory_connected.set_function(
             lambda: float(self._publisher is not None and self._publisher.connected)
         )
 
-    async def run(self, stop: asyncio.Event, publish: Callable[[str], DirectoryPublisher]) -> int:
-        """Serve until `stop` is set; returns the exit status. `publish` makes an address's publisher."""
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop` is set; returns the exit status."""
         settings = self._settings
         server = make_server(internal=True)
-        self._services.add(server)
-        health = await add_health_and_reflection(server, self._services.names)
+        self._kind.add_services(server)
+        health = await add_health_and_reflection(server, [s.full_name for s in self._kind.services])
         port = bind(server, settings.host, settings.grpc_port, settings.insecure)
         await server.start()
         http = await HttpEdge.start(
             settings.host,
             settings.http_port,
-            registry=self._registry,
+            registry=self._kind.registry,
             ready=lambda: not self._loop.draining,
             insecure=settings.insecure,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._beat(), name="heartbeat")
-        self._publisher = publish(f"{settings.advertise_host or settings.host}:{port}")
+        record = self._record(f"{settings.advertise_host or settings.host}:{port}")
+        self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._kind.owned_keys)
         await self._publisher.start()
         await health.set_ready(True)
         announce_ready(settings, {"grpc_port": port, "http_port": http.port})
@@ -122,13 +74,33 @@ class WorkerShell:
         if status == 0:
             await self._drain()
         await server.stop(0.2)
-        for task in (engine, beat):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        await _end(engine, beat)
         self._loop.close()
         await http.close()
         return status
+
+    def prefix_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Tell the directory which prefixes came and went."""
+        if self._publisher is not None:
+            self._publisher.prefix_changed(list(added), list(removed))
+
+    def _record(self, address: str) -> WorkerRecord:
+        fingerprint = self._engine.fingerprint
+        return WorkerRecord(
+            worker_id=self._settings.worker_id,
+            role=self._kind.role,
+            address=address,
+            incarnation=incarnation(),
+            model_digest=fingerprint.model_digest,
+            model_name=self._settings.model_name or self._settings.model_path.stem,
+            dtype=fingerprint.dtype,
+            kv_dtype=fingerprint.kv_dtype,
+            kv_layout=fingerprint.kv_layout,
+            block_size=fingerprint.block_size,
+            max_context=self._engine.model.shape.max_context,
+            total_blocks=self._kind.total_blocks,
+            num_threads=self._engine.runner.threads,
+        )
 
     async def _drain(self) -> None:
         """Let what is here finish; what does not within the grace period goes back to its gateways."""
@@ -150,9 +122,9 @@ class WorkerShell:
     async def _beat(self) -> None:
         """Say four times a second that the engine moves, and how loaded it is."""
         while True:
-            load = self._load()
+            load = self._kind.load()
             beat = work_pb2.Heartbeat(progress=self._loop.steps, busy=self._loop.busy, load=load)
-            for stream in tuple(self._streams):
+            for stream in tuple(self._kind.streams):
                 stream.heartbeat(beat)
             if self._publisher is not None:
                 self._publisher.set_load(
@@ -176,3 +148,10 @@ async def _until(stop: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s stopped: %r", task.get_name(), error, exc_info=error)
     return 1
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task

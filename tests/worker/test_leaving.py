@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 
 import grpc
 
@@ -78,16 +80,15 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
 
 async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish():
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
+    reading, writing = os.pipe()
     settings = DecodeSettings.from_argv(
-        ["--kv-blocks", "16", "--drain-s", "0.2", "--redis-url", "redis://127.0.0.1:1/0"]
+        ["--kv-blocks=16", "--drain-s=0.2", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}"]
     )
     worker, stop = DecodeWorker(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
-    addresses: list[str] = []
-    publish = worker._publish
-    worker._publish = lambda address: addresses.append(address) or publish(address)
     running = asyncio.create_task(worker.run(stop))
-    await until(lambda: bool(addresses))
-    async with make_channel(addresses[0]) as channel:
+    with open(reading) as ready:  # noqa: ASYNC230 - a pipe, read in a thread
+        port = json.loads(await asyncio.to_thread(ready.readline))["grpc_port"]
+    async with make_channel(f"127.0.0.1:{port}") as channel:
         call: grpc.aio.StreamStreamCall = decode_pb2_grpc.DecodeServiceStub(channel).Link()
         await call.write(decode_pb2.DecodeServiceLinkRequest(hello=work_pb2.GatewayHello(gateway_id="g")))
         await call.write(decode_pb2.DecodeServiceLinkRequest(attach=work(("r", 1), PROMPT, 4)))

@@ -1,0 +1,59 @@
+"""What tells one kind of worker from another, as the shell around both needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from prometheus_client import CollectorRegistry
+
+from diptych.worker.v1 import work_pb2
+from runtime.directory.records import Role
+from runtime.metrics import WorkerMetrics
+from worker.gateway_link import GatewayStream
+
+
+class EngineLoop(Protocol):
+    """What the shell needs of a worker's loop."""
+
+    steps: int
+    draining: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being computed now: who is busy and takes no step for long is stuck."""
+        ...
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    async def run(self) -> None: ...
+    def tick(self, now: float) -> None: ...
+    def hand_back(self) -> None:
+        """Give every request back to its gateway, which places it elsewhere."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """One worker's loop, edges and numbers."""
+
+    role: Role
+    loop: EngineLoop
+    services: Sequence[ServiceDescriptor]
+    """For health and reflection."""
+    add_services: Callable[[grpc.aio.Server], None]
+    streams: Collection[GatewayStream]
+    load: Callable[[], work_pb2.Load]
+    metrics: WorkerMetrics
+    registry: CollectorRegistry
+    total_blocks: int = 0
+    """Blocks of the pool that others can be granted."""
+    owned_keys: Callable[[], Collection[bytes]] = list
+    """Prefixes that the directory may name as held here."""
