@@ -52,6 +52,7 @@ class Gateway:
     def __init__(self, house: House) -> None:
         self.house = house
         self.heard: dict[Key, Heard] = {}
+        self.lost = False
         self._decode_streams = {id(w): DecodeStream("g") for w in house.decodes}
         self._prefill_streams = {id(w): PrefillStream("g") for w in house.prefills}
         self._readers = [
@@ -72,6 +73,7 @@ class Gateway:
 
     def lose(self) -> None:
         """The streams break: the workers have to cancel what came over them."""
+        self.lost = True
         for decode in self.house.decodes:
             decode.loop.gateway_lost(self._decode_streams[id(decode)])
         for prefill in self.house.prefills:

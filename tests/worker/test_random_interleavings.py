@@ -91,6 +91,8 @@ class Walk:
         gateway = self.rng.choice(gateways)
         delivered: tuple[int, ...] = ()
         for attempt in range(1, 30):
+            if gateway.lost:  # with it went the request
+                return
             decode, prefill = self.rng.choice(self.house.decodes), self.rng.choice(self.house.prefills)
             message = work(
                 (planned.name, attempt),
