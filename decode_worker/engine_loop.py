@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.prefixes import Prefixes
 from decode_worker.request import DecodeRequest, State
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
 from diptych.worker.v1 import work_pb2
@@ -27,7 +27,7 @@ from kvtransfer.messages import Expected, Key
 from kvtransfer.ready import HandoffStats, Ready
 from runtime.block_hash import block_keys
 from worker.attempt import Attempt
-from worker.step import compute_rows
+from worker.step import StepThread
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +79,11 @@ class EngineLoop:
         self._max_batch = max_batch
         self._max_context = max_context
         self._listeners = listeners
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._step: StepThread[DecodeRequest] = StepThread()
+        self._prefixes = Prefixes(pool, self._block_size, listeners.cache_changed)
         self._wake = asyncio.Event()
         self._requests: dict[Key, DecodeRequest] = {}
         self._joined = 0
-        self._abort: AbortWords | None = None
-        self._stepping: list[DecodeRequest] = []
         self.steps = 0  # grows with every step: the heartbeat's progress
         self.draining = False
         self._idle_since = 0.0
@@ -169,7 +168,7 @@ class EngineLoop:
     @property
     def busy(self) -> bool:
         """Whether a step is being computed; sequences that wait for blocks make nobody busy."""
-        return bool(self._stepping)
+        return self._step.busy
 
     @property
     def num_running(self) -> int:
@@ -184,7 +183,6 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Step until cancelled; sleeps while there is nothing to do."""
-        loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
             batch = self._schedule()
@@ -192,33 +190,32 @@ class EngineLoop:
                 self._runner.rest()
                 await self._wake.wait()
                 continue
-            abort = self._begin(batch)
-            outcome = await loop.run_in_executor(self._thread, compute_rows, batch, abort, self._run_step)
-            self._apply(batch, outcome)
+            self._apply(batch, await self._step.compute(batch, batch, self._run_step))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._step.close()
 
     def _schedule(self) -> list[DecodeRequest]:
         """Pick the batch of the next step and give it its blocks."""
-        holding = [r for r in self._requests.values() if r.state in (State.READY, State.RUNNING)]
-        if not holding:
-            return []
-        plan = plan_step(
-            [self._candidate(request) for request in holding],
+        while True:
+            plan = self._plan()
+            self._carry_out(plan)
+            if plan.run or not plan.preempt:
+                return [self._requests[key] for key in plan.run]
+
+    def _plan(self) -> StepPlan:
+        return plan_step(
+            [
+                Candidate(r.key, r.num_tokens, len(r.block_ids), r.joined, r.attempt.reserve_worst_case)
+                for r in self._requests.values()
+                if r.state in (State.READY, State.RUNNING)
+            ],
             free_blocks=self._pool.available(),
             block_size=self._block_size,
             max_batch=self._max_batch,
             grants=self.grants.stats().grants,
             quarantined=self._pool.quarantined(),
         )
-        self._carry_out(plan)
-        return [self._requests[key] for key in plan.run]
-
-    def _candidate(self, request: DecodeRequest) -> Candidate:
-        own = sum(self._pool.references(block) == 1 for block in request.block_ids)
-        blocks, reserved = len(request.block_ids), request.attempt.reserve_worst_case
-        return Candidate(request.key, request.num_tokens, blocks, own, request.joined, reserved)
 
     def _carry_out(self, plan: StepPlan) -> None:
         for key in plan.preempt:
@@ -230,13 +227,6 @@ class EngineLoop:
         for key in plan.run:
             if self._requests[key].state is State.READY:
                 self._requests[key].move(State.RUNNING)
-
-    def _begin(self, batch: list[DecodeRequest]) -> AbortWords:
-        self._stepping = batch
-        self._abort = AbortWords(len(batch))
-        for request in batch:
-            request.in_step = True
-        return self._abort
 
     def _run_step(self, batch: Sequence[DecodeRequest], abort: AbortWords) -> list[Sampled | SampleFailure]:
         """On the engine's thread: one token for each sequence."""
@@ -256,9 +246,7 @@ class EngineLoop:
     def _apply(self, batch: list[DecodeRequest], outcome: Sequence[Sampled | SampleFailure]) -> None:
         """Take the step's tokens, let go of what ended meanwhile, send one message per gateway."""
         self.steps += 1
-        self._stepping, self._abort = [], None
         for request, sampled in zip(batch, outcome, strict=True):
-            request.in_step = False
             if request.state is State.ENDED:
                 self._release(request)
             elif isinstance(sampled, SampleFailure):
@@ -267,7 +255,7 @@ class EngineLoop:
                 self._accept(request, sampled.token_id)
         for gateway in {request.gateway for request in batch}:
             gateway.flush()
-        self._tell_cache()
+        self._prefixes.tell()
 
     # ---- one request ---------------------------------------------------------------------------------
 
@@ -276,29 +264,10 @@ class EngineLoop:
         request.output_ids.append(token_id)
         times = request.times_now() if first else None
         request.gateway.token(request.key, len(request.output_ids) - 1, token_id, times)
-        self._publish(request)
+        self._prefixes.publish(request)
         if (reason := request.finish_reason()) is not None:
             request.gateway.finished(request.key, reason, request.times_now())
             self._end(request, "finished")
-
-    def _publish(self, request: DecodeRequest) -> None:
-        """Enter the blocks that are full by now into the prefix cache.
-
-        Only verified or locally computed KV gets here, so no quarantined block is ever shared. The last
-        token's KV is not computed yet.
-        """
-        size, done = self._block_size, len(request.block_keys)
-        full = (request.num_tokens - 1) // size
-        if not request.attempt.cache_write or full <= done:
-            return
-        tokens = (request.attempt.prompt_ids + request.output_ids)[: full * size]
-        parent = request.block_keys[-1] if done else b""
-        for key in block_keys(
-            request.attempt.cache_namespace, tokens, size, start=done * size, parent=parent
-        ):
-            self._pool.insert(request.block_ids[len(request.block_keys)], key, parent)
-            request.block_keys.append(key)
-            parent = key
 
     def _preempt(self, request: DecodeRequest) -> None:
         """Take its blocks; the gateway prefills prompt and delivered tokens again."""
@@ -318,9 +287,8 @@ class EngineLoop:
         request.gateway.keys.discard(request.key)
         if before is State.ATTACHED:
             self.grants.cancel(request.key)
-        elif request.in_step:
-            if self._abort is not None:
-                self._abort.words[self._stepping.index(request)] = 1
+        elif self._step.writes(request):
+            self._step.abort(request)  # its blocks follow after the step
         else:
             self._release(request)
         self._listeners.ended(request, outcome)
@@ -328,10 +296,5 @@ class EngineLoop:
     def _release(self, request: DecodeRequest) -> None:
         self._pool.release(request.block_ids)
         request.block_ids = []
-        self._tell_cache()
+        self._prefixes.tell()
         self.grants.blocks_freed()
-
-    def _tell_cache(self) -> None:
-        added, removed = self._pool.drain_events()
-        if added or removed:
-            self._listeners.cache_changed(added, removed)

@@ -58,7 +58,6 @@ class DecodeRequest:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the blocks already in the prefix cache
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
-    in_step: bool = False
 
     def move(self, to: State) -> None:
         if to not in LEGAL[self.state]:

@@ -13,7 +13,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from engine.batch import AbortWords, SequenceStep
@@ -27,7 +26,7 @@ from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
 from worker.attempt import Attempt
-from worker.step import compute_rows
+from worker.step import StepThread
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,11 @@ class EngineLoop:
         self._max_prompts = max_prompts
         self._max_context = max_context
         self._on_ended = on_ended
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._step: StepThread[PrefillRequest] = StepThread()
         self._wake = asyncio.Event()
         self._requests: dict[Key, PrefillRequest] = {}
         self._tasks: dict[Key, asyncio.Task[Outcome]] = {}
         self._arrived = 0
-        self._abort: AbortWords | None = None
-        self._stepping: list[PrefillRequest] = []
         self.steps = 0  # grows with every step: the heartbeat's progress
         self.draining = False
 
@@ -131,7 +128,7 @@ class EngineLoop:
     @property
     def busy(self) -> bool:
         """Whether a step is being computed; prompts whose blocks are on their way make nobody busy."""
-        return bool(self._stepping)
+        return self._step.busy
 
     @property
     def num_running(self) -> int:
@@ -150,7 +147,6 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Step until cancelled; sleeps while there is nothing to do."""
-        loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
             self._ask()
@@ -160,12 +156,11 @@ class EngineLoop:
                 await self._wake.wait()
                 continue
             rows = [(self._requests[chunk.key], chunk) for chunk in chunks]
-            abort = self._begin([request for request, _ in rows])
-            outcome = await loop.run_in_executor(self._thread, compute_rows, rows, abort, self._run_step)
-            self._apply(rows, outcome)
+            batch = [request for request, _ in rows]
+            self._apply(rows, await self._step.compute(batch, rows, self._run_step))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._step.close()
 
     def _computable(self) -> list[PrefillRequest]:
         return [
@@ -209,13 +204,6 @@ class EngineLoop:
             outcome = task.result()
         self._end(request, outcome)
 
-    def _begin(self, batch: list[PrefillRequest]) -> AbortWords:
-        self._stepping = batch
-        self._abort = AbortWords(len(batch))
-        for request in batch:
-            request.in_step = True
-        return self._abort
-
     def _run_step(
         self, rows: Sequence[tuple[PrefillRequest, Chunk]], abort: AbortWords
     ) -> list[Sampled | SampleFailure | None]:
@@ -246,10 +234,8 @@ class EngineLoop:
     ) -> None:
         """Tell each request's hand-over what its blocks hold now."""
         self.steps += 1
-        self._stepping, self._abort = [], None
         now = time.monotonic()
         for (request, chunk), sampled in zip(rows, outcome, strict=True):
-            request.in_step = False
             if request.stop is not None:
                 request.news.put_nowait(request.stop)
                 continue
@@ -278,8 +264,8 @@ class EngineLoop:
         if request.stop is not None:
             return
         request.stop = stop
-        if request.in_step and self._abort is not None:
-            self._abort.abort(self._stepping.index(request))
+        if self._step.writes(request):
+            self._step.abort(request)
         elif request.state is State.GRANTED:
             request.news.put_nowait(stop)
         elif request.state is State.ASKED:

@@ -79,7 +79,6 @@ class PrefillRequest:
     computed: int = 0
     steps: int = 0
     computed_at: float | None = None  # when the last chunk was done
-    in_step: bool = False
     stop: Stop | None = None  # decided, to be carried out when no step writes any more
     news: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
 

@@ -16,6 +16,7 @@ from engine.model import Model, load_model
 from engine.runner import Runner
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
+from runtime.cpu_slice import take_long_turns
 from runtime.model_digest import model_digest
 from runtime.settings import DType
 from worker.config import WorkerSettings
@@ -60,6 +61,7 @@ async def load_engine(settings: WorkerSettings) -> LoadedEngine:
 
 
 def _load(settings: WorkerSettings) -> LoadedEngine:
+    take_long_turns()  # the threads that the first step starts compute later ones too
     started = time.monotonic()
     path, dtype = settings.model_path, settings.resolved_dtype
     model = load_model(path, DTYPES[dtype], backend=settings.backend)

@@ -1,17 +1,65 @@
-"""A step that fails is computed again row by row, so that one bad row ends nobody but itself."""
+"""The step that a worker's engine computes now: on its own thread, abortable, and robust against bad rows."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from engine.batch import AbortWords
 from engine.sampling import SampleFailure
+from runtime.cpu_slice import take_long_turns
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+Owner = TypeVar("Owner")
+
+
+class StepThread(Generic[Owner]):
+    """Computes one step at a time. While it does, the blocks of each owner of a row are being written."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=take_long_turns)
+        self._owners: Sequence[Owner] = ()
+        self._abort = AbortWords(0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being computed."""
+        return bool(self._owners)
+
+    def writes(self, owner: Owner) -> bool:
+        """Whether the blocks of `owner` are being written."""
+        return any(one is owner for one in self._owners)
+
+    def abort(self, owner: Owner) -> None:
+        """Nobody wants the row of `owner` any more: it ends within a layer, and writes until then."""
+        for number, one in enumerate(self._owners):
+            if one is owner:
+                self._abort.abort(number)
+
+    async def compute(
+        self,
+        owners: Sequence[Owner],
+        rows: Sequence[Row],
+        compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+    ) -> Sequence[Result | SampleFailure]:
+        """`compute_rows` on the engine's thread; one owner a row.
+
+        When this call is cancelled the thread goes on, and so the owners stay: their blocks are not free.
+        """
+        self._owners, self._abort = owners, AbortWords(len(owners))
+        loop = asyncio.get_running_loop()
+        results = await loop.run_in_executor(self._thread, compute_rows, rows, self._abort, compute)
+        self._owners = ()
+        return results
+
+    def close(self) -> None:
+        """Wait for the step, and make no other."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def compute_rows(

@@ -25,10 +25,8 @@ def plan(
     )
 
 
-def sequence(
-    name: str, tokens: int, blocks: int, joined: int, *, shared: int = 0, reserved: bool = False
-) -> Candidate:
-    return Candidate((name, 1), tokens, blocks, max(0, blocks - shared), joined, reserved)
+def sequence(name: str, tokens: int, blocks: int, joined: int, *, reserved: bool = False) -> Candidate:
+    return Candidate((name, 1), tokens, blocks, joined, reserved)
 
 
 def test_everybody_runs_and_only_full_tables_grow() -> None:
@@ -38,13 +36,14 @@ def test_everybody_runs_and_only_full_tables_grow() -> None:
 
 def test_the_newest_makes_room() -> None:
     out = plan([sequence("old", 9, 2, 1), sequence("new", 6, 2, 2)], free=0)
-    assert out == StepPlan((("old", 1),), (("old", 1),), (("new", 1),), abort_newest_grant=False)
+    assert out == StepPlan((), (), (("new", 1),), abort_newest_grant=False)
 
 
-def test_a_shared_prefix_does_not_come_back_with_one_of_its_holders() -> None:
-    out = plan([sequence("a", 9, 2, 1), sequence("b", 9, 2, 2), sequence("c", 6, 3, 3, shared=2)], free=0)
-    assert out.preempt == (("c", 1), ("b", 1))
-    assert out.run == out.grow == (("a", 1),)
+def test_one_victim_goes_at_a_time_for_it_may_free_less_than_it_held() -> None:
+    old, mid, new = sequence("old", 9, 2, 1), sequence("mid", 9, 2, 2), sequence("new", 6, 3, 3)
+    assert plan([old, mid, new], free=0).preempt == (("new", 1),)
+    assert plan([old, mid], free=1).preempt == (("mid", 1),), "two of its three blocks were shared"
+    assert plan([old], free=1) == StepPlan((("old", 1),), (("old", 1),), (), abort_newest_grant=False)
 
 
 def test_a_reserved_sequence_is_never_the_victim() -> None:
@@ -52,6 +51,7 @@ def test_a_reserved_sequence_is_never_the_victim() -> None:
         [sequence("old", 9, 2, 1), sequence("mid", 6, 2, 2), sequence("new", 6, 9, 3, reserved=True)], free=0
     )
     assert out.preempt == (("mid", 1),)
+    out = plan([sequence("old", 9, 2, 1), sequence("new", 6, 9, 3, reserved=True)], free=2)
     assert out.run == (("old", 1), ("new", 1))
 
 
@@ -73,21 +73,21 @@ def test_nothing_to_wait_for_goes_back_to_the_gateway() -> None:
 def test_beyond_the_batch_sequences_wait_and_are_the_first_victims() -> None:
     out = plan([sequence("a", 9, 2, 1), sequence("b", 5, 2, 2), sequence("c", 5, 2, 3)], free=0, max_batch=2)
     assert out.preempt == (("c", 1),)
-    assert out.run == (("a", 1), ("b", 1))
+    assert plan([sequence("a", 9, 2, 1), sequence("b", 5, 2, 2)], free=2).run == (("a", 1), ("b", 1))
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.integers(0, 1), st.booleans()), max_size=12),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.booleans()), max_size=12),
     st.integers(0, 6),
     st.integers(1, 8),
     st.integers(0, 3),
     st.integers(0, 3),
 )
 def test_a_plan_can_always_be_carried_out(
-    shapes: list[tuple[int, int, int, bool]], free: int, max_batch: int, grants: int, quarantined: int
+    shapes: list[tuple[int, int, bool]], free: int, max_batch: int, grants: int, quarantined: int
 ) -> None:
     candidates = []
-    for order, (tokens, spare, shared, reserved) in enumerate(shapes):
+    for order, (tokens, spare, reserved) in enumerate(shapes):
         blocks = (tokens - 1) // BLOCK + (1 if reserved else 0) + spare  # at most one block is missing
         candidates.append(
             sequence(
@@ -95,7 +95,6 @@ def test_a_plan_can_always_be_carried_out(
                 tokens,
                 max(blocks, -(-tokens // BLOCK) - 1),
                 order,
-                shared=shared,
                 reserved=reserved,
             )
         )
@@ -104,7 +103,7 @@ def test_a_plan_can_always_be_carried_out(
     assert len(out.run) <= max_batch
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
-    assert len(out.grow) <= free + sum(by_key[key].own for key in out.preempt)
+    assert len(out.grow) <= free
     for key in out.run:
         room = by_key[key].blocks + (key in out.grow)
         assert room * BLOCK >= by_key[key].tokens
@@ -125,17 +124,21 @@ def test_every_sequence_finishes_in_a_pool_that_holds_the_largest() -> None:
             held = sum(c.blocks for c in running.values())
             while waiting and (need := -(-(tokens[waiting[0]] - 1) // BLOCK)) + len(running) <= total - held:
                 name = waiting.pop(0)
-                running[name] = Candidate((name, 1), tokens[name], need, need, clock)
+                running[name] = Candidate((name, 1), tokens[name], need, clock)
                 held += need
-            out = plan(list(running.values()), total - held, max_batch=4)
-            for name, _ in out.preempt:
-                tokens[name] = running.pop(name).tokens
-                waiting.append(name)
+            while True:
+                held = sum(c.blocks for c in running.values())
+                out = plan(list(running.values()), total - held, max_batch=4)
+                for name, _ in out.preempt:
+                    tokens[name] = running.pop(name).tokens
+                    waiting.append(name)
+                if out.run or not out.preempt:
+                    break
             for name, _ in out.run:
                 c = running[name]
                 blocks = c.blocks + ((name, 1) in out.grow)
                 assert blocks * BLOCK >= c.tokens
-                running[name] = Candidate(c.key, c.tokens + 1, blocks, blocks, c.joined)
+                running[name] = Candidate(c.key, c.tokens + 1, blocks, c.joined)
                 if running[name].tokens - todo[name][0] > todo[name][1]:
                     del running[name]
                     finished.append(name)

@@ -135,13 +135,13 @@ class Walk:
         await self.cancel(key, planned, decode, prefill)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "blocks"), [(1, 24), (2, 20)])
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 async def test_200_requests_leave_nothing_behind(
-    transport: str, seed: int, caplog: pytest.LogCaptureFixture
+    transport: str, seed: int, blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    async with house(transport, decodes=2, prefills=2) as made:
+    async with house(transport, decodes=2, prefills=2, blocks=blocks) as made:
         walk = Walk(made, seed)
         await walk.run()
         assert await made.empty() == []
