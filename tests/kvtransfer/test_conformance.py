@@ -286,7 +286,7 @@ async def test_the_link_comes_back_and_what_was_stopped_is_said(make_pair, trans
     granted = await pair.grant("r", 10)
     waiting = asyncio.create_task(pair.grant("w", 60))
     await until(lambda: pair.decode.server.stats().waiting_asks == 1)
-    (writer,) = pair.decode.server._writers.values()
+    (writer,) = pair.decode.server._writers._known.values()
     writer.link.close()
     await until(lambda: [keys for _, keys in pair.prefill.lost] == [[("r", 1)]])
     with pytest.raises(PeerLost):
@@ -311,7 +311,7 @@ def test_all_of_it_on_the_loop_that_the_workers_run_on(transport):
                 assert torch.equal(pair.decode.memory.memory.data[block], pattern(3, place))
             pair.decode.pool.release(ready.block_ids)
             granted = await pair.grant("lost", 10)
-            (writer,) = pair.decode.server._writers.values()
+            (writer,) = pair.decode.server._writers._known.values()
             writer.link.close()
             await until(lambda: [keys for _, keys in pair.prefill.lost] == [[("lost", 1)]])
             await (await pair.peer()).stop(granted)

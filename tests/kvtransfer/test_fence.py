@@ -84,7 +84,7 @@ async def test_a_closed_stream_alone_frees_nothing(make_pair):
     pair = await make_pair("shared_memory")  # with the usual grace of a second
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, "shared_memory") as process:
-        (writer,) = pair.decode.server._writers.values()
+        (writer,) = pair.decode.server._writers._known.values()
         writer.link.close()
         await until(lambda: bool(pair.decode.failed))
         assert pair.decode.pool.quarantined() == 3
