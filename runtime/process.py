@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import uvloop
 
+from runtime.cpu_slice import take_short_turns
 from runtime.settings import ProgramSettings
 
 _PR_SET_PDEATHSIG = 1
@@ -43,6 +44,7 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged).
     """
     set_up_logging(settings)
+    take_short_turns()
     if settings.death_fd is not None:
         watch_parent(settings.death_fd)
     try:
