@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 from diptych.worker.v1.work_pb2 import FailureReason
 from engine.block_pool import BlockPool
+from kvtransfer.attempt_book import AttemptBook
 from kvtransfer.credit import Credit
-from kvtransfer.grant_table import Grant, GrantTable
+from kvtransfer.grant_table import Grant
 from kvtransfer.messages import (
     Expected,
     Fail,
@@ -24,7 +25,6 @@ from kvtransfer.messages import (
     ReceiverAction,
     SendAbort,
     SendDenied,
-    SendGrant,
     WriterId,
 )
 from kvtransfer.receiving_attempt import Patience, Phase, ReceiverStats, ReceivingAttempt
@@ -39,15 +39,10 @@ class Receiver:
         self._pool = pool
         self._credit = Credit(pool, block_size, running)
         self._patience = patience if patience is not None else Patience()
-        # Every attempt that is neither QUARANTINED nor OVER; those WAITING in the order in which they came;
-        # writers with a stream, True when they write in place.
-        self._attempts: dict[Key, ReceivingAttempt] = {}
-        self._queue: dict[Key, ReceivingAttempt] = {}
+        self._book = AttemptBook(pool, self._credit)
+        # Writers with a stream, True when they write in place.
         self._links: dict[WriterId, bool] = {}
-        self._table: GrantTable[ReceivingAttempt] = GrantTable()
         self._now = 0.0
-        self._draining = False
-        self._stale = 0
 
     # -- the gateway's side
 
@@ -55,9 +50,9 @@ class Receiver:
         """The attempt was attached. ValueError if it already is."""
         if expected.num_tokens < 1:
             raise ValueError("an attempt needs at least one token")
-        attempt = self._attempts.get(expected.key)
+        attempt = self._book.open.get(expected.key)
         if attempt is None:
-            self._attempts[expected.key] = ReceivingAttempt(expected.key, Phase.EXPECTED, expected)
+            self._book.open[expected.key] = ReceivingAttempt(expected.key, Phase.EXPECTED, expected)
             return []
         if attempt.expected is not None:
             raise ValueError("this attempt is expected already")
@@ -66,7 +61,7 @@ class Receiver:
 
     def cancel(self, key: Key) -> list[ReceiverAction]:
         """The attempt is over; legal at any time, and a no-op once it was handed over or has failed."""
-        attempt = self._attempts.get(key)
+        attempt = self._book.open.get(key)
         if attempt is None:
             return []
         return self._give_up(attempt, "the attempt was cancelled")
@@ -74,9 +69,9 @@ class Receiver:
     def blocks_freed(self) -> list[ReceiverAction]:
         """The pool has more room, or fewer sequences run: serve waiting asks."""
         actions: list[ReceiverAction] = []
-        while self._queue:
-            attempt = next(iter(self._queue.values()))
-            grant = self._try_grant(attempt)
+        while self._book.queue:
+            attempt = next(iter(self._book.queue.values()))
+            grant = self._book.try_grant(attempt)
             if grant is None:
                 break
             actions.append(grant)
@@ -84,32 +79,24 @@ class Receiver:
 
     def abort_newest_grant(self) -> tuple[Key | None, list[ReceiverAction]]:
         """Take the newest grant back; its blocks return once its writer stops. None: there is none."""
-        newest = self._table.newest(lambda attempt: attempt.phase is Phase.GRANTED)
+        newest = self._book.table.newest(lambda attempt: attempt.phase is Phase.GRANTED)
         if newest is None:
             return None, []
         return newest.key, self._give_up(newest, "the blocks were needed elsewhere")
-
-    def drain(self) -> list[ReceiverAction]:
-        """Grant nothing from now on; what was granted goes on."""
-        self._draining = True
-        actions: list[ReceiverAction] = []
-        for attempt in [a for a in self._attempts.values() if a.phase in (Phase.EARLY, Phase.WAITING)]:
-            actions += self._deny(attempt, FailureReason.FAILURE_REASON_DRAINING, "draining")
-        return actions
 
     # -- the writer's side
 
     def link_up(self, writer: WriterId, *, in_place: bool) -> list[ReceiverAction]:
         """A writer has a stream (again). What it left in quarantine is asked for once more."""
         self._links[writer] = in_place
-        return [SendAbort(writer, grant.ref) for grant in self._quarantined_by(writer)]
+        return [SendAbort(writer, grant.ref) for grant in self._book.quarantined_by(writer)]
 
     def link_lost(self, writer: WriterId) -> list[ReceiverAction]:
         """Its stream broke: its attempts fail, and as that proves nothing, its grants are quarantined."""
         if self._links.pop(writer, None) is None:
             return []
         actions: list[ReceiverAction] = []
-        for attempt in [a for a in self._attempts.values() if a.writer == writer]:
+        for attempt in [a for a in self._book.open.values() if a.writer == writer]:
             actions += self._fail(
                 attempt, FailureReason.FAILURE_REASON_PEER_LOST, "the prefill worker was lost"
             )
@@ -118,32 +105,30 @@ class Receiver:
     def writer_dead(self, writer: WriterId) -> list[ReceiverAction]:
         """Proven: nothing of this writer can be written any more."""
         actions = self.link_lost(writer)
-        for grant in self._quarantined_by(writer):
-            holder = self._table.find(grant.ref.slot, grant.ref.generation)
+        for grant in self._book.quarantined_by(writer):
+            holder = self._book.table.find(grant.ref.slot, grant.ref.generation)
             if holder is not None:
-                self._end(holder)
+                self._book.end(holder)
         return actions + self.blocks_freed()
 
     def ask(self, writer: WriterId, key: Key) -> list[ReceiverAction]:
         """A prefill is about to run and wants blocks."""
         if writer not in self._links:
-            self._stale += 1
+            self._book.stale += 1
             return []
-        attempt = self._attempts.setdefault(key, ReceivingAttempt(key, Phase.EARLY))
+        attempt = self._book.open.setdefault(key, ReceivingAttempt(key, Phase.EARLY))
         if attempt.writer is not None:
-            self._stale += 1
+            self._book.stale += 1
             text = "blocks for this attempt were asked for already"
             return [SendDenied(writer, key, FailureReason.FAILURE_REASON_INTERNAL, text)]
         attempt.writer = writer
-        if self._draining:
-            return self._deny(attempt, FailureReason.FAILURE_REASON_DRAINING, "draining")
         return self._wait(attempt) if attempt.expected is not None else []
 
     def withdraw(self, writer: WriterId, key: Key) -> list[ReceiverAction]:
         """The writer takes its ask back. If a grant is on its way, its Stopped will follow."""
-        attempt = self._attempts.get(key)
+        attempt = self._book.open.get(key)
         if attempt is None or attempt.writer != writer or attempt.grant is not None:
-            self._stale += 1
+            self._book.stale += 1
             return []
         reason = FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
         return self._fail(attempt, reason, "the prefill worker took its ask back") + self.blocks_freed()
@@ -152,7 +137,7 @@ class Receiver:
         self, writer: WriterId, ref: GrantRef, first_block: int, num_blocks: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:
         """The writer says that blocks are written; a copying one gives the digest of each."""
-        attempt = self._find_open(writer, ref)
+        attempt = self._book.find_open(writer, ref)
         if attempt is None:
             return []
         grant = attempt.held
@@ -165,22 +150,22 @@ class Receiver:
 
     def named(self, writer: WriterId, slot: int, generation: int) -> GrantRef | None:
         """The full name of a writer's open grant."""
-        attempt = self._table.find(slot, generation)
+        attempt = self._book.table.find(slot, generation)
         if attempt is None or attempt.writer != writer:
-            self._stale += 1
+            self._book.stale += 1
             return None
         return attempt.held.ref
 
     def destination(self, writer: WriterId, ref: GrantRef, index: int) -> int | None:
         """The block into which block `index` of a grant may be copied now; None: the data is stale."""
-        attempt = self._find_open(writer, ref)
+        attempt = self._book.find_open(writer, ref)
         if attempt is None or index not in attempt.held.due:
             return None
         return attempt.held.block_ids[index]
 
     def arrived(self, writer: WriterId, ref: GrantRef, index: int, digest: bytes) -> list[ReceiverAction]:
         """Block `index` was copied to its destination; its bytes have this digest."""
-        attempt = self._find_open(writer, ref)
+        attempt = self._book.find_open(writer, ref)
         if attempt is None or index not in attempt.held.due:
             return []
         attempt.held.received[index] = digest
@@ -188,7 +173,7 @@ class Receiver:
 
     def corrupt(self, writer: WriterId, ref: GrantRef) -> list[ReceiverAction]:
         """A block arrived whose bytes do not match its digest."""
-        attempt = self._find_open(writer, ref)
+        attempt = self._book.find_open(writer, ref)
         if attempt is None:
             return []
         return self._corrupt(attempt, "a block does not match its digest")
@@ -197,7 +182,7 @@ class Receiver:
         self, writer: WriterId, ref: GrantRef, num_tokens: int, first_token: int, note: object = None
     ) -> list[ReceiverAction]:
         """The writer is done with the grant and promises no further write."""
-        attempt = self._find(writer, ref)
+        attempt = self._book.find(writer, ref)
         if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
         if attempt.phase is Phase.QUARANTINED:
@@ -216,13 +201,13 @@ class Receiver:
         self, writer: WriterId, ref: GrantRef, reason: int | None = None, message: str = ""
     ) -> list[ReceiverAction]:
         """The writer's word that no further write of this grant comes."""
-        attempt = self._find(writer, ref)
+        attempt = self._book.find(writer, ref)
         if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
         if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
         why = reason if reason is not None else FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
-        self._end(attempt)
+        self._book.end(attempt)
         return [Fail(attempt.key, why, message or "the prefill worker stopped"), *self.blocks_freed()]
 
     # -- time and numbers
@@ -231,12 +216,12 @@ class Receiver:
         """Escalate what has waited too long. Waits are counted from the first tick that sees them."""
         self._now = now
         actions: list[ReceiverAction] = []
-        for attempt in [a for a in self._attempts.values() if a.phase is Phase.EARLY]:
+        for attempt in self._book.in_phase(Phase.EARLY):
             if self._waited(attempt) >= self._patience.early_ask_s:
                 reason = FailureReason.FAILURE_REASON_PEER_LOST
                 actions += self._deny(attempt, reason, "the gateway did not attach this attempt")
         overdue: dict[WriterId, None] = {}
-        for attempt in self._table:
+        for attempt in self._book.table:
             if attempt.phase is Phase.QUARANTINED and self._waited(attempt) >= self._patience.stopping_s:
                 overdue[attempt.asker] = None
         actions += [Fence(writer, "it does not stop writing an aborted grant") for writer in overdue]
@@ -244,47 +229,25 @@ class Receiver:
 
     def holds_unproven(self, writer: WriterId) -> bool:
         """Whether blocks are out of use only because this writer might still write to them."""
-        return bool(self._quarantined_by(writer))
+        return bool(self._book.quarantined_by(writer))
 
     def stats(self) -> ReceiverStats:
         """The numbers of this moment."""
-        quarantined = [a for a in self._table if a.phase is Phase.QUARANTINED]
-        return ReceiverStats(
-            grants=len(self._table) - len(quarantined),
-            waiting_asks=len(self._queue),
-            quarantined_blocks=self._pool.quarantined(),
-            quarantine_age_s=max(
-                (self._now - a.since for a in quarantined if a.since is not None), default=0.0
-            ),
-            stale_messages=self._stale,
-        )
+        return self._book.stats(self._now)
 
     def granted(self) -> list[tuple[WriterId, Grant]]:
         """Every grant that a writer may still write to, quarantined ones included. For checks."""
-        return [(a.asker, a.grant) for a in self._table if a.grant is not None]
+        return [(a.asker, a.grant) for a in self._book.table if a.grant is not None]
 
     # -- transitions
 
     def _wait(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
-        attempt.move(Phase.WAITING)
-        self._queue[attempt.key] = attempt
+        self._book.wait(attempt)
         blocks = self._credit.blocks(attempt.wanted)
         if blocks > self._pool.total:
             text = f"{blocks} blocks are needed, the pool has {self._pool.total}"
             return self._deny(attempt, FailureReason.FAILURE_REASON_NEVER_FITS, text)
         return self.blocks_freed()
-
-    def _try_grant(self, attempt: ReceivingAttempt) -> SendGrant | None:
-        drawn = self._credit.draw(attempt.wanted)
-        if drawn is None:
-            return None
-        ref = self._table.open(attempt.key, attempt)
-        grant = Grant(ref, drawn.block_ids, drawn.cached_blocks, drawn.told_blocks, attempt.wanted.num_tokens)
-        attempt.grant = grant
-        del self._queue[attempt.key]
-        attempt.move(Phase.GRANTED)
-        told = tuple(grant.block_ids[: grant.num_blocks])
-        return SendGrant(attempt.asker, ref, told, self._credit.tokens(grant.cached_blocks))
 
     def _hand_over_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
         grant, writer = attempt.held, attempt.asker
@@ -294,8 +257,7 @@ class Receiver:
                 return []
             if grant.contradicted():
                 return self._corrupt(attempt, "a block differs from what was pushed")
-        self._table.close(grant.ref)
-        self._forget(attempt)
+        self._book.give_away(attempt)
         cached_tokens = self._credit.tokens(grant.cached_blocks)
         done = HandOver(
             writer,
@@ -316,11 +278,11 @@ class Receiver:
     def _fail(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
         """End the attempt from our side, whatever its phase, and say so if anybody here expects it."""
         if attempt.phase is Phase.GRANTED:
-            self._quarantine(attempt)
+            self._book.quarantine(attempt)
         elif attempt.phase is Phase.COMMITTED:
-            self._end(attempt)
+            self._book.end(attempt)
         else:
-            self._forget(attempt)
+            self._book.forget(attempt)
         return [Fail(attempt.key, reason, message)] if attempt.expected is not None else []
 
     def _corrupt(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
@@ -341,47 +303,9 @@ class Receiver:
         self._fail(attempt, FailureReason.FAILURE_REASON_UNSPECIFIED, message)
         return actions + self.blocks_freed()
 
-    def _quarantine(self, attempt: ReceivingAttempt) -> None:
-        grant = attempt.held
-        self._pool.release(grant.pins)
-        self._pool.quarantine(grant.fresh)
-        del self._attempts[attempt.key]
-        attempt.move(Phase.QUARANTINED)
-
     def _end_quarantine(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
-        self._end(attempt)
+        self._book.end(attempt)
         return self.blocks_freed()
-
-    def _end(self, attempt: ReceivingAttempt) -> None:
-        """Nobody writes to the grant any more and nobody wants it: all its blocks go back."""
-        grant = attempt.held
-        self._table.close(grant.ref)
-        if attempt.phase is Phase.QUARANTINED:
-            self._pool.release_quarantined(grant.fresh)
-            attempt.move(Phase.OVER)
-        else:
-            self._pool.release(grant.block_ids)
-            self._forget(attempt)
-
-    def _forget(self, attempt: ReceivingAttempt) -> None:
-        del self._attempts[attempt.key]
-        self._queue.pop(attempt.key, None)
-        attempt.move(Phase.OVER)
-
-    def _find(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
-        attempt = self._table.find(ref.slot, ref.generation)
-        if attempt is None or attempt.writer != writer or attempt.key != ref.key:
-            self._stale += 1
-            return None
-        return attempt
-
-    def _find_open(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
-        """Like `_find`, but not what is in quarantine: that is waiting for one word only."""
-        attempt = self._find(writer, ref)
-        return attempt if attempt is not None and attempt.phase is not Phase.QUARANTINED else None
-
-    def _quarantined_by(self, writer: WriterId) -> list[Grant]:
-        return [a.held for a in self._table if a.phase is Phase.QUARANTINED and a.writer == writer]
 
     def _waited(self, attempt: ReceivingAttempt) -> float:
         if attempt.since is None:

@@ -130,10 +130,6 @@ class HandoffServer:
         self._pump.run(actions)
         return key
 
-    def drain(self) -> None:
-        """Grant nothing from now on; asks are denied, grants go on."""
-        self._pump.run(self._receiver.drain())
-
     def stats(self) -> HandoffStats:
         """The numbers of this moment."""
         stats = self._receiver.stats()

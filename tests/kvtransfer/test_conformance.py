@@ -220,20 +220,6 @@ async def test_a_wrong_token_count_is_caught(make_pair, transport, times):
     assert pair.decode.ready == []
 
 
-async def test_draining_denies_what_waits_and_lets_grants_end(make_pair, transport, times):
-    pair = await make_pair(transport)
-    granted = await pair.grant("granted", 50)
-    waiting = asyncio.create_task(pair.grant("waiting", 50))
-    await until(lambda: pair.decode.server.stats().waiting_asks == 1 or transport == "tcp")
-    pair.decode.server.drain()
-    fill(granted, 50, 1)
-    assert await (await pair.peer()).commit(granted, 50, 1, times)
-    with pytest.raises(GrantRefused) as refused:
-        await waiting
-    assert refused.value.failure.reason == work_pb2.FAILURE_REASON_DRAINING
-    await until(lambda: len(pair.decode.ready) == 1)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("model_digest", "other"), ("block_size", 8), ("kv_layout", "x"), ("hash_version", 2)],
