@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +23,8 @@ class Runner:
             raise ValueError("a negative number of threads")
         self.model = model
         self.threads = threads or len(os.sched_getaffinity(0))
+        self.on_step: Callable[[float, int], None] | None = None
+        """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._share = share
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
@@ -39,11 +42,15 @@ class Runner:
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
         self._use(self.threads if self._share is None else self._share.begin_step())
+        started = time.perf_counter()
         try:
-            return self.model.backend.forward(sequences, abort)
+            logits = self.model.backend.forward(sequences, abort)
         finally:
             if self._share is not None:
                 self._share.end_step()
+        if self.on_step is not None:
+            self.on_step(time.perf_counter() - started, sum(len(s.token_ids) for s in sequences))
+        return logits
 
     def rest(self) -> None:
         """There is no step to make for now: others may use the cores."""

@@ -115,7 +115,7 @@ class WorkerMetrics(RoleMetrics):
         super().__init__(registry, role)
         self.step_duration = Histogram(
             "diptych_engine_step_duration_seconds",
-            "Duration of one forward pass with sampling",
+            "Duration of one forward pass",
             buckets=_PHASE,
             registry=registry,
         )

@@ -44,6 +44,7 @@ class WorkerShell:
         kind.metrics.directory_connected.set_function(
             lambda: float(self._publisher is not None and self._publisher.connected)
         )
+        engine.runner.on_step = self._count_step
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` is set; returns the exit status."""
@@ -78,6 +79,10 @@ class WorkerShell:
         self._loop.close()
         await http.close()
         return status
+
+    def _count_step(self, seconds: float, tokens: int) -> None:
+        self._kind.metrics.step_duration.observe(seconds)
+        self._kind.metrics.step_tokens.inc(tokens)
 
     def prefix_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Tell the directory which prefixes came and went."""

@@ -16,7 +16,7 @@ def test_two_by_two_workers_share_the_load_and_agree() -> None:
     with running_stack("--dtype", "fp32", "--prefill-workers", "2", "--decode-workers", "2") as stack:
         answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=12))
         served = {
-            (role, index): stack.metric(role, "diptych_request_phase_duration_seconds_count", index)
+            (role, index): stack.metric(role, "diptych_engine_step_tokens_total", index)
             for role in ("prefill", "decode")
             for index in (0, 1)
         }
