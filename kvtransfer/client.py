@@ -187,15 +187,20 @@ class HandoffClient:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._lease_times.interval_s)
-            now = time.monotonic()
-            beat = self._beat()
-            message = Request(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
-            for link, lease in list(self._links.values()):
-                if lease.tick(now) is Verdict.GONE:
-                    _log.warning("decode worker %s does not answer", link.welcome.worker_id)
-                    link.close()
-                else:
-                    link.put(message)
+            try:
+                self._tick_once(time.monotonic())
+            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+                _log.exception("a tick of the hand-over failed")
+
+    def _tick_once(self, now: float) -> None:
+        beat = self._beat()
+        message = Request(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
+        for link, lease in list(self._links.values()):
+            if lease.tick(now) is Verdict.GONE:
+                _log.warning("decode worker %s does not answer", link.welcome.worker_id)
+                link.close()
+            else:
+                link.put(message)
 
 
 def _hear(lease: Lease, response: Response) -> None:

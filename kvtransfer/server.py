@@ -227,11 +227,16 @@ class HandoffServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._lease_times.interval_s)
-            now = time.monotonic()
-            beat = self._beat()
-            message = Response(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
-            self._pump.run(self._receiver.tick(now))
-            self._writers.tick(now, message)
+            try:
+                self._tick_once(time.monotonic())
+            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+                _log.exception("a tick of the hand-over failed")
+
+    def _tick_once(self, now: float) -> None:
+        beat = self._beat()
+        message = Response(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
+        self._pump.run(self._receiver.tick(now))
+        self._writers.tick(now, message)
 
     # -- actions
 
