@@ -16,6 +16,8 @@ import pytest
 from tests.worker.asker import Gateway, work
 from tests.worker.house import VOCABULARY, Decode, House, Prefill, greedy, house
 
+# Loggers that this test can make speak; an exporter thread of another test may still complain meanwhile.
+OUR_LOGGERS = {"asyncio", "decode_worker", "engine", "kvtransfer", "prefill_worker", "runtime", "worker"}
 REQUESTS = 200
 AT_ONCE = 12
 PROMPTS = [tuple(random.Random(n).randrange(VOCABULARY) for _ in range(1 + n % 30)) for n in range(17)]
@@ -150,7 +152,8 @@ async def test_200_requests_leave_nothing_behind(
                 assert peer._sender.held() == []
                 assert not peer._progress
                 assert not peer._asks
-    assert caplog.records == [], [record.getMessage() for record in caplog.records]
+    ours = [record for record in caplog.records if record.name.split(".")[0] in OUR_LOGGERS]
+    assert ours == [], [record.getMessage() for record in ours]
     assert walk.outcomes["decode finished"] > 40, walk.outcomes
     assert walk.outcomes["cancelled"] > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
