@@ -8,26 +8,46 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeServiceLinkRequest(_message.Message):
-    __slots__ = ("hello", "attach", "cancel", "heartbeat")
+    __slots__ = ("hello", "attach", "cancel", "heartbeat", "drain", "flush")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.GatewayHello
     attach: _work_pb2.Work
     cancel: _work_pb2.Cancel
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    drain: _work_pb2.Drain
+    flush: FlushPrefixCache
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[FlushPrefixCache, _Mapping]] = ...) -> None: ...
 
 class DecodeServiceLinkResponse(_message.Message):
-    __slots__ = ("hello", "step", "heartbeat")
+    __slots__ = ("hello", "step", "heartbeat", "flushed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    FLUSHED_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.WorkerHello
     step: StepBatch
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    flushed: PrefixCacheFlushed
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., flushed: _Optional[_Union[PrefixCacheFlushed, _Mapping]] = ...) -> None: ...
+
+class FlushPrefixCache(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class PrefixCacheFlushed(_message.Message):
+    __slots__ = ("id", "blocks")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    blocks: int
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("tokens", "ended")
@@ -38,32 +58,38 @@ class StepBatch(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("id", "index", "token_ids", "cached_tokens", "times")
+    __slots__ = ("id", "index", "token_ids", "cached_tokens", "times", "choice", "scores")
     ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
     id: _work_pb2.AttemptId
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cached_tokens: int
     times: _work_pb2.PhaseTimes
-    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
+    choice: int
+    scores: _containers.RepeatedCompositeFieldContainer[_work_pb2.Score]
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ..., choice: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[_work_pb2.Score, _Mapping]]] = ...) -> None: ...
 
 class DecodeEnded(_message.Message):
-    __slots__ = ("id", "finished", "preempted", "failure", "times")
+    __slots__ = ("id", "finished", "preempted", "failure", "times", "choice")
     ID_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     id: _work_pb2.AttemptId
     finished: _work_pb2.FinishReason
     preempted: Preempted
     failure: _work_pb2.Failure
     times: _work_pb2.PhaseTimes
-    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., finished: _Optional[_Union[_work_pb2.FinishReason, str]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ...) -> None: ...
+    choice: int
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., finished: _Optional[_Union[_work_pb2.FinishReason, str]] = ..., preempted: _Optional[_Union[Preempted, _Mapping]] = ..., failure: _Optional[_Union[_work_pb2.Failure, _Mapping]] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Preempted(_message.Message):
     __slots__ = ()

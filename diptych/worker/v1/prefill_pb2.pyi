@@ -1,22 +1,25 @@
 from diptych.worker.v1 import work_pb2 as _work_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillServiceLinkRequest(_message.Message):
-    __slots__ = ("hello", "dispatch", "cancel", "heartbeat")
+    __slots__ = ("hello", "dispatch", "cancel", "heartbeat", "drain")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.GatewayHello
     dispatch: Dispatch
     cancel: _work_pb2.Cancel
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    drain: _work_pb2.Drain
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
     __slots__ = ("work", "decode_worker_id", "decode_address", "decode_incarnation")
@@ -31,14 +34,26 @@ class Dispatch(_message.Message):
     def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
 
 class PrefillServiceLinkResponse(_message.Message):
-    __slots__ = ("hello", "ended", "heartbeat")
+    __slots__ = ("hello", "ended", "heartbeat", "prompt_scores")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.WorkerHello
     ended: PrefillEnded
     heartbeat: _work_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    prompt_scores: PromptScores
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("id", "first_position", "scores")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    id: _work_pb2.AttemptId
+    first_position: int
+    scores: _containers.RepeatedCompositeFieldContainer[_work_pb2.Score]
+    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., first_position: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[_work_pb2.Score, _Mapping]]] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
     __slots__ = ("id", "committed", "failure")

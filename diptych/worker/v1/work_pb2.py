@@ -25,37 +25,55 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/worker/v1/work.proto\x12\x11\x64iptych.worker.v1\x1a\x1egoogle/protobuf/duration.proto\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xab\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\"J\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\"\xff\x02\n\x04Work\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.diptych.worker.v1.Sampling\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.diptych.worker.v1.Stopping\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x06 \x01(\x0c\x12\x12\n\ncache_read\x18\x07 \x01(\x08\x12\x13\n\x0b\x63\x61\x63he_write\x18\x08 \x01(\x08\x12\x10\n\x08priority\x18\t \x01(\x05\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x12\n\ntracestate\x18\x0c \x01(\t\x12\x1a\n\x12reserve_worst_case\x18\r \x01(\x08\"2\n\x06\x43\x61ncel\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\"L\n\x07\x46\x61ilure\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .diptych.worker.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9c\x03\n\nPhaseTimes\x12\x30\n\rprefill_queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ngrant_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07kv_send\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nkv_receive\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x64\x65\x63ode_queue\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14kv_bytes_transferred\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\rprefill_steps\x18\n \x01(\r\"5\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"7\n\x0cGatewayHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"R\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\x12%\n\x04load\x18\x03 \x01(\x0b\x32\x17.diptych.worker.v1.Load\"\x87\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8b\x02\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46\x41ILURE_REASON_INTERNAL\x10\x01\x12%\n!FAILURE_REASON_KV_TRANSFER_FAILED\x10\x02\x12\x1c\n\x18\x46\x41ILURE_REASON_PEER_LOST\x10\x03\x12\x1b\n\x17\x46\x41ILURE_REASON_DRAINING\x10\x04\x12\x1d\n\x19\x46\x41ILURE_REASON_NEVER_FITS\x10\x05\x12\x1b\n\x17\x46\x41ILURE_REASON_DEADLINE\x10\x06\x12\x1f\n\x1b\x46\x41ILURE_REASON_INCOMPATIBLE\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64iptych/worker/v1/work.proto\x12\x11\x64iptych.worker.v1\x1a\x1egoogle/protobuf/duration.proto\"0\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd2\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12>\n\nlogit_bias\x18\t \x03(\x0b\x32*.diptych.worker.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x33\n\tbad_words\x18\x0b \x03(\x0b\x32 .diptych.worker.v1.TokenSequence\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x12\n\nbeam_width\x18\r \x01(\r\x12+\n\x07grammar\x18\x0e \x01(\x0b\x32\x1a.diptych.worker.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x99\x01\n\x07Grammar\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.diptych.worker.v1.Grammar.Kind\x12\x0c\n\x04text\x18\x02 \x01(\t\"Q\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10KIND_JSON_SCHEMA\x10\x01\x12\x0e\n\nKIND_REGEX\x10\x02\x12\r\n\tKIND_LARK\x10\x03\"J\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\"\xc2\x03\n\x04Work\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.diptych.worker.v1.Sampling\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.diptych.worker.v1.Stopping\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x06 \x01(\x0c\x12\x12\n\ncache_read\x18\x07 \x01(\x08\x12\x13\n\x0b\x63\x61\x63he_write\x18\x08 \x01(\x08\x12\x10\n\x08priority\x18\t \x01(\x05\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x12\n\ntracestate\x18\x0c \x01(\t\x12\x1a\n\x12reserve_worst_case\x18\r \x01(\x08\x12\x0f\n\x07\x63hoices\x18\x0e \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"C\n\x06\x43\x61ncel\x12(\n\x02id\x18\x01 \x01(\x0b\x32\x1c.diptych.worker.v1.AttemptId\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\"S\n\x05Score\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12+\n\x03top\x18\x03 \x03(\x0b\x32\x1e.diptych.worker.v1.Alternative\"0\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"I\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\'\n\x05score\x18\x02 \x01(\x0b\x32\x18.diptych.worker.v1.Score\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x07\x46\x61ilure\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .diptych.worker.v1.FailureReason\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x9c\x03\n\nPhaseTimes\x12\x30\n\rprefill_queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\ngrant_wait\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07kv_send\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\nkv_receive\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x64\x65\x63ode_queue\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14kv_bytes_transferred\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\rprefill_steps\x18\n \x01(\r\"5\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"7\n\x0cGatewayHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"R\n\tHeartbeat\x12\x10\n\x08progress\x18\x01 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\x12%\n\x04load\x18\x03 \x01(\x0b\x32\x17.diptych.worker.v1.Load\"\x87\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\x04\x12\x1a\n\x12quarantined_blocks\x18\x06 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x8b\x02\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46\x41ILURE_REASON_INTERNAL\x10\x01\x12%\n!FAILURE_REASON_KV_TRANSFER_FAILED\x10\x02\x12\x1c\n\x18\x46\x41ILURE_REASON_PEER_LOST\x10\x03\x12\x1b\n\x17\x46\x41ILURE_REASON_DRAINING\x10\x04\x12\x1d\n\x19\x46\x41ILURE_REASON_NEVER_FITS\x10\x05\x12\x1b\n\x17\x46\x41ILURE_REASON_DEADLINE\x10\x06\x12\x1f\n\x1b\x46\x41ILURE_REASON_INCOMPATIBLE\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.worker.v1.work_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1648
-  _globals['_FINISHREASON']._serialized_end=1743
-  _globals['_FAILUREREASON']._serialized_start=1746
-  _globals['_FAILUREREASON']._serialized_end=2013
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2474
+  _globals['_FINISHREASON']._serialized_end=2569
+  _globals['_FAILUREREASON']._serialized_start=2572
+  _globals['_FAILUREREASON']._serialized_end=2839
   _globals['_ATTEMPTID']._serialized_start=83
   _globals['_ATTEMPTID']._serialized_end=131
   _globals['_SAMPLING']._serialized_start=134
-  _globals['_SAMPLING']._serialized_end=305
-  _globals['_STOPPING']._serialized_start=307
-  _globals['_STOPPING']._serialized_end=381
-  _globals['_WORK']._serialized_start=384
-  _globals['_WORK']._serialized_end=767
-  _globals['_CANCEL']._serialized_start=769
-  _globals['_CANCEL']._serialized_end=819
-  _globals['_FAILURE']._serialized_start=821
-  _globals['_FAILURE']._serialized_end=897
-  _globals['_PHASETIMES']._serialized_start=900
-  _globals['_PHASETIMES']._serialized_end=1312
-  _globals['_WORKERHELLO']._serialized_start=1314
-  _globals['_WORKERHELLO']._serialized_end=1367
-  _globals['_GATEWAYHELLO']._serialized_start=1369
-  _globals['_GATEWAYHELLO']._serialized_end=1424
-  _globals['_HEARTBEAT']._serialized_start=1426
-  _globals['_HEARTBEAT']._serialized_end=1508
-  _globals['_LOAD']._serialized_start=1511
-  _globals['_LOAD']._serialized_end=1646
+  _globals['_SAMPLING']._serialized_end=600
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=539
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=587
+  _globals['_TOKENSEQUENCE']._serialized_start=602
+  _globals['_TOKENSEQUENCE']._serialized_end=630
+  _globals['_GRAMMAR']._serialized_start=633
+  _globals['_GRAMMAR']._serialized_end=786
+  _globals['_GRAMMAR_KIND']._serialized_start=705
+  _globals['_GRAMMAR_KIND']._serialized_end=786
+  _globals['_STOPPING']._serialized_start=788
+  _globals['_STOPPING']._serialized_end=862
+  _globals['_WORK']._serialized_start=865
+  _globals['_WORK']._serialized_end=1315
+  _globals['_CANCEL']._serialized_start=1317
+  _globals['_CANCEL']._serialized_end=1384
+  _globals['_SCORE']._serialized_start=1386
+  _globals['_SCORE']._serialized_end=1469
+  _globals['_ALTERNATIVE']._serialized_start=1471
+  _globals['_ALTERNATIVE']._serialized_end=1519
+  _globals['_SAMPLEDTOKEN']._serialized_start=1521
+  _globals['_SAMPLEDTOKEN']._serialized_end=1594
+  _globals['_DRAIN']._serialized_start=1596
+  _globals['_DRAIN']._serialized_end=1645
+  _globals['_FAILURE']._serialized_start=1647
+  _globals['_FAILURE']._serialized_end=1723
+  _globals['_PHASETIMES']._serialized_start=1726
+  _globals['_PHASETIMES']._serialized_end=2138
+  _globals['_WORKERHELLO']._serialized_start=2140
+  _globals['_WORKERHELLO']._serialized_end=2193
+  _globals['_GATEWAYHELLO']._serialized_start=2195
+  _globals['_GATEWAYHELLO']._serialized_end=2250
+  _globals['_HEARTBEAT']._serialized_start=2252
+  _globals['_HEARTBEAT']._serialized_end=2334
+  _globals['_LOAD']._serialized_start=2337
+  _globals['_LOAD']._serialized_end=2472
 # @@protoc_insertion_point(module_scope)
