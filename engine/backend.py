@@ -21,10 +21,10 @@ class Backend(Protocol):
         """Compute a step whose batch `check_batch` accepted, writing keys and values into the sequences'
         blocks.
 
-        Returns float32 logits `[rows, vocab]`, a row for each sequence with `wants_logits`, in order. `abort`
-        is read between layers: a sequence whose word is set writes nothing from the next layer on, and its
-        row, if it has one, is NaN or what the pass gave, nobody may use it; when all are set the call returns
-        early.
+        Returns float32 logits `[rows, vocab]`: for each sequence with `wants_logits`, in order, those after
+        its last `trailing` tokens. `abort` is read between layers: a sequence whose word is set writes
+        nothing from the next layer on, and its rows, if it has any, are NaN or what the pass gave, nobody may
+        use them; when all are set the call returns early.
         """
         ...
 

@@ -29,7 +29,14 @@ class SequenceStep:
     start: int
     token_ids: Sequence[int]
     wants_logits: bool
-    """Whether the step returns the logits after the last of `token_ids`."""
+    """Whether the step returns logits after the last of `token_ids`."""
+    trailing: int = 1
+    """Where logits are wanted, after how many of the last tokens of `token_ids`."""
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that this sequence has in the step's result."""
+        return self.trailing if self.wants_logits else 0
 
 
 class AbortWords:
@@ -58,7 +65,7 @@ class AbortWords:
 
 class BatchError(ValueError):
     """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
-    vocabulary.
+    vocabulary, more rows of logits than tokens.
     """
 
 
@@ -71,6 +78,8 @@ def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
             raise BatchError(f"row {row}: no tokens to compute")
         if step.start < 0:
             raise BatchError(f"row {row}: starts before position 0")
+        if not 0 <= step.logit_rows <= len(step.token_ids):
+            raise BatchError(f"row {row}: {step.trailing} rows of logits of {len(step.token_ids)} tokens")
         if layout.blocks_for(end) > len(step.block_table):
             raise BatchError(f"row {row}: {end} tokens do not fit into {len(step.block_table)} blocks")
         if min(step.token_ids) < 0 or max(step.token_ids) >= vocab_size:

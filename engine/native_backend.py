@@ -74,7 +74,7 @@ class NativeBackend:
 
         Raises NativeError, with nothing written, for a batch that would leave its memory.
         """
-        rows = sum(step.wants_logits for step in sequences)
+        rows = sum(step.logit_rows for step in sequences)
         logits = torch.empty((rows, self._shape.vocab_size))
         self._reach(max(_last_position(step) for step in sequences) + 1)
         batch, alive = _native_batch(sequences, abort, self._dtype)
@@ -188,7 +188,7 @@ def _native_batch(
         "table_lengths": array("i", [len(step.block_table) for step in sequences]),
         "memories": array("Q", [step.memory.address for step in sequences]),
         "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
-        "wants_logits": array("B", [step.wants_logits for step in sequences]),
+        "logit_rows": array("i", [step.logit_rows for step in sequences]),
     }
     addresses = {name: values.buffer_info()[0] for name, values in alive.items()}
     words = None if abort is None else abort.words.ctypes.data

@@ -29,7 +29,8 @@ class Runner:
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
     def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> torch.Tensor:
-        """Compute a step and return float32 logits `[sequences that want them, vocab]`, in order.
+        """Compute a step and return float32 logits `[wanted rows, vocab]`, in order: a row for each sequence
+        that wants logits, or as many as it asks for (`SequenceStep.trailing`).
 
         The batch mixes decode rows and prefill chunks freely. Sequences may share blocks that no sequence of
         the batch writes. Raises BatchError, before anything is written, for a batch that would leave its

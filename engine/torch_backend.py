@@ -51,14 +51,14 @@ class TorchBackend:
             if logits is None:
                 return torch.full((len(last), self._shape.vocab_size), torch.nan)
             if abort is not None:
-                with_logits = [i for i, step in enumerate(sequences) if step.wants_logits]
-                logits[[abort.is_aborted(i) for i in with_logits]] = torch.nan
+                owners = [i for i, step in enumerate(sequences) for _ in range(step.logit_rows)]
+                logits[[abort.is_aborted(i) for i in owners]] = torch.nan
             return logits
 
 
 def _flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and positions of all sequences in a row, and the index of the last token of each that wants
-    logits.
+    """Tokens and positions of all sequences in a row, and the indices of the tokens after which logits are
+    wanted.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -66,6 +66,5 @@ def _flatten(sequences: Sequence[SequenceStep]) -> tuple[torch.Tensor, torch.Ten
     for step in sequences:
         tokens.extend(step.token_ids)
         positions.extend(range(step.start, step.start + len(step.token_ids)))
-        if step.wants_logits:
-            last.append(len(tokens) - 1)
+        last.extend(range(len(tokens) - step.logit_rows, len(tokens)))
     return torch.tensor(tokens), torch.tensor(positions), torch.tensor(last, dtype=torch.int64)

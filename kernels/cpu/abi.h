@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 1
+#define DIPTYCH_ABI_VERSION 2
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -63,7 +63,7 @@ struct DiptychBatch {
     const int32_t *table_lengths;  // [sequences]
     const uint64_t *memories;      // [sequences] address of block 0 of the memory that holds the sequence
     const int32_t *memory_blocks;  // [sequences] blocks in that memory
-    const uint8_t *wants_logits;   // [sequences]
+    const int32_t *logit_rows;     // [sequences] after how many of its last tokens logits are wanted, 0 .. count
     const int32_t *abort_words;    // [sequences] set by another thread, or null
 };
 
@@ -91,7 +91,7 @@ int32_t diptych_set_embedding(DiptychModel *model, const void *rows);           
 int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions);
 
 // Computes one step on `threads` cores: writes keys and values of all tokens into the blocks, and the logits
-// after the last token of each sequence that wants them into `logits` [wanting sequences, vocab]. Rows of
+// after the last logit_rows[s] tokens of each sequence s into `logits` [sum of logit_rows, vocab]. Rows of
 // aborted sequences are NaN. One call at a time per model.
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits);
 }

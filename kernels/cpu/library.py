@@ -10,7 +10,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 _PATH = Path(__file__).with_name("_step.so")
 
 
@@ -54,7 +54,7 @@ class Batch(Structure):
         ("table_lengths", c_void_p),
         ("memories", c_void_p),
         ("memory_blocks", c_void_p),
-        ("wants_logits", c_void_p),
+        ("logit_rows", c_void_p),
         ("abort_words", c_void_p),
     )
 

@@ -100,6 +100,10 @@ std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_
     int64_t rows = 0;
     for (int32_t s = 0; s < batch.sequences; s++) {
         if (batch.counts[s] < 1) return at(s, "no tokens to compute");
+        if (batch.logit_rows[s] < 0 || batch.logit_rows[s] > batch.counts[s]) {
+            return at(s, std::to_string(batch.logit_rows[s]) + " rows of logits of " +
+                             std::to_string(batch.counts[s]) + " tokens");
+        }
         rows += batch.counts[s];
         if (rows > (1 << 24)) return "more tokens than a step can hold";
         std::string found = refused_sequence(model, batch, s, tokens, table);
@@ -126,7 +130,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         int32_t first = static_cast<int32_t>(step.rows.size()), count = batch.counts[s];
         for (int32_t i = 0; i < count; i++) step.rows.push_back({s, batch.starts[s] + i, tokens[i]});
         add_tiles(step, first, count);
-        if (batch.wants_logits[s] != 0) step.wanted.push_back(first + count - 1);
+        for (int32_t i = count - batch.logit_rows[s]; i < count; i++) step.wanted.push_back(first + i);
         step.tables.push_back(table);
         int64_t end = static_cast<int64_t>(batch.starts[s]) + count;
         blocks = std::max(blocks, (end + batch.block_size - 1) / batch.block_size);

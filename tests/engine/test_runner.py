@@ -74,6 +74,35 @@ def test_decode_rows_and_chunks_of_several_memories_in_one_batch(model: Model) -
         torch.testing.assert_close(row, alone(model, tokens), atol=1e-5, rtol=0)
 
 
+def test_logits_after_several_tokens_of_a_chunk_are_those_of_its_prefixes(model: Model) -> None:
+    runner, memory = Runner(model, 1), KVMemory(model.kv_layout(16), 8)
+    a, b = ids(21, 8), ids(6, 9)
+    logits = runner.step(
+        [
+            SequenceStep(memory, [6, 1], 0, a, True, trailing=4),
+            SequenceStep(memory, [2], 0, ids(3, 10), False, trailing=3),
+            SequenceStep(memory, [0], 0, b, True, trailing=6),
+        ]
+    )
+    prefixes = [a[:end] for end in range(18, 22)] + [b[:end] for end in range(1, 7)]
+    assert logits.shape == (10, 67)
+    for row, tokens in zip(logits, prefixes, strict=True):
+        torch.testing.assert_close(row, alone(model, tokens), atol=1e-5, rtol=0)
+
+
+def test_all_rows_of_an_aborted_chunk_are_lost_and_no_others(model: Model) -> None:
+    memory, words = KVMemory(model.kv_layout(16), 8), AbortWords(2)
+    words.abort(0)
+    steps = [
+        SequenceStep(memory, [6], 0, ids(5, 1), True, trailing=3),
+        SequenceStep(memory, [2], 0, ids(4, 2), True, trailing=2),
+    ]
+    logits = Runner(model, 1).step(steps, words)
+    assert logits[:3].isnan().all()
+    torch.testing.assert_close(logits[4], alone(model, ids(4, 2)), atol=1e-5, rtol=0)
+    assert logits[3].isfinite().all()
+
+
 def test_a_shared_prefix_is_read_in_place(model: Model) -> None:
     runner, memory = Runner(model, 1), KVMemory(model.kv_layout(16), 8)
     prefix, tails = ids(32, 4), (ids(5, 5), ids(9, 6))
@@ -173,6 +202,13 @@ def test_a_batch_that_would_leave_its_memory_is_refused_whole(
     with pytest.raises(BatchError, match=f"row 1: .*{message}"):
         Runner(model, 1).step([good, SequenceStep(memory, table, start, tokens, True)])
     assert not memory.data.any(), "nothing was written"
+
+
+@pytest.mark.parametrize("trailing", [-1, 3])
+def test_more_rows_of_logits_than_tokens_are_refused(model: Model, trailing: int) -> None:
+    step = SequenceStep(KVMemory(model.kv_layout(16), 1), [0], 0, [1, 2], True, trailing=trailing)
+    with pytest.raises(BatchError, match=f"{trailing} rows of logits of 2 tokens"):
+        Runner(model, 1).step([step])
 
 
 def test_threads_are_set_in_the_thread_that_steps(torch_model: Model) -> None:

@@ -33,6 +33,8 @@ BAD = {
     "starts before position 0": replace(GOOD, start=-2),
     "do not fit into 2 blocks": replace(GOOD, start=30),
     "no tokens": replace(GOOD, token_ids=[]),
+    "4 rows of logits of 3 tokens": replace(GOOD, trailing=4),
+    "-1 rows of logits of 3 tokens": replace(GOOD, trailing=-1),
 }
 
 

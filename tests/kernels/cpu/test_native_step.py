@@ -50,7 +50,8 @@ def mixed_batches(shape: ModelShape, backend: Any, block_size: int, dtype: torch
         backend.forward([a.step(tokens[:17]), b.step(tokens[3:20], wants_logits=False)], None),
         backend.forward([b.step(tokens[20:21]), a.step(tokens[17:18]), c.step(tokens[:30])], None),
         backend.forward([c.step(tokens[30:36], wants_logits=False), a.step(tokens[18:19])], None),
-        backend.forward([b.step(tokens[21:34]), c.step(tokens[36:37])], None),
+        backend.forward([b.step(tokens[21:34], trailing=5), c.step(tokens[36:37])], None),
+        backend.forward([a.step(tokens[19:27], trailing=8), b.step(tokens[34:35], wants_logits=False)], None),
     ]
 
 

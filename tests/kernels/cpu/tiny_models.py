@@ -95,10 +95,10 @@ class Sequenced:
     table: list[int]
     length: int = 0
 
-    def step(self, token_ids: Sequence[int], wants_logits: bool = True) -> SequenceStep:
+    def step(self, token_ids: Sequence[int], wants_logits: bool = True, trailing: int = 1) -> SequenceStep:
         """The next tokens; the sequence has them from now on."""
         start, self.length = self.length, self.length + len(token_ids)
-        return SequenceStep(self.memory, self.table, start, token_ids, wants_logits)
+        return SequenceStep(self.memory, self.table, start, token_ids, wants_logits, trailing)
 
 
 def tokens_of(count: int, vocab_size: int = 131, seed: int = 1) -> list[int]:
