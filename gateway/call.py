@@ -1,44 +1,116 @@
-"""What every RPC has around it: the request id, the deadline, the SERVER span, and the one outermost catch.
+"""The seam between the doors and the core: a request as its door gives it, and what every one is counted by.
 
-Nothing that a handler raises reaches gRPC itself, which would send its text to the client. A client's
-cancel and its deadline both arrive as CancelledError; the clock tells them apart, and both are re-raised.
+A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). For each request it
+
+1. makes a `Call` of its own kind and opens ``with calls.account(call):``, which starts the SERVER span,
+   counts the request, and turns whatever goes wrong inside into a `DiptychError`;
+2. parses its own wire into ``pb.GenerateRequest`` inside that block, so that a parse error is counted too
+   (raise `InvalidParameter` with the path of the field);
+3. awaits ``generator.stream(request, call)``, which hands each message to ``call.write`` as it comes, or
+   ``generator.whole(request, call)``, which returns the one message and writes nothing;
+4. outside the block catches `DiptychError` and says it in its protocol's words. `error.code` is the
+   canonical code (UNAVAILABLE: nothing was delivered; ABORTED: output was), `error.reason`, `metadata`,
+   `violations` and `retry_after_s` are the details. `call.request_id` names the request, the caller's own
+   or a fresh one; nothing else than a DiptychError or CancelledError leaves the block.
+
+    call = MyCall("POST /v1/completions", received_at=clock(), header_request_id=…, time_left_s=…, trace=…)
+    try:
+        with calls.account(call):
+            await generator.stream(parse(body), call)
+    except DiptychError as error:
+        answer(error)
+
+What `GenerateResponse` messages look like is said in ``gateway/responses.py``. Messages of a stream belong to
+the door once written: the core keeps none of them.
+
+**The client leaves**: the door cancels the task that awaits the generator. CancelledError comes out again (do
+not swallow it), and by then both workers were told to drop the request. A ``write`` that finds its connection
+gone raises CancelledError too; a protocol's own exception from there would count as a bug.
+
+**Deadlines**: ``time_left_s`` counts from ``received_at``. The core ends the request with `DeadlineExceeded`
+when it passes; a protocol that also cancels the task by itself at that time (gRPC) is fine too.
+
+**Slow readers**: ``write`` may wait; what comes meanwhile is put into one message. A request holds at most
+its own max_tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 
+from diptych.v1 import inference_pb2 as pb
 from runtime.errors import DiptychError, Internal
 from runtime.metrics import GatewayMetrics
-from runtime.status import REQUEST_ID_TRAILER, abort
-from runtime.telemetry import ServerSpan, Telemetry
+from runtime.telemetry import Attributes, ServerSpan, Telemetry
+from runtime.trace_context import NO_TRACE, Headers
 
-SERVICE = "diptych.v1.InferenceService"
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # gRPC says "infinite" as a very large number in some versions
-_CLOCK_SKEW_S = 0.02  # gRPC's timer fires a few milliseconds off this clock
+_CLOCK_SKEW_S = 0.02  # a protocol's own timer fires a few milliseconds off this clock
 _REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
-
-T = TypeVar("T")
-Context = grpc.aio.ServicerContext[Any, Any]
+_log = logging.getLogger(__name__)
 
 
-class Call:
-    """One RPC while it runs. Times are on the gateway's monotonic clock."""
+class Call(ABC):
+    """One request at one door, while it runs. Times are on the gateway's monotonic clock, in seconds.
 
-    def __init__(self, context: Context, span: ServerSpan, received_at: float) -> None:
-        self.context = context
-        self.span = span
+    Args:
+        method: the SERVER span's name, of few values: "diptych.v1.InferenceService/Generate" or
+            "POST /v1/completions".
+        received_at: when it came.
+        header_request_id: x-request-id as the client sent it, or "".
+        time_left_s: until the client's deadline; None without one.
+        trace: (traceparent, tracestate) as the client sent them, each possibly "".
+    """
+
+    span: ServerSpan  # there once `Calls.account` was entered
+
+    def __init__(
+        self,
+        method: str,
+        *,
+        received_at: float,
+        header_request_id: str = "",
+        time_left_s: float | None = None,
+        trace: Headers = NO_TRACE,
+    ) -> None:
+        self.method = method
         self.received_at = received_at
-        metadata = dict(context.invocation_metadata() or ())
-        header = metadata.get(REQUEST_ID_TRAILER, "")
-        self.header_request_id = header if isinstance(header, str) else ""
-        self.request_id = ""  # once known; goes into the trailers
-        left = context.time_remaining()
-        self.deadline = received_at + left if left is not None and left < _NO_DEADLINE_S else None
+        self.header_request_id = header_request_id
+        self.trace = trace
+        self.request_id = header_request_id
+        endless = time_left_s is None or time_left_s >= _NO_DEADLINE_S
+        self.deadline = None if endless or time_left_s is None else received_at + time_left_s
+
+    @abstractmethod
+    async def write(self, message: pb.GenerateResponse) -> None:
+        """Send one message of a stream. May wait for a slow client; see the module on one that is gone."""
+
+    def on_request_id(self, request_id: str) -> None:  # noqa: B027
+        """The request has its name now, before any message: for headers or trailers. Default: nothing."""
+
+    @property
+    def span_attributes(self) -> Attributes | None:
+        """Of the SERVER span at its start; None: those of an RPC."""
+        return None
+
+    def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes | None:
+        """Count the call in its protocol's own metric. Returns what the SERVER span says of the answer.
+
+        Default: ``rpc.server.call.duration``, and None, which is the RPC's status code.
+        """
+        metrics.call_duration.labels(self.method, code.name).observe(duration_s)
+        return None
+
+    def name(self, request_id: str) -> None:
+        """The core tells the request's id."""
+        self.request_id = request_id
+        self.on_request_id(request_id)
 
     def time_left_s(self, now: float) -> float | None:
         return None if self.deadline is None else max(self.deadline - now, 0.0)
@@ -48,44 +120,38 @@ class Call:
         passed = self.deadline is not None and now >= self.deadline - _CLOCK_SKEW_S
         return grpc.StatusCode.DEADLINE_EXCEEDED if passed else grpc.StatusCode.CANCELLED
 
-    def answer_with_id(self, request_id: str) -> None:
-        """Name the request in the trailing metadata; leading metadata would commit the RPC too early."""
-        self.request_id = request_id
-        self.context.set_trailing_metadata(((REQUEST_ID_TRAILER, request_id),))
-
 
 class Calls:
-    """Runs the body of each RPC with all of that around it."""
+    """What every call has around it, whatever its door."""
 
     def __init__(self, telemetry: Telemetry, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
-        self._clock = clock
+        self.clock = clock
 
-    async def run(self, method: str, context: Context, body: Callable[[Call], Awaitable[T]]) -> T:
-        """The body's result, or the RPC aborted with the status of what it raised."""
-        received_at = self._clock()
-        metadata = context.invocation_metadata()
-        span = self._telemetry.start_server_span(f"{SERVICE}/{method}", _pairs(metadata))
-        call = Call(context, span, received_at)
+    @contextmanager
+    def account(self, call: Call) -> Iterator[None]:
+        """The SERVER span and the metrics of ``call``. Only DiptychError and CancelledError come out of it.
+
+        Any other exception is a bug: it is logged with its traceback and becomes `Internal`, whose text is
+        fixed.
+        """
+        call.span = self._telemetry.start_server_span(call.method, call.trace, call.span_attributes)
         code, reason = grpc.StatusCode.OK, None
         try:
-            return await body(call)
+            yield
         except asyncio.CancelledError:
-            code = call.why_cancelled(self._clock())
+            code = call.why_cancelled(self.clock())
+            raise
+        except DiptychError as error:
+            code, reason = error.code, error.reason
             raise
         except Exception as error:
-            known = error if isinstance(error, DiptychError) else Internal()
-            code, reason = known.code, known.reason
-            if code in _REJECTIONS:
-                self._metrics.rejections.labels(reason).inc()
-            await abort(context, error, call.request_id or call.header_request_id)
+            _log.exception("request %s: unexpected error", call.request_id)
+            code, reason = grpc.StatusCode.INTERNAL, Internal.reason
+            raise Internal() from error
         finally:
-            span.end(code, reason)
-            self._metrics.call_duration.labels(f"{SERVICE}/{method}", code.name).observe(
-                self._clock() - received_at
-            )
-
-
-def _pairs(metadata: Any) -> list[tuple[str, str | bytes]]:
-    return [(key, value) for key, value in metadata or ()]
+            if reason is not None and code in _REJECTIONS:
+                self._metrics.rejections.labels(reason).inc()
+            answer = call.ended(self._metrics, code, self.clock() - call.received_at)
+            call.span.end(code, reason, answer)

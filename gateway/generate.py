@@ -1,4 +1,4 @@
-"""StreamGenerate and Generate: from a message to its tokens, with everything given back at the end.
+"""The one core under every door: from a message to its tokens, with everything given back at the end.
 
 Validate → take a place in the queue → converse with the workers → write what comes. Whatever ends the call,
 the `finally` closes the conversation, which cancels on both workers, and gives place and id back.
@@ -25,7 +25,7 @@ from gateway.responses import response
 from gateway.served_model import ServedModel
 from gateway.session_events import Admitted, FinishReason
 from gateway.stop_strings import StopStrings
-from gateway.validation import parse_message, parse_request
+from gateway.validation import parse_request
 from gateway.work import Job, TraceParent, work_id
 from runtime.errors import DiptychError, Draining, KvTransferFailed, NoReadyWorker, WorkerLost
 from runtime.metrics import GatewayMetrics
@@ -56,27 +56,32 @@ class Generator:
         self._context = model.card.max_context
         self.draining = False
 
-    async def stream(self, data: bytes, call: Call) -> None:
-        """StreamGenerate: one message per piece, the last one with usage and timings."""
-        await self._run(data, call, one_message=False)
+    async def stream(self, request: pb.GenerateRequest, call: Call) -> None:
+        """One message per piece to ``call.write``, the last one with usage and timings.
 
-    async def whole(self, data: bytes, call: Call) -> pb.GenerateResponse:
-        """Generate: the same in one message."""
+        Raises:
+            DiptychError: what the client did wrong, or what went wrong here; ABORTED once output went out.
+            CancelledError: the client left. Workers are told to stop before it comes out.
+        """
+        await self._run(request, call, one_message=False)
+
+    async def whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
+        """The same in one message, which is returned and not written. Raises as `stream`, never ABORTED."""
         try:
-            return await self._run(data, call, one_message=True)
+            return await self._run(request, call, one_message=True)
         except (WorkerLost, KvTransferFailed) as error:
             # Tokens had come to this process, but nothing went out to the client: safe to replay.
             raise type(error)() from error
 
-    async def _run(self, data: bytes, call: Call, *, one_message: bool) -> pb.GenerateResponse:
-        message = parse_message(pb.GenerateRequest, data)
+    async def _run(
+        self, message: pb.GenerateRequest, call: Call, *, one_message: bool
+    ) -> pb.GenerateResponse:
         report = RequestReport(call, operation_of(message))
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.token_limit() or self._context, self._context)
-            large = len(data) >= limits.INLINE_PARSE_BYTES
-            request = await self._parse(message, call, report, limit, large=large)
+            request = await self._parse(message, call, report, limit)
             return await self._converse(request, call, report, limit, one_message=one_message)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
@@ -91,7 +96,7 @@ class Generator:
             report.send(self._telemetry, self._metrics, error, self._clock())
 
     async def _parse(
-        self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int, *, large: bool
+        self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int
     ) -> ParsedRequest:
         started = self._clock()
         parse = partial(
@@ -102,10 +107,11 @@ class Generator:
             token_limit=limit,
         )
         # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
+        large = message.ByteSize() >= limits.INLINE_PARSE_BYTES
         request = await asyncio.to_thread(parse) if large else parse()
         report.tokenized = (started, self._clock())
         report.model = request.model
-        call.answer_with_id(request.request_id)
+        call.name(request.request_id)
         return request
 
     async def _converse(
@@ -179,7 +185,7 @@ class Generator:
                     reason = record
                 else:
                     if delta.tokens and not one_message:  # what was promised as delivered is delivered
-                        await call.context.write(_message(conversation, delta, None, first, call))
+                        await call.write(_message(conversation, delta, None, first, call))
                     raise record
                 if conversation.records.empty():
                     break
@@ -188,7 +194,7 @@ class Generator:
                 continue
             message = _message(conversation, delta, reason, first, call)
             if not one_message:
-                await call.context.write(message)
+                await call.write(message)
             if reason is not None:
                 report.reason = reason
                 return message

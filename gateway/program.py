@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 
 from gateway import limits
 from gateway.admission import AdmissionGate, AdmissionQueue
-from gateway.call import SERVICE, Calls
+from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
 from gateway.live_requests import LiveRequests
 from gateway.served_model import ServedModel
-from gateway.service import add_inference_service
+from gateway.service import SERVICE, add_inference_service
 from gateway.session_events import Role
 from gateway.text_rpcs import TextRpcs
 from runtime.directory.mirror import DirectoryMirror

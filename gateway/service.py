@@ -8,18 +8,22 @@ less and puts the outermost catch in one place.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from diptych.v1 import inference_pb2
-from gateway.call import SERVICE, Call, Calls, Context
+from diptych.v1 import inference_pb2 as pb
+from gateway.call import Calls
 from gateway.generate import Generator
+from gateway.grpc_call import Context, GrpcCall, serve
 from gateway.text_rpcs import TextRpcs
+from gateway.validation import parse_message
 
-Unary = Callable[[bytes, Call], Awaitable[Message]]
-Streaming = Callable[[bytes, Call], Awaitable[None]]
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+R = TypeVar("R", bound=Message)
+Body = Callable[[R, GrpcCall], Awaitable[Message | None]]
 
 
 def add_inference_service(
@@ -27,32 +31,45 @@ def add_inference_service(
 ) -> None:
     """Register every RPC of the public service."""
     handlers = {
-        "StreamGenerate": _streaming("StreamGenerate", calls, generator.stream),
-        "Generate": _unary("Generate", calls, generator.whole),
-        "Tokenize": _unary("Tokenize", calls, text.tokenize),
-        "Detokenize": _unary("Detokenize", calls, text.detokenize),
-        "ListModels": _unary("ListModels", calls, text.list_models),
-        "GetModel": _unary("GetModel", calls, text.get_model),
-        "CancelRequest": _unary("CancelRequest", calls, text.cancel_request),
+        "StreamGenerate": _handler("StreamGenerate", calls, pb.GenerateRequest, generator.stream),
+        "Generate": _handler("Generate", calls, pb.GenerateRequest, generator.whole),
+        "Tokenize": _handler("Tokenize", calls, pb.TokenizeRequest, _plain(text.tokenize)),
+        "Detokenize": _handler("Detokenize", calls, pb.DetokenizeRequest, _plain(text.detokenize)),
+        "ListModels": _handler("ListModels", calls, pb.ListModelsRequest, _plain(text.list_models)),
+        "GetModel": _handler("GetModel", calls, pb.GetModelRequest, _plain(text.get_model)),
+        "CancelRequest": _handler(
+            "CancelRequest", calls, pb.CancelRequestRequest, _plain(text.cancel_request)
+        ),
     }
-    declared = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
+    declared = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
     if handlers.keys() != set(declared):
         raise RuntimeError(f"RPCs without a handler, or the reverse: {handlers.keys() ^ set(declared)}")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-def _unary(method: str, calls: Calls, body: Unary) -> grpc.RpcMethodHandler[Any, Any]:
-    async def handle(data: bytes, context: Context) -> Message:
-        return await calls.run(method, context, lambda call: body(data, call))
-
-    return grpc.unary_unary_rpc_method_handler(handle, response_serializer=_serialize)
+def _plain(body: Callable[[R], Awaitable[Message]]) -> Body[R]:
+    """For what needs to know nothing of its call."""
+    return lambda request, _: body(request)
 
 
-def _streaming(method: str, calls: Calls, body: Streaming) -> grpc.RpcMethodHandler[Any, Any]:
-    async def handle(data: bytes, context: Context) -> None:
-        await calls.run(method, context, lambda call: body(data, call))
+def _handler(rpc: str, calls: Calls, kind: type[R], body: Body[R]) -> grpc.RpcMethodHandler[Any, Any]:
+    method = f"{SERVICE}/{rpc}"
 
-    return grpc.unary_stream_rpc_method_handler(handle, response_serializer=_serialize)
+    async def handle(data: bytes, context: Context) -> Any:
+        call = GrpcCall(method, context, calls.clock())
+
+        async def answer() -> Message | None:
+            return await body(parse_message(kind, data), call)
+
+        return await serve(calls, call, answer)
+
+    declared = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name[rpc]
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if declared.server_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(handle, response_serializer=_serialize)
 
 
 def _serialize(message: Message) -> bytes:

@@ -1,4 +1,7 @@
-"""The RPCs that need no worker: Tokenize, Detokenize, ListModels, GetModel, CancelRequest."""
+"""What needs no worker: Tokenize, Detokenize, ListModels, GetModel, CancelRequest.
+
+Free of any protocol, like the generator: a door parses its wire and catches `DiptychError`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits, text_calls, validate_names
-from gateway.call import Call
 from gateway.live_requests import LiveRequests
 from gateway.model_card import ModelCard
 from gateway.served_model import ServedModel
-from gateway.validation import parse_message
 
 T = TypeVar("T")
 
@@ -38,9 +41,8 @@ class TextRpcs:
         self._token_limit = token_limit
         self._block_size = block_size
 
-    async def tokenize(self, data: bytes, call: Call) -> pb.TokenizeResponse:
-        request = parse_message(pb.TokenizeRequest, data)
-        found = await _in_time(data, lambda: text_calls.tokenize(request, self._model))
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        found = await _in_time(request, lambda: text_calls.tokenize(request, self._model))
         return pb.TokenizeResponse(
             token_ids=found.ids,
             tokens=found.tokens,
@@ -48,27 +50,25 @@ class TextRpcs:
             max_context_length=self._model.card.max_context,
         )
 
-    async def detokenize(self, data: bytes, call: Call) -> pb.DetokenizeResponse:
-        request = parse_message(pb.DetokenizeRequest, data)
-        text = await _in_time(data, lambda: text_calls.detokenize(request, self._model))
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        text = await _in_time(request, lambda: text_calls.detokenize(request, self._model))
         return pb.DetokenizeResponse(text=text)
 
-    async def list_models(self, data: bytes, call: Call) -> pb.ListModelsResponse:
-        text_calls.check_list_models(parse_message(pb.ListModelsRequest, data))
-        return pb.ListModelsResponse(models=[self._describe()])
+    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        text_calls.check_list_models(request)
+        return pb.ListModelsResponse(models=[self.describe()])
 
-    async def get_model(self, data: bytes, call: Call) -> pb.GetModelResponse:
-        request = parse_message(pb.GetModelRequest, data)
+    async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         validate_names.model_name(request.model, self._model.card)
-        return pb.GetModelResponse(model=self._describe())
+        return pb.GetModelResponse(model=self.describe())
 
-    async def cancel_request(self, data: bytes, call: Call) -> pb.CancelRequestResponse:
+    async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
         """No error for an id that is not there: the request may have ended a moment ago."""
-        request = parse_message(pb.CancelRequestRequest, data)
         request_id = validate_names.existing_request_id(request.request_id)
         return pb.CancelRequestResponse(was_running=self._live.cancel(request_id))
 
-    def _describe(self) -> pb.Model:
+    def describe(self) -> pb.Model:
+        """The served model, as the public API has it."""
         card = self._model.card
         limit = min(self._token_limit() or card.max_context, card.max_context)
         model = pb.Model(
@@ -105,6 +105,6 @@ def _default_sampling(card: ModelCard) -> pb.SamplingParams:
     )
 
 
-async def _in_time(data: bytes, work: Callable[[], T]) -> T:
+async def _in_time(request: Message, work: Callable[[], T]) -> T:
     """Long texts in a thread: other requests' tokens wait for this one."""
-    return await asyncio.to_thread(work) if len(data) >= limits.INLINE_PARSE_BYTES else work()
+    return await asyncio.to_thread(work) if request.ByteSize() >= limits.INLINE_PARSE_BYTES else work()

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -93,14 +93,14 @@ class Telemetry:
     def start_server_span(
         self,
         method: str,
-        metadata: Iterable[tuple[str, str | bytes]] | None,
+        headers: Headers = NO_TRACE,
         attributes: Attributes | None = None,
     ) -> "ServerSpan":
-        """The SERVER span of an incoming call, child of the client's span when the metadata names one.
+        """The SERVER span of an incoming call, child of the client's span when its headers name one.
 
-        `method` is the full name, as in `diptych.v1.InferenceService/StreamGenerate`.
+        `method` is the span's name: of an RPC the full one, `diptych.v1.InferenceService/StreamGenerate`.
+        `attributes` are those of another protocol than gRPC, whose own are there by default.
         """
-        headers = trace_context.from_metadata(metadata)
         if self._tracer is None:
             return ServerSpan(self, None, headers)
         parent = trace_context.parse(headers)
@@ -108,7 +108,9 @@ class Telemetry:
             method,
             context=_as_parent(parent),
             kind=SpanKind.SERVER,
-            attributes={"rpc.system.name": "grpc", "rpc.method": method, **(attributes or {})},
+            attributes={"rpc.system.name": "grpc", "rpc.method": method}
+            if attributes is None
+            else attributes,
         )
         return ServerSpan(self, span, headers)
 
@@ -200,11 +202,14 @@ class ServerSpan:
         reason: str | None = None,
         attributes: Attributes | None = None,
     ) -> None:
-        """Ends the span with the call's status. `reason` is the ErrorInfo reason of a failed call."""
+        """Ends the span with the call's status. `reason` is the ErrorInfo reason of a failed call.
+
+        `attributes` say what was answered in another protocol than gRPC, instead of the RPC's status code.
+        """
         if self._span is None:
             return
-        self._span.set_attribute("rpc.response.status_code", code.name)
-        for key, value in (attributes or {}).items():
+        answer = {"rpc.response.status_code": code.name} if attributes is None else attributes
+        for key, value in answer.items():
             self._span.set_attribute(key, value)
         if code is not grpc.StatusCode.OK:
             self._span.set_attribute("error.type", reason or code.name)

@@ -25,8 +25,7 @@ def test_one_trace_through_three_processes(collector: OtlpCollector) -> None:
     gateway = Telemetry.start("diptych-gateway", "g")
     prefill = Telemetry.start("diptych-prefill", "p")
     decode = Telemetry.start("diptych-decode", "d")
-    metadata = [("traceparent", CLIENT), ("tracestate", "vendor=1"), ("x-bin", b"\0")]
-    server = gateway.start_server_span("diptych.v1.InferenceService/StreamGenerate", metadata)
+    server = gateway.start_server_span("diptych.v1.InferenceService/StreamGenerate", (CLIENT, "vendor=1"))
     chat = server.child_headers("chat")
     now = time.monotonic()
     wall = time.time()
@@ -68,7 +67,7 @@ def test_one_trace_through_three_processes(collector: OtlpCollector) -> None:
 
 def test_two_requests_of_one_client_trace_do_not_share_ids(collector: OtlpCollector) -> None:
     telemetry = Telemetry.start("diptych-gateway", "g")
-    first, second = (telemetry.start_server_span("s/M", [("traceparent", CLIENT)]) for _ in range(2))
+    first, second = (telemetry.start_server_span("s/M", (CLIENT, "")) for _ in range(2))
     assert first.child_headers("chat") != second.child_headers("chat")
     assert first.child_headers("chat")[0].split("-")[1] == TRACE_ID.hex()
     telemetry.stop()
@@ -90,7 +89,7 @@ def test_without_a_usable_parent_a_span_is_a_root(
 
 def test_an_unsampled_client_trace_makes_no_spans(collector: OtlpCollector) -> None:
     telemetry = Telemetry.start("diptych-gateway", "g")
-    server = telemetry.start_server_span("s/M", [("traceparent", CLIENT[:-2] + "00")])
+    server = telemetry.start_server_span("s/M", (CLIENT[:-2] + "00", ""))
     telemetry.emit_phases(server.headers, [PhaseSpan("chat", 1.0, 2.0)])
     server.end()
     telemetry.emit_phases(None, [PhaseSpan("control", 1.0, 2.0)])
@@ -98,9 +97,23 @@ def test_an_unsampled_client_trace_makes_no_spans(collector: OtlpCollector) -> N
     assert [span.name for _, span in collector.spans(at_least=1)] == ["control"]
 
 
+def test_another_protocol_brings_its_own_attributes(collector: OtlpCollector) -> None:
+    telemetry = Telemetry.start("diptych-gateway", "g")
+    span = telemetry.start_server_span("POST /x", attributes={"http.request.method": "POST"})
+    span.end(grpc.StatusCode.UNAVAILABLE, "DRAINING", {"http.response.status_code": 503})
+    telemetry.stop()
+    ((_, found),) = collector.spans(at_least=1)
+    assert {a.key for a in found.attributes} == {
+        "http.request.method",
+        "http.response.status_code",
+        "error.type",
+    }
+    assert found.status.code == found.status.STATUS_CODE_ERROR
+
+
 def test_a_client_fault_does_not_mark_the_server_span_as_failed(collector: OtlpCollector) -> None:
     telemetry = Telemetry.start("diptych-gateway", "g")
-    telemetry.start_server_span("s/M", None).end(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
+    telemetry.start_server_span("s/M").end(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
     telemetry.stop()
     [(_, span)] = collector.spans(at_least=1)
     attributes = {a.key: a.value.string_value for a in span.attributes}
@@ -121,7 +134,7 @@ def test_off_it_makes_nothing_and_passes_the_client_trace_on(
         monkeypatch.setenv(name, value)
     telemetry = Telemetry.start("diptych-gateway", "g")
     assert not telemetry.enabled
-    server = telemetry.start_server_span("s/M", [("traceparent", CLIENT)])
+    server = telemetry.start_server_span("s/M", (CLIENT, ""))
     assert server.headers == server.child_headers("chat") == (CLIENT, "")
     assert server.trace_id == TRACE_ID.hex()
     telemetry.emit_phases(server.headers, [PhaseSpan("chat", 1.0, 2.0)])
