@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 

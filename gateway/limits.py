@@ -15,6 +15,14 @@ MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024  # gRPC itself answers RESOURCE_EXHAU
 # larger one in a thread.
 INLINE_PARSE_BYTES: Final = 2 * 1024
 
+# --- JSON over HTTP ------------------------------------------------------------------------------
+MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
+MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers
+# What bounds the loops over a body; lists that have a lower limit of their own meet it afterwards.
+MAX_JSON_LIST: Final = 4096
+MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer context or a larger vocabulary
+MAX_TIMEOUT_MS: Final = 24 * 3600 * 1000  # of x-request-timeout-ms
+
 # --- names and labels ----------------------------------------------------------------------------
 MAX_REQUEST_ID_CHARS: Final = 128
 MAX_SALT_BYTES: Final = 256
@@ -50,9 +58,3 @@ MAX_STREAM_INTERVAL: Final = 1024
 
 # --- tokenize and detokenize ---------------------------------------------------------------------
 MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context
-
-# --- GGUF files (the operator's, still bounds-checked) ---------------------------------------------
-MAX_GGUF_METADATA_ENTRIES: Final = 65_536
-MAX_GGUF_KEY_BYTES: Final = 65_535  # the format's own bound
-MAX_GGUF_ARRAY_LENGTH: Final = 16_777_216
-MAX_GGUF_ARRAY_DEPTH: Final = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.chat_template import ChatTemplate
 from gateway.model_card import ModelCard
-from gateway.tokenizer import Tokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

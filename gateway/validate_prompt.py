@@ -10,12 +10,12 @@ from google.protobuf.struct_pb2 import Struct, Value
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.chat_template import ChatTemplate, Message, RenderRefused
-from gateway.control_tokens import ControlToken
 from gateway.served_model import ServedModel
 from gateway.validate_names import message_name
 from gateway.validate_stopping import TokenBudget
 from gateway.validate_unsupported import refuse_unsupported_chat
 from runtime.errors import InvalidParameter, UnsupportedFeature
+from runtime.tokenizer.control_tokens import ControlToken
 
 # A template pastes the role between control tokens, so a free role would be a way to write there.
 ROLES: Final = ("system", "developer", "user", "assistant")

@@ -32,7 +32,7 @@ def model_file() -> Path:
 
 @functools.cache
 def tokenizer() -> Any:
-    from gateway.tokenizer import Tokenizer
+    from runtime.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.load(model_file())
 

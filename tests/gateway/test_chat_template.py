@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from gateway import limits
 from gateway.chat_template import ChatTemplate, Message, RenderRefused, UnusableTemplate
-from gateway.control_tokens import ControlToken, ControlTokens
 from gateway.served_model import ServedModel
-from gateway.tokenizer_source import AddedToken
-from tests.gateway.small_models import CHATML, spellable_text
+from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from runtime.tokenizer.source import AddedToken
+from tests.runtime.tokenizer.small_models import CHATML, spellable_text
 
 SPECIALS = (
     "<|im_start|>",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gateway.detokenizer import Detokenizer
 from gateway.served_model import ServedModel
-from gateway.tokenizer import Tokenizer
-from tests.gateway.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
+from runtime.tokenizer.tokenizer import Tokenizer
+from tests.runtime.tokenizer.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from gateway.tokenizer_source import AddedToken
+from runtime.tokenizer.source import AddedToken
 
 _FIRST_SURROGATE: Final = 0xD800
 _NUM_SURROGATES: Final = 0x800

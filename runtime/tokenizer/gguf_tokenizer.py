@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
 
-from gateway.gguf_metadata import MalformedGguf, Value, read_metadata
-from gateway.tokenizer_source import AddedToken, TokenizerSource, UnusableTokenizer
+from runtime.tokenizer.gguf_metadata import MalformedGguf, Value, read_metadata
+from runtime.tokenizer.source import AddedToken, TokenizerSource, UnusableTokenizer
 
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4

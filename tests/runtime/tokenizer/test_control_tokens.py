@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.control_tokens import ControlToken, ControlTokens
-from gateway.tokenizer_source import AddedToken
+from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from runtime.tokenizer.source import AddedToken
 
 TEXTS = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<|im_end|>x")
 TOKENS = ControlTokens([AddedToken(index, text, control=True) for index, text in enumerate(TEXTS)])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tokenizers
 
-from gateway.tokenizer_source import AddedToken, TokenizerSource, UnusableTokenizer
+from runtime.tokenizer.source import AddedToken, TokenizerSource, UnusableTokenizer
 
 Json = dict[str, Any]
 

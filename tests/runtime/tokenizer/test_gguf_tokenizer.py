@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from gateway.tokenizer import Tokenizer, UnusableTokenizer
-from tests.gateway.small_models import byte_level, composed, write_gguf
+from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
+from tests.runtime.tokenizer.small_models import byte_level, composed, write_gguf
 
 # Copied from the models' own tokenizer.json files.
 LLAMA3 = (

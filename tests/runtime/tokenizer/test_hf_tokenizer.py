@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 
 from gateway.chat_template import ChatTemplate, Message
-from gateway.tokenizer import Tokenizer, UnusableTokenizer
-from tests.gateway.small_models import CHATML, byte_level, sentencepiece_like, write_folder
+from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
+from tests.runtime.tokenizer.small_models import CHATML, byte_level, sentencepiece_like, write_folder
 
 
 @pytest.fixture(scope="module")

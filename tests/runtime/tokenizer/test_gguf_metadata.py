@@ -11,9 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway import limits
-from gateway.gguf_metadata import MalformedGguf, read_metadata
-from tests.gateway.small_models import byte_level, write_gguf
+from runtime.tokenizer.gguf_metadata import (
+    MAX_ARRAY_DEPTH,
+    MAX_METADATA_ENTRIES,
+    MalformedGguf,
+    read_metadata,
+)
+from tests.runtime.tokenizer.small_models import byte_level, write_gguf
 
 
 def _string(data: bytes) -> bytes:
@@ -62,9 +66,9 @@ def test_nested_arrays_to_the_limit_and_one_over(tmp_path: Path) -> None:
             inner = _array(9, 1, inner)
         return _entry(b"k", 9, inner)
 
-    assert read_metadata(_file(tmp_path / "at", nested(limits.MAX_GGUF_ARRAY_DEPTH)))
+    assert read_metadata(_file(tmp_path / "at", nested(MAX_ARRAY_DEPTH)))
     with pytest.raises(MalformedGguf, match="nested"):
-        read_metadata(_file(tmp_path / "over", nested(limits.MAX_GGUF_ARRAY_DEPTH + 1)))
+        read_metadata(_file(tmp_path / "over", nested(MAX_ARRAY_DEPTH + 1)))
 
 
 @pytest.mark.parametrize(
@@ -93,9 +97,9 @@ def test_header_is_checked(tmp_path: Path) -> None:
     with pytest.raises(MalformedGguf, match="version"):
         read_metadata(_file(tmp_path / "m", version=1))
     with pytest.raises(MalformedGguf, match="entries"):
-        read_metadata(_file(tmp_path / "m", count=limits.MAX_GGUF_METADATA_ENTRIES + 1))
+        read_metadata(_file(tmp_path / "m", count=MAX_METADATA_ENTRIES + 1))
     with pytest.raises(MalformedGguf, match="ends inside"):
-        read_metadata(_file(tmp_path / "m", count=limits.MAX_GGUF_METADATA_ENTRIES))
+        read_metadata(_file(tmp_path / "m", count=MAX_METADATA_ENTRIES))
     (tmp_path / "m").write_bytes(b"GGML" + b"\0" * 40)
     with pytest.raises(MalformedGguf, match="magic"):
         read_metadata(tmp_path / "m")

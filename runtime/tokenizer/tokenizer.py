@@ -2,7 +2,7 @@
 
 A caller's text never becomes a control token: `encode` reads ``<|im_start|>`` as thirteen characters.
 Control tokens enter a prompt only through `encode_parts`, whose parts a chat template made (see
-`gateway.control_tokens`), or as ids the caller sent on purpose.
+`runtime.tokenizer.control_tokens`), or as ids the caller sent on purpose.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gateway import gguf_tokenizer, hf_tokenizer
-from gateway.control_tokens import ControlToken, ControlTokens
-from gateway.tokenizer_source import TokenizerSource, UnusableTokenizer
+from runtime.tokenizer import gguf_tokenizer, hf_tokenizer
+from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from runtime.tokenizer.source import TokenizerSource, UnusableTokenizer
 
 __all__ = ["Encoding", "Tokenizer", "UnusableTokenizer"]
 

@@ -14,10 +14,14 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from gateway import limits
-
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
+
+# Bounds on the operator's file: beyond them it is no model of today.
+MAX_METADATA_ENTRIES: Final = 65_536
+MAX_KEY_BYTES: Final = 65_535  # the format's own bound
+MAX_ARRAY_LENGTH: Final = 16_777_216
+MAX_ARRAY_DEPTH: Final = 4
 
 Scalar = int | float | bool | str
 Value = Scalar | list["Value"]
@@ -74,7 +78,7 @@ class _Cursor:
             raise MalformedGguf(f"version {version}, this build reads {VERSIONS}")
         self._unsigned(_U64)  # tensor count
         entries = self._unsigned(_U64)
-        if entries > limits.MAX_GGUF_METADATA_ENTRIES:
+        if entries > MAX_METADATA_ENTRIES:
             raise MalformedGguf(f"{entries} metadata entries")
         found: dict[str, Value] = {}
         for _ in range(entries):
@@ -97,7 +101,7 @@ class _Cursor:
 
     def _key(self) -> str:
         size = self._unsigned(_U64)
-        if size > limits.MAX_GGUF_KEY_BYTES:
+        if size > MAX_KEY_BYTES:
             raise MalformedGguf(f"a metadata key of {size} bytes")
         return _text(self._take(size))
 
@@ -111,11 +115,11 @@ class _Cursor:
         return bool(value) if kind == _BOOL else value
 
     def _array(self, depth: int) -> list[Value]:
-        if depth >= limits.MAX_GGUF_ARRAY_DEPTH:
+        if depth >= MAX_ARRAY_DEPTH:
             raise MalformedGguf("arrays nested too deep")
         kind = self._unsigned(_U32)
         length = self._unsigned(_U64)
-        if length > limits.MAX_GGUF_ARRAY_LENGTH:
+        if length > MAX_ARRAY_LENGTH:
             raise MalformedGguf(f"an array of {length} elements")
         if kind == _STRING:
             return self._strings(length)
