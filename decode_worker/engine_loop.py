@@ -131,7 +131,7 @@ class EngineLoop:
         request.move(State.READY)
         request.block_ids = list(ready.block_ids)
         request.times.CopyFrom(ready.times)
-        self._accept(request, ready.first_token, first=True)
+        self._accept(request, ready.first_tokens[0].token_id, first=True)
         request.gateway.flush()
         self._wake.set()
 

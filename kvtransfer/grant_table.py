@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvtransfer.messages import GrantRef, Key
+from kvtransfer.messages import FirstTokens, GrantRef, Key
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class Grant:
     num_blocks: int
     num_tokens: int
     """Tokens whose KV the writer must deliver."""
-    first_token: int = 0
+    first_tokens: FirstTokens = ()
     """Set by the commit."""
     note: object = None
     """The driver's; goes with the commit to the hand-over."""

@@ -12,6 +12,9 @@ from typing import NamedTuple
 Key = tuple[str, int]
 """(request id, attempt)"""
 
+FirstTokens = tuple[object, ...]
+"""What the writer sampled from the last token's logits; the protocol carries it and does not look inside."""
+
 
 class WriterId(NamedTuple):
     """A prefill process. A restarted worker has another incarnation and is another writer."""
@@ -84,7 +87,7 @@ class HandOver:
     block_ids: list[int]
     cached_tokens: int
     num_tokens: int
-    first_token: int
+    first_tokens: FirstTokens
     in_place: bool
     note: object
     """What the driver gave with the commit."""
@@ -152,7 +155,7 @@ class SendCommit:
 
     ref: GrantRef
     num_tokens: int
-    first_token: int
+    first_tokens: FirstTokens
     note: object
     """What the driver gave with the commit."""
 

@@ -132,7 +132,11 @@ class Peer:
         self._push(granted, upto_tokens // granted.memory.layout.block_size)
 
     async def commit(
-        self, granted: Granted, num_tokens: int, first_token: int, times: work_pb2.PhaseTimes
+        self,
+        granted: Granted,
+        num_tokens: int,
+        first_tokens: Sequence[work_pb2.SampledToken],
+        times: work_pb2.PhaseTimes,
     ) -> bool:
         """All is computed and nothing more will be written; what was not pushed goes first.
 
@@ -149,7 +153,7 @@ class Peer:
         times.kv_bytes_transferred = 0 if progress is None else progress.bytes_sent
         times.cached_tokens = granted.computed_tokens
         times.kv_send.FromNanoseconds(int((time.monotonic() - started) * 1e9))
-        committed, actions = self._sender.commit(ref, num_tokens, first_token, times)
+        committed, actions = self._sender.commit(ref, num_tokens, tuple(first_tokens), times)
         self._pump.run(actions)
         self._give_back(granted, keep=committed and granted.keep)
         return committed

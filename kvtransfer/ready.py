@@ -19,8 +19,8 @@ class Ready:
     """Tokens whose KV the decode pool already held; whole blocks."""
     num_tokens: int
     """Tokens whose KV is in the blocks: all that were prefilled."""
-    first_token: int
-    """Sampled by the prefill worker."""
+    first_tokens: tuple[work_pb2.SampledToken, ...]
+    """Sampled by the prefill worker: one for each choice in order, or what a beam search starts from."""
     times: work_pb2.PhaseTimes
     """The prefill worker's phases, and kv_receive."""
     in_place: bool

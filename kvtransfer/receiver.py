@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     Expected,
     Fail,
     Fence,
+    FirstTokens,
     GrantRef,
     HandOver,
     Key,
@@ -179,7 +180,7 @@ class Receiver:
         return self._corrupt(attempt, "a block does not match its digest")
 
     def commit(
-        self, writer: WriterId, ref: GrantRef, num_tokens: int, first_token: int, note: object = None
+        self, writer: WriterId, ref: GrantRef, num_tokens: int, first_tokens: FirstTokens, note: object = None
     ) -> list[ReceiverAction]:
         """The writer is done with the grant and promises no further write."""
         attempt = self._book.find(writer, ref)
@@ -189,7 +190,7 @@ class Receiver:
             return self._end_quarantine(attempt)
         attempt.move(Phase.COMMITTED)
         grant = attempt.held
-        grant.first_token, grant.note = first_token, note
+        grant.first_tokens, grant.note = first_tokens, note
         if num_tokens != grant.num_tokens:
             text = f"{num_tokens} tokens were committed, {grant.num_tokens} were expected"
             return self._corrupt(attempt, text)
@@ -265,7 +266,7 @@ class Receiver:
             grant.block_ids,
             cached_tokens,
             grant.num_tokens,
-            grant.first_token,
+            grant.first_tokens,
             in_place,
             grant.note,
         )

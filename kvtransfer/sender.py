@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.messages import (
+    FirstTokens,
     GrantRef,
     Key,
     Lost,
@@ -130,13 +131,13 @@ class Sender:
         return [SendPushed(ref, first_block, num_blocks, tuple(digests))] if self.writing(ref) else []
 
     def commit(
-        self, ref: GrantRef, num_tokens: int, first_token: int, note: object = None
+        self, ref: GrantRef, num_tokens: int, first_tokens: FirstTokens, note: object = None
     ) -> tuple[bool, list[SenderAction]]:
         """All is written. False: it was revoked before; the promise to stop is made all the same."""
         if not self.writing(ref):
             return False, self.stop(ref)
         self._forget(self._attempts[ref.key])
-        return True, [SendCommit(ref, num_tokens, first_token, note)]
+        return True, [SendCommit(ref, num_tokens, first_tokens, note)]
 
     def stop(self, ref: GrantRef, reason: int | None = None, message: str = "") -> list[SenderAction]:
         """The owner will not write to this grant again. A no-op when it is over."""

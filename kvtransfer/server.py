@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
@@ -200,7 +201,8 @@ class HandoffServer:
                 commit = request.commit
                 ref = ref_of(commit.grant)
                 note = _CommitNote(commit.times, now)
-                return self._receiver.commit(writer, ref, commit.num_tokens, commit.first_token, note)
+                first_tokens = tuple(commit.first_tokens)
+                return self._receiver.commit(writer, ref, commit.num_tokens, first_tokens, note)
             case "stopped":
                 return self._stopped(writer, request.stopped)
             case _:
@@ -264,7 +266,7 @@ class HandoffServer:
                 block_ids=done.block_ids,
                 cached_tokens=done.cached_tokens,
                 num_tokens=done.num_tokens,
-                first_token=done.first_token,
+                first_tokens=cast("tuple[work_pb2.SampledToken, ...]", done.first_tokens),
                 times=times,
                 in_place=done.in_place,
             )

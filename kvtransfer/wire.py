@@ -77,11 +77,11 @@ def request_of(action: SendAsk | SendWithdrawal | SendStopped | SendPushed | Sen
                 grant=grant_id(ref), first_block=first_block, num_blocks=num_blocks, digests=digests
             )
             return Request(pushed=pushed)
-        case SendCommit(ref, num_tokens, first_token, note):
+        case SendCommit(ref, num_tokens, first_tokens, note):
             commit = handoff_pb2.Commit(
                 grant=grant_id(ref),
                 num_tokens=num_tokens,
-                first_token=first_token,
+                first_tokens=cast("tuple[work_pb2.SampledToken, ...]", first_tokens),
                 times=cast("work_pb2.PhaseTimes | None", note),
             )
             return Request(commit=commit)

@@ -247,8 +247,8 @@ class EngineLoop:
             request.steps += 1
             if sampled is not None:
                 request.computed_at = now
-            first_token = sampled.token_id if sampled is not None else None
-            request.news.put_nowait(ChunkDone(request.computed, first_token))
+            first = () if sampled is None else (work_pb2.SampledToken(token_id=sampled.token_id),)
+            request.news.put_nowait(ChunkDone(request.computed, first))
 
     # ---- one request ---------------------------------------------------------------------------------
 

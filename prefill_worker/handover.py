@@ -54,10 +54,10 @@ async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop
         if isinstance(news, Stop):
             await peer.stop(granted, news.failure)
             return news
-        if news.first_token is None:
+        if not news.first_tokens:
             await peer.push(granted, news.upto)
             continue
-        if await peer.commit(granted, len(request.token_ids), news.first_token, request.times()):
+        if await peer.commit(granted, len(request.token_ids), news.first_tokens, request.times()):
             return None
         # Revoked, or the link broke, while the commit was on its way: whoever did it has said so.
         return request.stop or Stop(_lost())

@@ -50,10 +50,10 @@ class IllegalMove(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """Tokens up to `upto` are in the blocks; with the last chunk comes the first token of the output."""
+    """Tokens up to `upto` are in the blocks; with the last chunk come the first tokens of the output."""
 
     upto: int
-    first_token: int | None = None
+    first_tokens: tuple[work_pb2.SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,11 @@ class Pair:
         return await peer.ask(key, num_tokens, keys or [])
 
 
+def sampled(token_id: int) -> tuple[work_pb2.SampledToken]:
+    """What a commit carries."""
+    return (work_pb2.SampledToken(token_id=token_id),)
+
+
 def fill(granted: Granted, num_tokens: int, seed: int) -> None:
     """Stand in for the model: write recognisable numbers into the blocks that are not computed yet."""
     first = granted.computed_tokens // LAYOUT.block_size

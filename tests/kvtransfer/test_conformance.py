@@ -12,7 +12,7 @@ import uvloop
 from diptych.worker.v1 import work_pb2
 from kvtransfer.errors import AttemptOver, GrantRefused, HandoffRefused, PeerLost
 from kvtransfer.lease import LeaseTimes
-from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, until
+from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, sampled, until
 
 BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
@@ -23,7 +23,7 @@ async def hand_over(pair, request, num_tokens, seed, times, keys=None):
     peer = await pair.peer()
     fill(granted, num_tokens, seed)
     await peer.push(granted, num_tokens - 1)
-    assert await peer.commit(granted, num_tokens, 42, times)
+    assert await peer.commit(granted, num_tokens, sampled(42), times)
     await until(lambda: any(r.key == granted.key for r in pair.decode.ready))
     return next(r for r in pair.decode.ready if r.key == granted.key)
 
@@ -37,7 +37,7 @@ async def test_blocks_arrive_as_written(make_pair, transport, times, num_tokens)
     pair.decode.pool.release(taken)
     ready = await hand_over(pair, "r", num_tokens, 3, times)
     assert ready.num_tokens == num_tokens
-    assert ready.first_token == 42
+    assert ready.first_tokens == sampled(42)
     assert ready.cached_tokens == 0
     assert ready.in_place == (transport == "shared_memory")
     assert len(ready.block_ids) == LAYOUT.blocks_for(num_tokens)
@@ -63,7 +63,7 @@ async def test_a_cached_prefix_is_not_computed_again(make_pair, transport, times
     assert granted.cached_tokens == 8
     assert granted.computed_tokens == 8
     fill(granted, 14, 2)
-    assert await (await pair.peer()).commit(granted, 14, 1, times)
+    assert await (await pair.peer()).commit(granted, 14, sampled(1), times)
     await until(lambda: len(pair.decode.ready) == 2)
     second = pair.decode.ready[1]
     assert second.cached_tokens == 8
@@ -157,7 +157,7 @@ async def test_commit_after_abort_is_a_stop(make_pair, transport, times):
     granted = await pair.grant("r", 10)
     pair.decode.server.cancel(("r", 1))
     await until(lambda: pair.prefill.aborted == [("r", 1)])
-    assert not await peer.commit(granted, 10, 1, times)
+    assert not await peer.commit(granted, 10, sampled(1), times)
     await until(pair.decode.settled)
     assert pair.decode.ready == []
 
@@ -166,7 +166,7 @@ async def test_commit_that_crosses_an_abort_is_a_stop(make_pair, transport, time
     pair = await make_pair(transport)
     peer = await pair.peer()
     granted = await pair.grant("r", 10)
-    committing = asyncio.create_task(peer.commit(granted, 10, 1, times))
+    committing = asyncio.create_task(peer.commit(granted, 10, sampled(1), times))
     pair.decode.server.cancel(("r", 1))
     await committing
     await until(pair.decode.settled)
@@ -214,7 +214,7 @@ async def test_a_wrong_token_count_is_caught(make_pair, transport, times):
     pair = await make_pair(transport)
     granted = await pair.grant("r", 10)
     fill(granted, 10, 1)
-    await (await pair.peer()).commit(granted, 9, 1, times)
+    await (await pair.peer()).commit(granted, 9, sampled(1), times)
     await until(pair.decode.settled)
     assert pair.decode.failed[0][1] == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
     assert pair.decode.ready == []
@@ -244,7 +244,7 @@ async def test_a_late_request_for_an_earlier_process_leaves_the_good_link_alone(
     with pytest.raises(HandoffRefused):
         await pair.prefill.client.peer(pair.decode.address, INCARNATION - 1)
     fill(granted, 10, 1)
-    assert await (await pair.peer()).commit(granted, 10, 1, times)
+    assert await (await pair.peer()).commit(granted, 10, sampled(1), times)
     await until(lambda: len(pair.decode.ready) == 1)
     assert pair.prefill.lost == []
 
@@ -321,7 +321,7 @@ async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, 
             pair.decode.server.cancel(granted.key)
         if rng.random() < 0.3:
             await peer.stop(granted)
-        elif not await peer.commit(granted, num_tokens, number, times_of()):
+        elif not await peer.commit(granted, num_tokens, sampled(number), times_of()):
             return
 
     def times_of() -> work_pb2.PhaseTimes:
@@ -332,7 +332,7 @@ async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, 
         while True:
             for ready in pair.decode.ready[seen:]:
                 seen += 1
-                number = ready.first_token
+                number = ready.first_tokens[0].token_id
                 for place, block in enumerate(ready.block_ids):
                     assert torch.equal(pair.decode.memory.memory.data[block], pattern(number, place))
                 pair.decode.pool.release(ready.block_ids)

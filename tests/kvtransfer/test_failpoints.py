@@ -8,7 +8,7 @@ import torch
 from diptych.worker.v1 import work_pb2
 from engine.kv_memory import KVMemory
 from kvtransfer.failpoints import damage_blocks, damage_payload
-from tests.kvtransfer.conftest import LAYOUT, fill, until
+from tests.kvtransfer.conftest import LAYOUT, fill, sampled, until
 
 
 def memory() -> KVMemory:
@@ -55,7 +55,7 @@ async def test_a_corrupt_push_fails_the_attempt(make_pair, monkeypatch):
     pair = await make_pair("tcp")
     granted = await pair.grant("r", 10)
     fill(granted, 10, 1)
-    await (await pair.peer()).commit(granted, 10, 1, work_pb2.PhaseTimes())
+    await (await pair.peer()).commit(granted, 10, sampled(1), work_pb2.PhaseTimes())
     await until(lambda: bool(pair.decode.failed))
     await until(pair.decode.settled)
     assert pair.decode.failed[0][1] == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED

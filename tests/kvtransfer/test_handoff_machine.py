@@ -141,8 +141,8 @@ class Handoff(RuleBasedStateMachine):
                 self.perform(receiver.withdraw(writer, key))
             case SendPushed(ref, first, count, digests):
                 self.perform(receiver.pushed(writer, ref, first, count, digests))
-            case SendCommit(ref, num_tokens, first_token, note):
-                self.perform(receiver.commit(writer, ref, num_tokens, first_token, note))
+            case SendCommit(ref, num_tokens, first_tokens, note):
+                self.perform(receiver.commit(writer, ref, num_tokens, first_tokens, note))
             case SendStopped(ref, reason, message):
                 self.perform(receiver.stopped(writer, ref, reason, message))
 
@@ -277,7 +277,7 @@ class Handoff(RuleBasedStateMachine):
         if not process.in_place:
             self.push_upto(process, ref, len(offer.block_ids))
         tokens = self.attempts[ref.key].num_tokens + wrong
-        self.send(process, process.sender.commit(ref, tokens, 7)[1])
+        self.send(process, process.sender.commit(ref, tokens, (7,))[1])
 
     @precondition(lambda self: self.writing())
     @rule(data=st.data(), gives_up=st.booleans())

@@ -28,8 +28,8 @@ def granted(
 
 def test_in_place_a_commit_is_the_hand_over():
     receiver, pool, grant = granted(in_place=True)
-    assert receiver.commit(WRITER, grant.ref, 6, 9, "note") == [
-        HandOver(WRITER, grant.ref, [0, 1, 2], 0, 6, 9, True, "note")
+    assert receiver.commit(WRITER, grant.ref, 6, (9,), "note") == [
+        HandOver(WRITER, grant.ref, [0, 1, 2], 0, 6, (9,), True, "note")
     ]
     assert pool.available() == 5
 
@@ -37,7 +37,7 @@ def test_in_place_a_commit_is_the_hand_over():
 def test_a_commit_waits_for_blocks_that_are_still_on_their_way():
     receiver, _, grant = granted(in_place=False)
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
-    assert receiver.commit(WRITER, grant.ref, 6, 9) == []
+    assert receiver.commit(WRITER, grant.ref, 6, (9,)) == []
     assert receiver.arrived(WRITER, grant.ref, 0, b"0") == []
     assert receiver.arrived(WRITER, grant.ref, 2, b"2") == []
     (done,) = receiver.arrived(WRITER, grant.ref, 1, b"1")
@@ -49,7 +49,7 @@ def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
     for index in range(3):
         receiver.arrived(WRITER, grant.ref, index, b"x")
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"x", b"y", b"x"])
-    (failed,) = receiver.commit(WRITER, grant.ref, 6, 9)
+    (failed,) = receiver.commit(WRITER, grant.ref, 6, (9,))
     assert isinstance(failed, Fail)
     assert failed.reason == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
     assert pool.available() == 8, "the writer promised to stop: nothing is left in quarantine"
@@ -60,7 +60,7 @@ def test_a_commit_without_all_blocks_is_incomplete(pushes):
     receiver, pool, grant = granted(in_place=False)
     for first, count in pushes:
         receiver.pushed(WRITER, grant.ref, first, count, [b"d"] * count)
-    (failed,) = receiver.commit(WRITER, grant.ref, 6, 9)
+    (failed,) = receiver.commit(WRITER, grant.ref, 6, (9,))
     assert isinstance(failed, Fail)
     assert pool.available() == 8
 
@@ -78,7 +78,7 @@ def test_a_commit_that_meets_a_cancelled_grant_ends_its_quarantine():
     receiver, pool, grant = granted(in_place=True)
     assert receiver.cancel(KEY) == [SendAbort(WRITER, grant.ref)]
     assert pool.quarantined() == 3
-    assert receiver.commit(WRITER, grant.ref, 6, 9) == []
+    assert receiver.commit(WRITER, grant.ref, 6, (9,)) == []
     assert pool.available() == 8
 
 
@@ -96,7 +96,7 @@ def test_a_reserve_is_held_but_not_told():
     receiver, pool, grant = granted(in_place=True, num_tokens=3, reserve=10)
     assert len(grant.block_ids) == 2
     assert pool.available() == 3
-    (done,) = receiver.commit(WRITER, grant.ref, 3, 9)
+    (done,) = receiver.commit(WRITER, grant.ref, 3, (9,))
     assert isinstance(done, HandOver)
     assert len(done.block_ids) == 5
 

@@ -37,7 +37,7 @@ def writing() -> Sender:
 
 def test_a_commit_ends_it():
     sender = writing()
-    assert sender.commit(REF, 6, 9, "note") == (True, [SendCommit(REF, 6, 9, "note")])
+    assert sender.commit(REF, 6, (9,), "note") == (True, [SendCommit(REF, 6, (9,), "note")])
     assert sender.held() == []
     assert sender.stop(REF) == []
 
@@ -53,7 +53,7 @@ def test_an_abort_is_answered_when_the_owner_has_stopped():
 def test_a_commit_of_a_revoked_grant_is_its_stop():
     sender = writing()
     sender.abort(REF)
-    assert sender.commit(REF, 6, 9) == (False, [SendStopped(REF)])
+    assert sender.commit(REF, 6, (9,)) == (False, [SendStopped(REF)])
 
 
 def test_an_offer_that_nobody_took_goes_back_at_once():

@@ -142,18 +142,16 @@ class Pushed(_message.Message):
     def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("grant", "num_tokens", "first_token", "times", "first_tokens")
+    __slots__ = ("grant", "num_tokens", "times", "first_tokens")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     grant: GrantId
     num_tokens: int
-    first_token: int
     times: _work_pb2.PhaseTimes
     first_tokens: _containers.RepeatedCompositeFieldContainer[_work_pb2.SampledToken]
-    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_work_pb2.SampledToken, _Mapping]]] = ...) -> None: ...
+    def __init__(self, grant: _Optional[_Union[GrantId, _Mapping]] = ..., num_tokens: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[_work_pb2.SampledToken, _Mapping]]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("grant",)
