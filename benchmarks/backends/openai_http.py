@@ -107,6 +107,7 @@ class _Answer:
         self._texts: list[str] = []
         self._usage: dict[str, Any] = {}
         self._finished = False
+        self._ended: float | None = None
 
     def feed(self, piece: bytes, now: float) -> None:
         """Raises RequestFailed for an error that the server sends in its stream."""
@@ -123,6 +124,9 @@ class _Answer:
 
     def reply(self, request: BenchRequest) -> Reply:
         """Raises RequestFailed for a stream without output or without an end."""
+        if not self._arrivals and self._ended is not None and self._usage.get("completion_tokens"):
+            # Tokens were made, and their bytes are no whole character: they came with the end.
+            self._arrivals.append(self._ended)
         if not self._arrivals:
             raise RequestFailed("NO_OUTPUT", "the stream ended without a token")
         if not self._finished:
@@ -145,7 +149,8 @@ class _Answer:
         if text or not (ended or "role" in said):
             self._arrivals.append(now)
             self._texts.append(text)
-        self._finished = self._finished or ended
+        if ended:
+            self._finished, self._ended = True, now
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

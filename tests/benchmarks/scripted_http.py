@@ -19,7 +19,7 @@ class ScriptedHttp:
 
     `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
-    completion.
+    completion; `text` False sends no text before the end, as servers do while a character is incomplete.
     """
 
     ttft: float = 0.0
@@ -29,6 +29,7 @@ class ScriptedHttp:
     vanish_after: int | None = None
     fail_after: int | None = None
     garbage_after: int | None = None
+    text: bool = True
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -76,6 +77,8 @@ class ScriptedHttp:
                 await _piece(writer, b"data: [1, 2]\n\n")
             if number:
                 await asyncio.sleep(self.itl)
+            if not self.text:
+                continue
             said = {"delta": {"content": " ä"}} if chat else {"text": " ä"}
             await _event(writer, {"choices": [{**said, "finish_reason": None}]})
         ending: dict[str, Any] = {"delta": {}} if chat else {"text": ""}

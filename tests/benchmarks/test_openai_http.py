@@ -56,6 +56,14 @@ async def test_counts_messages_where_the_server_gives_no_counts() -> None:
     assert figures["total_output_tokens"] == 12
 
 
+async def test_takes_tokens_without_text_as_output_that_came_with_the_end() -> None:
+    [outcome] = (await ran(ScriptedHttp(ttft=0.05, text=False), 1)).outcomes
+    assert outcome.reply is not None
+    assert outcome.reply.output_tokens == 6
+    assert len(outcome.reply.arrivals) == 1
+    assert outcome.ttft >= 0.05
+
+
 @pytest.mark.parametrize(
     ("script", "code"),
     [
@@ -64,6 +72,7 @@ async def test_counts_messages_where_the_server_gives_no_counts() -> None:
         (ScriptedHttp(fail_after=3), "STREAM_ERROR"),
         (ScriptedHttp(fail_after=0), "STREAM_ERROR"),
         (ScriptedHttp(garbage_after=2), "BAD_STREAM"),
+        (ScriptedHttp(text=False, usage=False), "NO_OUTPUT"),
     ],
 )
 async def test_counts_failures_by_code(script: ScriptedHttp, code: str) -> None:
