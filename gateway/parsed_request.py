@@ -49,6 +49,17 @@ class ParsedRequest:
     cache_write: bool
     priority: int  # higher runs earlier
     session_id: str = field(repr=False)
+    n: int = 1  # outputs that the client gets
+    best_of: int | None = None  # at least n: so many are made, the n likeliest are kept
+    beam_width: int | None = None  # at least n; None = no beam search
+    logprobs: int | None = None  # alternatives beside each output token; None = no scores
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens
+    echo: bool = False  # the prompt's ids come back with the first message
+
+    @property
+    def choices(self) -> int:
+        """Outputs that are made: sequences of the workers, or beams that are delivered."""
+        return self.best_of or self.n
 
     def output_budget(self, max_context: int) -> int:
         """Most tokens this request may emit: its own limit, or what the context leaves after the prompt."""

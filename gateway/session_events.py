@@ -180,6 +180,7 @@ class Attempt:
     number: int  # 1, 2, …
     token_ids: tuple[int, ...] = field(repr=False)
     reserve_worst_case: bool
+    choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
         traceparent=job.trace.traceparent,
         tracestate=job.trace.tracestate,
         reserve_worst_case=attempt.reserve_worst_case,
+        choices=attempt.choices,
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
