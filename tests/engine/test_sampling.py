@@ -132,10 +132,13 @@ def test_denormal_temperature_is_greedy() -> None:
 
 def test_logprob_is_that_of_the_model() -> None:
     scores = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
-    row = SampleRow(replace(GREEDY, repetition_penalty=1.1), [], [], suppress=[0])
+    row = SampleRow(replace(GREEDY, repetition_penalty=1.1, logprobs=1), [], [], suppress=[0])
     (result,) = sample(scores, [row])
     assert isinstance(result, Sampled)
-    assert (result.token_id, result.logprob) == (1, pytest.approx(math.log(0.3)))
+    assert result.score is not None
+    assert (result.token_id, result.score.rank) == (1, 2)
+    assert result.score.logprob == pytest.approx(math.log(0.3))
+    assert result.score.top == ((0, pytest.approx(math.log(0.5))),)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -66,9 +66,10 @@ def test_every_position_is_what_transformers_says(folder: Path, model: Model, ch
 def test_a_sampled_token_has_the_same_log_probability(model: Model) -> None:
     memory, tokens = KVMemory(model.kv_layout(16), 4), text(20)
     logits = Runner(model, 1).step([SequenceStep(memory, [0, 1], 0, tokens, True)])
-    (one,) = sample(logits, [SampleRow(SamplingParams(temperature=0.0), tokens, [])])
+    (one,) = sample(logits, [SampleRow(SamplingParams(temperature=0.0, logprobs=0), tokens, [])])
     assert isinstance(one, Sampled)
-    assert scored(model, [*tokens, one.token_id], 32)[-1] == pytest.approx(one.logprob, abs=1e-5)
+    assert one.score is not None
+    assert scored(model, [*tokens, one.token_id], 32)[-1] == pytest.approx(one.score.logprob, abs=1e-5)
 
 
 def test_chunks_come_in_order_with_a_row_for_each_token(model: Model) -> None:
