@@ -180,12 +180,14 @@ class Alternative(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class SampledToken(_message.Message):
-    __slots__ = ("token_id", "score")
+    __slots__ = ("token_id", "score", "beam_logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    BEAM_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     score: Score
-    def __init__(self, token_id: _Optional[int] = ..., score: _Optional[_Union[Score, _Mapping]] = ...) -> None: ...
+    beam_logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., beam_logprob: _Optional[float] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
