@@ -74,7 +74,13 @@ def _backend(options: argparse.Namespace) -> Backend:
     except ModuleNotFoundError as error:
         raise flags.BadOptions(f"--base-url needs {error.name}: pip install aiohttp") from None
     endpoint: Endpoint = "completions" if name == "openai" else "chat/completions"
-    return OpenAIBackend(options.base_url, endpoint, asking, api_key=options.api_key)
+    return OpenAIBackend(
+        options.base_url,
+        endpoint,
+        asking,
+        api_key=options.api_key,
+        new_connections=options.new_connections,
+    )
 
 
 async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:

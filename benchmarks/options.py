@@ -113,6 +113,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add("--backend", choices=("diptych", "openai", "openai-chat"), help="openai takes token ids, -chat text")
     add("--model", help="served name (default: the server's first)")
     add("--api-key", metavar="KEY", help="bearer token of --base-url")
+    add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into HTTP requests")
     add("--request-timeout", type=_positive, default=600.0, metavar="S", help="%(default)s")
 

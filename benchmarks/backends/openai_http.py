@@ -27,17 +27,31 @@ _KEEPALIVE_S = 2.0
 
 
 class OpenAIBackend:
-    """A server at `base_url`, with or without the final `/v1`."""
+    """A server at `base_url`, with or without the final `/v1`.
+
+    `new_connections`: one for each request. llama.cpp's server promises to keep a connection alive and closes
+    it at the end of a stream, so that every second request on a kept one fails.
+    """
 
     def __init__(
-        self, base_url: str, endpoint: Endpoint, asking: Asking, *, api_key: str | None = None
+        self,
+        base_url: str,
+        endpoint: Endpoint,
+        asking: Asking,
+        *,
+        api_key: str | None = None,
+        new_connections: bool = False,
     ) -> None:
         self.name = "openai-chat" if endpoint == "chat/completions" else "openai"
         self._root = base_url.rstrip("/").removesuffix("/v1") + "/v1"
         self._endpoint, self._asking = endpoint, asking
         self._model = asking.model
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0,
+                force_close=new_connections,
+                keepalive_timeout=None if new_connections else _KEEPALIVE_S,
+            ),
             timeout=aiohttp.ClientTimeout(total=asking.timeout_s),
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             read_bufsize=1 << 18,

@@ -20,6 +20,7 @@ class ScriptedHttp:
     `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
     completion; `text` False sends no text before the end, as servers do while a character is incomplete.
+    `hangs_up` closes the connection after each stream without having said so.
     """
 
     ttft: float = 0.0
@@ -30,6 +31,7 @@ class ScriptedHttp:
     fail_after: int | None = None
     garbage_after: int | None = None
     text: bool = True
+    hangs_up: bool = False
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -90,7 +92,7 @@ class ScriptedHttp:
         await _piece(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
-        return True
+        return not self.hangs_up
 
 
 @asynccontextmanager

@@ -81,6 +81,14 @@ async def test_counts_failures_by_code(script: ScriptedHttp, code: str) -> None:
     assert measured.figures["completed"] == 0
 
 
+async def test_new_connections_reach_a_server_that_hangs_up_after_each_stream() -> None:
+    async with serving(ScriptedHttp(hangs_up=True)) as url:
+        backend = OpenAIBackend(url, "completions", Asking(model="m"), new_connections=True)
+        run = await drive(backend, Load(max_concurrency=1), [REQUEST] * 4, seed=0)
+        await backend.close()
+    assert [one.error for one in run.outcomes] == [None] * 4
+
+
 async def test_gives_up_at_its_time_limit() -> None:
     async with serving(ScriptedHttp(ttft=2)) as url:
         backend = OpenAIBackend(url, "completions", Asking(model="m", timeout_s=0.2))
