@@ -23,9 +23,10 @@ COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contr
 COMMON_FLAGS += ["-Wno-maybe-uninitialized"]  # g++ 12 warns about its own AVX-512 header
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 ISA_FLAGS = {
-    "isa_avx2.cpp": ["-mavx2", "-mfma"],
+    "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512.cpp": AVX512,
-    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "isa_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 """Flags of the files that one instruction set alone may run. No other file may have them: what the linker

@@ -7,7 +7,6 @@ from typing import get_args
 
 from engine.model import Model, load_model
 from runtime.settings import DType
-from worker.engine import DTYPES
 
 PRECISIONS: tuple[DType, ...] = get_args(DType)
 """All that can be computed in; fp32 is what the others are judged by."""
@@ -15,4 +14,4 @@ PRECISIONS: tuple[DType, ...] = get_args(DType)
 
 def load_precision(path: Path, name: DType) -> Model:
     """The model as a worker with `--dtype name` computes it. Raises as `load_model` does."""
-    return load_model(path, DTYPES[name])
+    return load_model(path, name)

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.shape import ModelShape
-from engine.weights import LayerWeights, Weights
+from engine.weights import LayerWeights, Matrix, Weights
+from kernels.quantised_linear import BlockMatrix, dequantise, quantised_linear
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.swiglu import swiglu
@@ -47,9 +48,12 @@ class Decoder:
     def __init__(self, shape: ModelShape, weights: Weights) -> None:
         self.shape = shape
         self._embed = weights.embed
+        # Quantised products give float32, and all that lies between them stays so.
+        self._dtype = torch.float32 if weights.in_blocks else weights.embed.dtype
+        self._linear = quantised_linear if weights.in_blocks else functional.linear
         self._layers = [_fuse(layer) for layer in weights.layers]
         self._final_norm = weights.final_norm
-        self._head = weights.output_matrix()
+        self._head = _dense(weights.output_matrix())
         self._frequencies = inverse_frequencies(shape)
         self._magnitude = rotary_magnitude(shape)
 
@@ -67,17 +71,16 @@ class Decoder:
         it says no.
         """
         angles = positions.float().unsqueeze(1) * self._frequencies
-        dtype = self._embed.dtype
-        cos = (angles.cos() * self._magnitude).to(dtype)
-        sin = (angles.sin() * self._magnitude).to(dtype)
-        x_TH = functional.embedding(tokens, self._embed)
+        cos = (angles.cos() * self._magnitude).to(self._dtype)
+        sin = (angles.sin() * self._magnitude).to(self._dtype)
+        x_TH = functional.embedding(tokens, self._embed).to(self._dtype)
         for index, layer in enumerate(self._layers):
             if not wanted():
                 return None
             x_TH = x_TH + self._attention(index, layer, x_TH, cos, sin, attend)
             x_TH = x_TH + self._feed_forward(layer, x_TH)
         x_TH = rms_norm(x_TH[last], self._final_norm, self.shape.rms_eps)
-        return functional.linear(x_TH, self._head).float()
+        return self._linear(x_TH, self._head).float()
 
     def _attention(
         self,
@@ -91,35 +94,39 @@ class Decoder:
         shape = self.shape
         heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
         normed = rms_norm(x_TH, layer.input_norm, shape.rms_eps)
-        joined = functional.linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, width)
+        joined = self._linear(normed, layer.qkv, layer.qkv_bias).view(-1, heads + 2 * kv_heads, width)
         q_TND, k_TKD, v_TKD = joined.split([heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_TND = rms_norm(q_TND, layer.q_norm, shape.rms_eps)
             k_TKD = rms_norm(k_TKD, layer.k_norm, shape.rms_eps)
         mixed = attend(index, rotary(q_TND, cos, sin), rotary(k_TKD, cos, sin), v_TKD)
-        return functional.linear(mixed.reshape(-1, heads * width), layer.o, layer.o_bias)
+        return self._linear(mixed.reshape(-1, heads * width), layer.o, layer.o_bias)
 
     def _feed_forward(self, layer: _FusedLayer, x_TH: torch.Tensor) -> torch.Tensor:
         normed = rms_norm(x_TH, layer.post_norm, self.shape.rms_eps)
-        inner = swiglu(functional.linear(normed, layer.gate_up, layer.gate_up_bias))
-        return functional.linear(inner, layer.down, layer.down_bias)
+        inner = swiglu(self._linear(normed, layer.gate_up, layer.gate_up_bias))
+        return self._linear(inner, layer.down, layer.down_bias)
 
 
 def _fuse(layer: LayerWeights) -> _FusedLayer:
     return _FusedLayer(
         input_norm=layer.input_norm,
-        qkv=torch.cat([layer.q, layer.k, layer.v]),
+        qkv=torch.cat([_dense(layer.q), _dense(layer.k), _dense(layer.v)]),
         qkv_bias=_join(layer.q_bias, layer.k_bias, layer.v_bias),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
-        o=layer.o,
+        o=_dense(layer.o),
         o_bias=layer.o_bias,
         post_norm=layer.post_norm,
-        gate_up=torch.cat([layer.gate, layer.up]),
+        gate_up=torch.cat([_dense(layer.gate), _dense(layer.up)]),
         gate_up_bias=_join(layer.gate_bias, layer.up_bias),
-        down=layer.down,
+        down=_dense(layer.down),
         down_bias=layer.down_bias,
     )
+
+
+def _dense(matrix: Matrix) -> torch.Tensor:
+    return dequantise(matrix) if isinstance(matrix, BlockMatrix) else matrix
 
 
 def _join(*biases: torch.Tensor | None) -> torch.Tensor | None:

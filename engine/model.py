@@ -11,6 +11,7 @@ import torch
 
 from engine.backend import Backend
 from engine.kv_memory import KVLayout
+from engine.precision import PLAIN, Precision, stored_dtype
 from engine.shape import ModelShape, UnsupportedModel
 from engine.torch_backend import TorchBackend
 from engine.weights import Weights
@@ -26,8 +27,9 @@ class Model:
     """A model that is ready to compute."""
 
     shape: ModelShape
+    precision: Precision
     dtype: torch.dtype
-    """Of weights, activations, keys and values."""
+    """Of keys and values."""
     eos_token_ids: tuple[int, ...]
     backend: Backend
     backend_name: Literal["torch", "native"]
@@ -38,18 +40,40 @@ class Model:
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
 
-def load_model(path: Path, dtype: torch.dtype, *, backend: BackendChoice = "auto") -> Model:
+def native_step_works() -> bool:
+    """Whether this installation has the native step."""
+    from kernels.cpu import library
+
+    try:
+        library.load()
+    except library.LibraryMissing:
+        return False
+    return True
+
+
+def load_model(path: Path, precision: Precision | torch.dtype, *, backend: BackendChoice = "auto") -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
+
+    A torch dtype means the precision that stores everything in it.
 
     `auto` takes the native backend where it can run this model on this machine, else torch. Raises
     FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a broken
     file, and NativeUnavailable if `native` was asked for and cannot be had.
     """
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedModel(f"dtype {dtype}: only float32 and bfloat16 are computed")
-    checkpoint = read_checkpoint(path, dtype)
+    chosen = _precision(precision)
+    checkpoint = read_checkpoint(path, chosen)
+    dtype = stored_dtype(chosen)
     made, name = _make_backend(checkpoint.shape, checkpoint.weights, dtype, backend)
-    return Model(checkpoint.shape, dtype, checkpoint.eos_token_ids, made, name)
+    return Model(checkpoint.shape, chosen, dtype, checkpoint.eos_token_ids, made, name)
+
+
+def _precision(asked: Precision | torch.dtype) -> Precision:
+    if not isinstance(asked, torch.dtype):
+        return asked
+    for precision, dtype in PLAIN.items():
+        if dtype == asked:
+            return precision
+    raise UnsupportedModel(f"dtype {asked}: only float32 and bfloat16 are computed")
 
 
 def _make_backend(

@@ -11,10 +11,12 @@ import torch
 from engine.batch import AbortWords, SequenceStep
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.shape import ModelShape
-from engine.weights import LayerWeights, Weights
+from engine.weights import LayerWeights, Matrix, Weights
 from kernels.cpu import library as native
+from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
+_FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
 _FIRST_POSITIONS = 2048
 
 
@@ -40,12 +42,14 @@ class NativeBackend:
         dtype: torch.dtype,
         instruction_set: str | None = None,
     ) -> None:
-        """Pack `weights` (in `dtype`, as engine/weights gives them); they may be freed afterwards, but for
-        the embedding.
+        """Pack `weights`, as engine/weights gives them; they may be freed afterwards, but for the embedding.
+
+        `dtype` is that of embedding, keys and values, and of the matrices that are not in blocks (which come
+        with bfloat16).
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
-        if dtype not in _DTYPES:
+        if dtype not in _DTYPES or (weights.in_blocks and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
         try:
             self._library = native.load()
@@ -55,7 +59,8 @@ class NativeBackend:
         self._dtype = dtype
         self._threads = 1
         name = None if instruction_set is None else instruction_set.encode()
-        self._model: int = self._library.diptych_model_new(_native_shape(shape, dtype), name)
+        number = native.BLOCKS if weights.in_blocks else _DTYPES[dtype]
+        self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
         if not self._model:
             raise NativeUnavailable(native.last_error(self._library))
         weakref.finalize(self, self._library.diptych_model_free, self._model)
@@ -112,11 +117,15 @@ class NativeBackend:
             self._set_norm(index, native.QUERY_NORM, layer.q_norm)
             self._set_norm(index, native.KEY_NORM, layer.k_norm)
 
-    def _set_linear(self, layer: int, which: int, *parts: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def _set_linear(self, layer: int, which: int, *parts: tuple[Matrix, torch.Tensor | None]) -> None:
         matrices = (native.Matrix * len(parts))()
         alive: list[torch.Tensor] = []
         for matrix, (weight, bias) in zip(matrices, parts, strict=True):
-            alive.append(self._canonical(weight))
+            if isinstance(weight, BlockMatrix):
+                alive.append(weight.blocks.contiguous())
+                matrix.format = _FORMATS[weight.format]
+            else:
+                alive.append(self._canonical(weight))
             matrix.data = alive[-1].data_ptr()
             matrix.rows, matrix.columns = weight.shape
             if bias is not None:
@@ -152,9 +161,9 @@ def _last_position(step: SequenceStep) -> int:
     return min(step.start + len(step.token_ids), held) - 1
 
 
-def _native_shape(shape: ModelShape, dtype: torch.dtype) -> native.Shape:
+def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
     return native.Shape(
-        dtype=_DTYPES[dtype],
+        dtype=dtype,
         layers=shape.num_layers,
         hidden=shape.hidden_size,
         intermediate=shape.intermediate_size,

@@ -28,8 +28,8 @@ def write_kv(
     block_size = blocks.shape[-1] // head_dim
     positions = torch.arange(start, start + tokens)
     ids, lanes = table[positions // block_size], positions % block_size
-    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys
-    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values
+    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
+    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
 
 
 def paged_attention(

@@ -21,8 +21,8 @@ def write_kv_rows(
     """
     _, kv_heads, head_dim = keys.shape
     block_size = blocks.shape[-1] // head_dim
-    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys
-    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values
+    blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
+    blocks[:, layer, 1].view(-1, kv_heads, block_size, head_dim)[ids, :, lanes] = values.to(blocks.dtype)
 
 
 def paged_decode(

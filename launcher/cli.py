@@ -31,7 +31,9 @@ def up(
     decode_workers: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     model: Annotated[str, typer.Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled",
     model_name: Annotated[str | None, typer.Option(help="Name the model is served under.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, fp32, bf16, int8 or gguf (the file's own blocks).")
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = GRPC_PORT,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = HTTP_PORT,

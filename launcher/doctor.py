@@ -20,7 +20,7 @@ from rich.table import Table
 
 from launcher.thread_plan import usable_cores
 from launcher.valkey import ValkeyMissing, valkey_binary
-from runtime.settings import resolve_dtype, resolve_model
+from runtime.settings import resolve_model
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 _WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
@@ -88,7 +88,7 @@ def cpu() -> Finding:
     flags = set((info.get("flags") or info.get("Features") or "").split())
     known = " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of the known features"
     model = info.get("model name", platform.machine())
-    return Finding("ok", f"{usable_cores()} cores, {model}, {known}; dtype auto is {resolve_dtype('auto')}")
+    return Finding("ok", f"{usable_cores()} cores, {model}, {known}")
 
 
 def native_extension() -> Finding:
@@ -98,10 +98,13 @@ def native_extension() -> Finding:
     except ImportError as error:
         return Finding("missing", f"kernels.cpu cannot be imported: {error}")
     try:
-        best = [next(iter(library.instruction_sets(dtype)), "none") for dtype in (library.BF16, library.FP32)]
+        kinds = {"fp32": library.FP32, "bf16": library.BF16, "int8 and gguf": library.BLOCKS}
+        best = [
+            f"{next(iter(library.instruction_sets(kind)), 'none')} in {name}" for name, kind in kinds.items()
+        ]
     except library.LibraryMissing as error:
         return Finding("note", f"{error}; torch computes, several times slower")
-    return Finding("ok", f"instruction set: {best[0]} in bf16, {best[1]} in fp32")
+    return Finding("ok", f"instruction set: {', '.join(best)}")
 
 
 def cuda() -> Finding:

@@ -6,24 +6,25 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from engine.batch import SequenceStep
 from engine.core_share import CoreShare
 from engine.kv_memory import KVLayout, KVMemory
-from engine.model import Model, load_model
+from engine.model import Model, load_model, native_step_works
+from engine.precision import Precision, choose_precision
 from engine.runner import Runner
+from engine.weights.checkpoint import is_quantised
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
 from runtime.cpu_slice import take_long_turns
 from runtime.model_digest import model_digest
-from runtime.settings import DType
+from runtime.settings import cpu_features
 from worker.config import WorkerSettings
 
 log = logging.getLogger(__name__)
-
-DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 WARM_UP_TOKENS = 17  # more than one block of the default size, and a partial one
 
@@ -63,8 +64,9 @@ async def load_engine(settings: WorkerSettings) -> LoadedEngine:
 def _load(settings: WorkerSettings) -> LoadedEngine:
     take_long_turns()  # the threads that the first step starts compute later ones too
     started = time.monotonic()
-    path, dtype = settings.model_path, settings.resolved_dtype
-    model = load_model(path, DTYPES[dtype], backend=settings.backend)
+    path = settings.model_path
+    dtype = _precision(settings, path)
+    model = load_model(path, dtype, backend=settings.backend)
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
@@ -78,6 +80,16 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
         runner.threads,
     )
     return engine
+
+
+def _precision(settings: WorkerSettings, path: Path) -> Precision:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return choose_precision(
+        quantised_file=is_quantised(path),
+        native=settings.backend != "torch" and native_step_works(),
+        cpu_features=cpu_features(),
+    )
 
 
 def _core_share(settings: WorkerSettings) -> CoreShare | None:

@@ -1,6 +1,6 @@
 """A model's tensors under canonical names, whatever file they came from.
 
-`gguf_file.py` reads GGUF files (dequantised), `safetensors_folder.py` Hugging Face folders; both give the
+`gguf_file.py` reads GGUF files, `safetensors_folder.py` Hugging Face folders; both give the
 `Weights` of `canonical.py` and the `ModelShape` of engine/shape.py. The canonical form, with all matrices
 `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging Face's order (the rotation
 pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cpp's interleaving):
@@ -15,9 +15,11 @@ pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cp
                    gate and up [intermediate, hidden], down [hidden, intermediate],
                    gate_bias, up_bias, down_bias or None
 
-All tensors are contiguous, on the CPU, in the dtype that was asked for (norms too).
+All tensors are contiguous, on the CPU, and stored as the precision says (engine/precision.py): in fp32 and
+bf16 all in that dtype, norms too; in int8 and gguf the matrices are BlockMatrix
+(kernels/quantised_linear.py), the head always among them, `embed` is bfloat16, and all else float32.
 """
 
-from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Weights
+from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Weights
 
-__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Weights"]
+__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Matrix", "Weights"]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.shape import ModelShape, UnsupportedModel
+from kernels.quantised_linear import BlockMatrix
+
+Matrix = torch.Tensor | BlockMatrix
 
 
 @dataclass(frozen=True)
@@ -15,14 +19,14 @@ class LayerWeights:
     """The tensors of one layer."""
 
     input_norm: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
     post_norm: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     q_bias: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
     v_bias: torch.Tensor | None = None
@@ -41,10 +45,15 @@ class Weights:
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor | None
+    head: Matrix | None
     """None: the output matrix is `embed`."""
 
-    def output_matrix(self) -> torch.Tensor:
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the matrices are quantised."""
+        return isinstance(self.layers[0].q, BlockMatrix)
+
+    def output_matrix(self) -> Matrix:
         """`[vocab, hidden]`: what turns the last hidden state into logits."""
         return self.embed if self.head is None else self.head
 
@@ -90,13 +99,14 @@ def layer_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "down_bias", (hidden,)
 
 
-def assemble(shape: ModelShape, read: Callable[[str], torch.Tensor]) -> Weights:
+def assemble(shape: ModelShape, read: Callable[[str], Any], *, own_head: bool) -> Weights:
     """Build `Weights` from a reader of canonical names: `embed`, `final_norm`, `head`, `layers.N.<field>`.
 
-    Raises UnsupportedModel if a tensor has another shape than `shape` says.
+    `own_head` says that the output matrix is a tensor of its own, read as `head`. Raises UnsupportedModel if
+    a tensor has another shape than `shape` says.
     """
 
-    def checked(name: str, expected: tuple[int, ...]) -> torch.Tensor:
+    def checked(name: str, expected: tuple[int, ...]) -> Any:
         tensor = read(name)
         if tuple(tensor.shape) != expected:
             raise UnsupportedModel(
@@ -113,5 +123,5 @@ def assemble(shape: ModelShape, read: Callable[[str], torch.Tensor]) -> Weights:
         embed=checked("embed", matrix),
         layers=tuple(layers),
         final_norm=checked("final_norm", (shape.hidden_size,)),
-        head=None if shape.tied_embeddings else checked("head", matrix),
+        head=checked("head", matrix) if own_head else None,
     )

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
+from engine.precision import Precision
 from engine.shape import UnsupportedModel
 from engine.weights.canonical import Checkpoint
 
 
-def read_checkpoint(path: Path, dtype: torch.dtype) -> Checkpoint:
-    """Read a `.gguf` file or a Hugging Face folder, all tensors in `dtype`.
+def is_quantised(path: Path) -> bool:
+    """Whether a model's matrices are in quantised blocks: of the files that are read, only GGUF ones can be.
+
+    Raises FileNotFoundError or BadModelFile.
+    """
+    if path.is_dir() or path.suffix.lower() != ".gguf":
+        return False
+    from engine.weights.gguf_file import has_quantised_matrices
+
+    return has_quantised_matrices(path)
+
+
+def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:
+    """Read a `.gguf` file or a Hugging Face folder, its tensors as `precision` stores them.
 
     Raises FileNotFoundError, UnsupportedModel or BadModelFile.
     """
     if path.is_dir():
         from engine.weights.safetensors_folder import read_folder
 
-        return read_folder(path, dtype)
+        return read_folder(path, precision)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
     if path.suffix.lower() != ".gguf":
         raise UnsupportedModel(f"{path.name}: a model is a .gguf file or a folder with config.json")
     from engine.weights.gguf_file import read_gguf
 
-    return read_gguf(path, dtype)
+    return read_gguf(path, precision)

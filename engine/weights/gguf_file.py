@@ -1,4 +1,4 @@
-"""Weights from a GGUF file (the format of llama.cpp), dequantised."""
+"""Weights from a GGUF file (the format of llama.cpp), dequantised or in the file's own blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import gguf
 import numpy as np
 import torch
 
+from engine.precision import PLAIN, Precision
 from engine.shape import ModelShape, RopeScaling, UnsupportedModel
-from engine.weights.canonical import BadModelFile, Checkpoint, assemble
+from engine.weights.blocks import in_precision, is_matrix, kept_format, multiplied_together
+from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.gguf_header import GgufTensor, Scalar, read_header
+from kernels.quantised_linear import BlockMatrix
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
 _LAYER_NAMES = {
@@ -41,21 +44,37 @@ _INTERLEAVED = ("llama", "mistral")
 """Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
 
 
-def read_gguf(path: Path, dtype: torch.dtype) -> Checkpoint:
+def has_quantised_matrices(path: Path) -> bool:
+    """Whether any matrix of the layers is in blocks of fewer than 16 bits a number. Raises BadModelFile."""
+    layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith("blk."))
+    return any(gguf.GGML_QUANT_SIZES[tensor.kind][0] > 1 for tensor in layers)
+
+
+def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
     header = read_header(path)
     tensors, metadata = header.tensors, _Metadata(header.metadata)
     shape = _shape(metadata, tensors)
 
-    def read(name: str) -> torch.Tensor:
-        stored = _stored_name(name)
+    def find(name: str) -> GgufTensor:
+        stored = _stored_name("embed" if name == "head" and shape.tied_embeddings else name)
         if stored not in tensors:
             raise BadModelFile(f"tensor {stored} is missing")
-        return _canonical_order(name, _dequantised(tensors[stored]), shape).to(dtype)
+        return tensors[stored]
+
+    def read(name: str) -> Matrix:
+        tensor = find(name)
+        if precision == "gguf" and is_matrix(name):
+            kept = kept_format({find(other).kind for other in multiplied_together(name)})
+            if kept is not None:
+                rows = torch.from_numpy(np.array(tensor.data))
+                return BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, rows, shape))
+        return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
 
     eos = [metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     stops = tuple(dict.fromkeys(token for token in eos if token is not None))
-    return Checkpoint(shape, assemble(shape, read), stops)
+    own_head = not shape.tied_embeddings or precision not in PLAIN
+    return Checkpoint(shape, assemble(shape, read, own_head=own_head), stops)
 
 
 class _Metadata:

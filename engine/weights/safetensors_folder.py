@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.precision import PLAIN, Precision
 from engine.shape import UnsupportedModel
-from engine.weights.canonical import BadModelFile, Checkpoint, assemble
+from engine.weights.blocks import in_precision
+from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.hf_config import eos_ids, read_config, shape_from_config
 
 _MODEL_NAMES = {
@@ -40,22 +42,28 @@ _LAYER_NAMES = {
 }
 
 
-def read_folder(folder: Path, dtype: torch.dtype) -> Checkpoint:
+def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     """Read a model folder. Raises UnsupportedModel or BadModelFile; only safetensors are read, never a
     pickle.
     """
     config = read_config(folder)
+    if precision == "gguf":
+        raise UnsupportedModel(
+            "dtype gguf keeps the blocks of a GGUF file; this is a folder with safetensors"
+        )
     if config.get("quantization_config"):
         raise UnsupportedModel("quantization_config: quantised checkpoints are not read")
     tensors = _TensorFiles(folder)
     tied = bool(config.get("tie_word_embeddings")) or not tensors.has(_MODEL_NAMES["head"])
     shape = shape_from_config(config, tied=tied)
 
-    def read(name: str) -> torch.Tensor:
-        return tensors.read(_stored_name(name)).to(dtype)
+    def read(name: str) -> Matrix:
+        stored = "embed" if name == "head" and tied else name
+        return in_precision(name, tensors.read(_stored_name(stored)), precision)
 
     eos = eos_ids(_json_object(folder / "generation_config.json"), config)
-    return Checkpoint(shape, assemble(shape, read), eos)
+    own_head = not tied or precision not in PLAIN
+    return Checkpoint(shape, assemble(shape, read, own_head=own_head), eos)
 
 
 def _stored_name(name: str) -> str:

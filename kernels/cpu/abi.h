@@ -7,12 +7,19 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 2
+#define DIPTYCH_ABI_VERSION 3
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum DiptychDtype : int32_t { DIPTYCH_FP32 = 0, DIPTYCH_BF16 = 1 };
+enum DiptychDtype : int32_t {
+    DIPTYCH_FP32 = 0,
+    DIPTYCH_BF16 = 1,
+    DIPTYCH_BLOCKS = 2,  // matrices in quantised blocks; embedding, keys and values bf16
+};
+
+// How the numbers of a matrix are stored: one after another, or in GGUF's blocks of 32 (the last of a row padded).
+enum DiptychFormat : int32_t { DIPTYCH_DENSE = 0, DIPTYCH_Q4_0 = 1, DIPTYCH_Q4_1 = 2, DIPTYCH_Q8_0 = 3 };
 
 enum DiptychStatus : int32_t {
     DIPTYCH_OK = 0,
@@ -22,7 +29,7 @@ enum DiptychStatus : int32_t {
 };
 
 struct DiptychShape {
-    int32_t dtype;  // of weights and of keys and values; sums are always fp32
+    int32_t dtype;  // DiptychDtype: of weights and of keys and values; sums are always fp32
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
     float rms_epsilon;
     float query_scale;  // 1 / sqrt(head_dim)
@@ -45,10 +52,12 @@ enum DiptychNorm : int32_t {
     DIPTYCH_FINAL_NORM = 4,
 };
 
-// Row-major [rows, columns] in the model's dtype, as torch.nn.functional.linear takes it.
+// Row-major [rows, columns] as torch.nn.functional.linear takes it: in the model's dtype, or in blocks where that is
+// DIPTYCH_BLOCKS.
 struct DiptychMatrix {
     const void *data;
     int32_t rows, columns;
+    int32_t format;     // DiptychFormat, the same for all parts of a matrix
     const float *bias;  // [rows] or null
 };
 

@@ -64,6 +64,11 @@ std::vector<float> *find_norm(DiptychModel *model, int32_t layer, int32_t which)
     }
 }
 
+bool format_fits(const DiptychModel &model, int32_t format) {
+    bool quantised = format == DIPTYCH_Q4_0 || format == DIPTYCH_Q4_1 || format == DIPTYCH_Q8_0;
+    return model.in_blocks() ? quantised : format == DIPTYCH_DENSE;
+}
+
 bool sizes_make_sense(const DiptychShape &s) {
     constexpr int32_t limit = 1 << 24;
     for (int32_t size : {s.layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab}) {
@@ -120,6 +125,9 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
             if (parts[p].rows != expected.rows[p] || parts[p].columns != expected.columns) {
                 return fail(DIPTYCH_INVALID, "the matrix has another size");
             }
+            if (!format_fits(*model, parts[p].format) || parts[p].format != parts[0].format) {
+                return fail(DIPTYCH_INVALID, "the matrix has a format that the model's dtype does not have");
+            }
         }
         pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype);
         return DIPTYCH_OK;
@@ -169,7 +177,7 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
         std::string found = refusal(*model, *batch, threads);
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         prepare(*model->step, *model, *batch, threads, logits);
-        model->team.run(threads, model->is_bf16() ? model->kernels->bf16 : model->kernels->fp32, model->step.get());
+        model->team.run(threads, model->kernels->body[model->shape.dtype], model->step.get());
         return model->step->stopped ? DIPTYCH_ALL_ABORTED : DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());

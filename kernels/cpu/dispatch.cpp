@@ -15,6 +15,7 @@ extern const Kernels plain_kernels;
 
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512_vnni_kernels;
 extern const Kernels avx512_bf16_kernels;
 extern const Kernels amx_kernels;
 
@@ -36,27 +37,45 @@ bool have_amx() {
 #endif
 }
 
-}  // namespace
-
-// The compiler's run-time check also asks whether the operating system saves the registers.
-std::vector<const Kernels *> runnable(int32_t dtype) {
+// Best first, whatever they compute. The compiler's run-time check also asks whether the operating system saves
+// the registers.
+std::vector<const Kernels *> runnable() {
     __builtin_cpu_init();
     std::vector<const Kernels *> found;
     bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-    if (pairs && dtype == DIPTYCH_BF16 && have_amx()) found.push_back(&amx_kernels);
+    bool bytes = avx512 && __builtin_cpu_supports("avx512vnni");
+    bool pairs = bytes && __builtin_cpu_supports("avx512bf16");
+    if (pairs && have_amx()) found.push_back(&amx_kernels);
     if (pairs) found.push_back(&avx512_bf16_kernels);
+    if (bytes) found.push_back(&avx512_vnni_kernels);
     if (avx512) found.push_back(&avx512_kernels);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        found.push_back(&avx2_kernels);
+    }
     found.push_back(&plain_kernels);
     return found;
 }
 
+}  // namespace
+
 #else
 
-std::vector<const Kernels *> runnable(int32_t) { return {&plain_kernels}; }
+namespace {
+
+std::vector<const Kernels *> runnable() { return {&plain_kernels}; }
+
+}  // namespace
 
 #endif
+
+std::vector<const Kernels *> runnable(int32_t dtype) {
+    std::vector<const Kernels *> found;
+    if (dtype < DIPTYCH_FP32 || dtype > DIPTYCH_BLOCKS) return found;
+    for (const Kernels *kernels : runnable()) {
+        if (kernels->body[dtype] != nullptr) found.push_back(kernels);
+    }
+    return found;
+}
 
 }  // namespace diptych

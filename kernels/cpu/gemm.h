@@ -41,8 +41,9 @@ inline void store_tile(const Lanes (&sum)[Rows][kRegisters], float *out) {
 
 // Weights, keys and values fp32.
 struct Fp32 {
-    using Weight = float;
-    using Input = float;
+    using Embedded = float;
+    using Value = float;  // what the phases before a product write
+    using Input = float;  // what the product reads
     using Stored = float;
     static constexpr int kRows = kGemmRows;
     static constexpr bool kEven = true;
@@ -71,15 +72,17 @@ struct Fp32 {
         store_tile<Rows>(sum, out);
     }
 
-    // out[rows][32] = input[rows][depth] x one block of weights
-    static void tile(const float *input, int64_t stride, int rows, const float *weight, int depth, float *out) {
-        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, depth, out); });
+    // out[rows][32] = input[rows][depth] x one block of a matrix
+    static void tile(const float *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
+        const auto *weight = static_cast<const float *>(matrix.block(block));
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, matrix.depth, out); });
     }
 };
 
 // Weights, keys and values bf16, widened in registers; inputs stay fp32.
 struct WidenedBf16 {
-    using Weight = bf16;
+    using Embedded = bf16;
+    using Value = float;
     using Input = float;
     using Stored = bf16;
     static constexpr int kRows = kGemmRows;
@@ -112,8 +115,9 @@ struct WidenedBf16 {
         store_tile<Rows>(sum, out);
     }
 
-    static void tile(const float *input, int64_t stride, int rows, const bf16 *weight, int depth, float *out) {
-        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, depth, out); });
+    static void tile(const float *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
+        const auto *weight = static_cast<const bf16 *>(matrix.block(block));
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, matrix.depth, out); });
     }
 };
 
@@ -128,12 +132,10 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
     alignas(64) float out[Kind::kRows * kColumns];
     Kind::begin(rows);
     for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
-        const auto *weight =
-            static_cast<const typename Kind::Weight *>(matrix.data) + block * kColumns * matrix.depth;
         const float *bias = matrix.bias != nullptr ? matrix.bias + block * kColumns : nullptr;
         for (int row = 0; row < rows; row += height) {
             int count = rows - row < height ? rows - row : height;
-            Kind::tile(in + row * stride, stride, count, weight, matrix.depth, out);
+            Kind::tile(in + row * stride, stride, count, matrix, block, out);
             for (int m = 0; m < count; m++) {
                 float *sums = out + m * kColumns;
                 if (bias != nullptr) {

@@ -7,7 +7,8 @@ namespace diptych {
 namespace {
 
 struct PairedBf16 {
-    using Weight = bf16;
+    using Embedded = bf16;
+    using Value = bf16;
     using Input = bf16;
     using Stored = bf16;
     static constexpr int kRows = kGemmRows;
@@ -40,8 +41,9 @@ struct PairedBf16 {
         store_tile<Rows>(sum, out);
     }
 
-    static void tile(const bf16 *input, int64_t stride, int rows, const bf16 *weight, int depth, float *out) {
-        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, depth, out); });
+    static void tile(const bf16 *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
+        const auto *weight = static_cast<const bf16 *>(matrix.block(block));
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, matrix.depth, out); });
     }
 };
 

@@ -21,7 +21,8 @@ struct alignas(64) TileShapes {
 };
 
 struct TiledBf16 {
-    using Weight = bf16;
+    using Embedded = bf16;
+    using Value = bf16;
     using Input = bf16;
     using Stored = bf16;
     static constexpr int kRows = 32;
@@ -82,11 +83,12 @@ struct TiledBf16 {
         _tile_stored(1, out + 16, kColumns * sizeof(float));
     }
 
-    static void tile(const bf16 *input, int64_t stride, int rows, const bf16 *weight, int depth, float *out) {
+    static void tile(const bf16 *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
+        const auto *weight = static_cast<const bf16 *>(matrix.block(block));
         if (rows <= 16) {
-            multiply_upper(input, stride, weight, depth, out);
+            multiply_upper(input, stride, weight, matrix.depth, out);
         } else {
-            multiply_both(input, stride, weight, depth, out);
+            multiply_both(input, stride, weight, matrix.depth, out);
         }
     }
 };

@@ -10,7 +10,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 _PATH = Path(__file__).with_name("_step.so")
 
 
@@ -38,7 +38,13 @@ class Shape(Structure):
 class Matrix(Structure):
     """`DiptychMatrix`."""
 
-    _fields_ = (("data", c_void_p), ("rows", c_int32), ("columns", c_int32), ("bias", c_void_p))
+    _fields_ = (
+        ("data", c_void_p),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("format", c_int32),
+        ("bias", c_void_p),
+    )
 
 
 class Batch(Structure):
@@ -59,7 +65,8 @@ class Batch(Structure):
     )
 
 
-FP32, BF16 = 0, 1
+FP32, BF16, BLOCKS = 0, 1, 2
+DENSE, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
 INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4

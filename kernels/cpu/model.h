@@ -16,10 +16,15 @@ namespace diptych {
 // A packed matrix [in -> out]: blocks of kColumns output columns, each `depth` (in, padded) rows deep.
 //   fp32: [block][depth][32]         one row of 32 columns after another
 //   bf16: [block][depth / 2][32][2]  pairs along the depth, as vdpbf16ps and the AMX tiles take them
+//   quantised: [block][two strips of 16 columns], see blocks.h
 struct Linear {
     void *data = nullptr;
     float *bias = nullptr;  // [blocks * 32], or none
     int32_t in = 0, out = 0, depth = 0, blocks = 0;
+    int32_t format = DIPTYCH_DENSE;
+    int64_t block_bytes = 0;  // from one block to the next
+
+    const void *block(int64_t i) const { return static_cast<const char *>(data) + i * block_bytes; }
 };
 
 struct Layer {
@@ -33,8 +38,8 @@ struct StepState;
 // What one instruction set offers: the body that every rank of a step runs.
 struct Kernels {
     const char *name;
-    void (*fp32)(void *step, int rank);
-    void (*bf16)(void *step, int rank);
+    // By DiptychDtype; null where another set of the same machine computes it.
+    void (*body[3])(void *step, int rank);
     bool bf16_activations;  // of the bf16 body: how it stores the inputs of its matrices; fp32 otherwise
 };
 
@@ -62,8 +67,8 @@ struct DiptychModel {
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     std::mutex busy;
 
-    bool is_bf16() const { return shape.dtype == DIPTYCH_BF16; }
-    bool bf16_activations() const { return is_bf16() && kernels->bf16_activations; }
+    bool in_blocks() const { return shape.dtype == DIPTYCH_BLOCKS; }
+    bool bf16_activations() const { return shape.dtype == DIPTYCH_BF16 && kernels->bf16_activations; }
     int32_t group() const { return shape.heads / shape.kv_heads; }
     int32_t query_width() const { return shape.heads * shape.head_dim; }
     int32_t kv_width() const { return shape.kv_heads * shape.head_dim; }

@@ -1,23 +1,26 @@
 // Lays weights out once, at load, in the order in which the kernels read them.
-#include "model.h"
+#include "pack.h"
 
 namespace diptych {
 
 namespace {
 
-// Copies row `column` of a source matrix into its column of a packed block.
-void place_fp32(const float *row, int32_t in, float *column) {
-    for (int32_t k = 0; k < in; k++) column[static_cast<int64_t>(k) * kColumns] = row[k];
+// Copies a row of a source matrix into its column of a packed block.
+void place_fp32(const float *row, int32_t in, float *block, int64_t lane) {
+    for (int32_t k = 0; k < in; k++) block[static_cast<int64_t>(k) * kColumns + lane] = row[k];
 }
 
-void place_bf16(const bf16 *row, int32_t in, bf16 *column) {
-    for (int32_t k = 0; k < in; k++) column[static_cast<int64_t>(k / 2) * kColumns * 2 + k % 2] = row[k];
+void place_bf16(const bf16 *row, int32_t in, bf16 *block, int64_t lane) {
+    for (int32_t k = 0; k < in; k++) block[(static_cast<int64_t>(k / 2) * kColumns + lane) * 2 + k % 2] = row[k];
 }
 
-// The packed column of row `row` of part `part`.
-int64_t packed_column(int64_t row, int32_t part, int64_t rows_before, bool interleaved) {
-    if (!interleaved) return rows_before + row;
-    return row / kGateColumns * kColumns + part * kGateColumns + row % kGateColumns;
+template <class Number, class Place>
+void pack_dense(Linear &to, const DiptychMatrix &part, const ColumnOf &column_of, Place place) {
+    for (int64_t row = 0; row < part.rows; row++) {
+        int64_t column = column_of(row), lane = column % kColumns;
+        place(static_cast<const Number *>(part.data) + row * to.in, to.in,
+              static_cast<Number *>(to.data) + column / kColumns * kColumns * to.depth, lane);
+    }
 }
 
 }  // namespace
@@ -33,26 +36,23 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
     to.out = static_cast<int32_t>(rows);
     to.depth = static_cast<int32_t>(round_up(to.in, kDepth));
     to.blocks = static_cast<int32_t>(round_up(rows, kColumns) / kColumns);
+    to.format = parts[0].format;
     int64_t element = dtype == DIPTYCH_BF16 ? sizeof(bf16) : sizeof(float);
-    to.data = memory.take(static_cast<int64_t>(to.blocks) * kColumns * to.depth * element);
+    to.block_bytes =
+        dtype == DIPTYCH_BLOCKS ? packed_block_bytes(to.format, to.depth) : kColumns * to.depth * element;
+    to.data = memory.take(to.blocks * to.block_bytes);
     void *bias = biased ? memory.take(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : nullptr;
     to.bias = static_cast<float *>(bias);
-    int64_t before = 0;
-    for (int32_t p = 0; p < count; p++) {
-        const DiptychMatrix &part = parts[p];
-        for (int64_t row = 0; row < part.rows; row++) {
-            int64_t column = packed_column(row, p, before, interleaved);
-            int64_t block = column / kColumns * kColumns * to.depth, lane = column % kColumns;
-            if (dtype == DIPTYCH_BF16) {
-                place_bf16(static_cast<const bf16 *>(part.data) + row * to.in, to.in,
-                           static_cast<bf16 *>(to.data) + block + lane * 2);
-            } else {
-                place_fp32(static_cast<const float *>(part.data) + row * to.in, to.in,
-                           static_cast<float *>(to.data) + block + lane);
-            }
-            if (part.bias != nullptr) to.bias[column] = part.bias[row];
+    ColumnOf column{0, 0, interleaved};
+    for (; column.part < count; column.part++) {
+        const DiptychMatrix &part = parts[column.part];
+        switch (dtype) {
+            case DIPTYCH_FP32: pack_dense<float>(to, part, column, place_fp32); break;
+            case DIPTYCH_BF16: pack_dense<bf16>(to, part, column, place_bf16); break;
+            default: pack_blocks(to, part, column);
         }
-        before += part.rows;
+        for (int64_t row = 0; part.bias != nullptr && row < part.rows; row++) to.bias[column(row)] = part.bias[row];
+        column.rows_before += part.rows;
     }
 }
 

@@ -13,6 +13,10 @@ namespace {
 
 constexpr int kRowChunk = 4;
 
+// Whether products of `Kind` read something else than what the phases write.
+template <class Kind>
+constexpr bool kQuantises = !std::is_same<typename Kind::Value, typename Kind::Input>::value;
+
 // Calls f(i) for this rank's share of 0 .. count-1.
 template <class F>
 void share(StepState &step, int64_t count, int64_t chunk, F f) {
@@ -26,25 +30,61 @@ template <class Kind>
 void embed(StepState &step) {
     const DiptychModel &model = *step.model;
     share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
-        const auto *from = static_cast<const typename Kind::Weight *>(model.embedding) +
+        const auto *from = static_cast<const typename Kind::Embedded *>(model.embedding) +
                            static_cast<int64_t>(step.rows[row].token) * model.shape.hidden;
         float *to = step.hidden_row(row);
         for (int i = 0; i < model.shape.hidden; i++) to[i] = to_float(from[i]);
     });
 }
 
+// What a product of `Kind` reads: the rows that the phase before wrote, or these quantised.
+template <class Kind>
+const typename Kind::Input *input_of(StepState &step, const Buffer &values) {
+    const Buffer &from = kQuantises<Kind> ? step.groups : values;
+    return static_cast<const typename Kind::Input *>(from.get());
+}
+
+template <class Kind>
+int64_t input_stride(const StepState &step, int64_t stride) {
+    return kQuantises<Kind> ? step.group_stride : stride;
+}
+
+// Makes one finished row of `width` values, padding included, ready for the next product.
+template <class Kind>
+void ready_row(StepState &step, const typename Kind::Value *values, int64_t row, int64_t width) {
+    if constexpr (kQuantises<Kind>) {
+        auto *groups = static_cast<typename Kind::Input *>(step.groups.get());
+        Kind::ready(values, groups + row * step.group_stride, width);
+    }
+}
+
+// The same for all rows, where several ranks wrote parts of each.
+template <class Kind>
+void ready_rows(StepState &step, const Buffer &values, int64_t width) {
+    if constexpr (kQuantises<Kind>) {
+        const auto *from = static_cast<const typename Kind::Value *>(values.get());
+        share(step, static_cast<int64_t>(step.rows.size()), 1,
+              [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
+        step.model->team.barrier();
+    }
+}
+
 template <class Kind>
 void norm_rows(StepState &step, const std::vector<float> &weight) {
     const DiptychShape &shape = step.model->shape;
-    auto *normed = static_cast<typename Kind::Input *>(step.normed.get());
+    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
     share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
-        rms_norm(step.hidden_row(row), weight.data(), shape.hidden, shape.rms_epsilon,
-                 normed + row * step.hidden_stride);
+        auto *to = normed + row * step.hidden_stride;
+        rms_norm(step.hidden_row(row), weight.data(), shape.hidden, shape.rms_epsilon, to);
+        ready_row<Kind>(step, to, row, step.hidden_stride);
     });
 }
 
 template <class Kind>
-void add_to_hidden(StepState &step, const Linear &matrix, const void *input, int64_t stride) {
+void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, int64_t width) {
+    ready_rows<Kind>(step, values, width);
+    const auto *input = input_of<Kind>(step, values);
+    int64_t stride = input_stride<Kind>(step, width);
     linear<Kind>(step, matrix, input, stride, static_cast<int>(step.rows.size()), [&](int row, int column, float *sums) {
         float *to = step.hidden_row(row) + column;
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
@@ -96,7 +136,7 @@ void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile 
     const DiptychModel &model = *step.model;
     int width = model.shape.head_dim, group = model.group();
     Sight<Pairs> sight;
-    typename Kind::Input *out[Pairs];
+    typename Kind::Value *out[Pairs];
     for (int p = 0; p < Pairs; p++) {
         int row = tile.first + (first + p) / group, head = kv_head * group + (first + p) % group;
         int position = step.rows[row].position;
@@ -104,7 +144,7 @@ void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile 
         sight.end[p] = position + 1;
         const float *query = step.qkv_row(row) + head * width;
         for (int d = 0; d < width; d++) scratch[d * Pairs + p] = query[d];
-        out[p] = static_cast<typename Kind::Input *>(step.mixed.get()) + row * step.mixed_stride + head * width;
+        out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) + row * step.mixed_stride + head * width;
     }
     sight.close();
     int sequence = step.rows[tile.first].sequence;
@@ -146,9 +186,9 @@ void run_feed_forward(StepState &step, const Layer &layer) {
     ThreadTeam &team = step.model->team;
     norm_rows<Kind>(step, layer.post_norm);
     team.barrier();
-    auto *inner = static_cast<typename Kind::Input *>(step.inner.get());
+    auto *inner = static_cast<typename Kind::Value *>(step.inner.get());
     int rows = static_cast<int>(step.rows.size());
-    linear<Kind>(step, layer.gate_up, step.normed.get(), step.hidden_stride, rows,
+    linear<Kind>(step, layer.gate_up, input_of<Kind>(step, step.normed), input_stride<Kind>(step, step.hidden_stride), rows,
                  [&](int row, int column, float *sums) {
                      auto *to = inner + row * step.inner_stride + column / 2;
                      for (int j = 0; j < kGateColumns; j += kLanes) {
@@ -156,23 +196,26 @@ void run_feed_forward(StepState &step, const Layer &layer) {
                      }
                  });
     team.barrier();
-    add_to_hidden<Kind>(step, layer.down, step.inner.get(), step.inner_stride);
+    add_to_hidden<Kind>(step, layer.down, step.inner, step.inner_stride);
     team.barrier();
 }
 
 template <class Kind>
 void run_head(StepState &step) {
     DiptychModel &model = *step.model;
-    auto *normed = static_cast<typename Kind::Input *>(step.normed.get());
+    auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
     int64_t vocab = model.shape.vocab;
     int wanted = static_cast<int>(step.wanted.size());
     share(step, wanted, 1, [&](int64_t i) {
         rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)]), model.final_norm.data(), model.shape.hidden,
                  model.shape.rms_epsilon, normed + i * step.hidden_stride);
+        ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
     });
     model.team.barrier();
     if (wanted == 0) return;
-    linear<Kind>(step, model.head, normed, step.hidden_stride, wanted, [&](int i, int column, float *sums) {
+    const auto *input = input_of<Kind>(step, step.normed);
+    int64_t stride = input_stride<Kind>(step, step.hidden_stride);
+    linear<Kind>(step, model.head, input, stride, wanted, [&](int i, int column, float *sums) {
         int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
         bool live = step.is_live(step.wanted[static_cast<size_t>(i)]);
         float *to = step.logits + i * vocab + column;
@@ -192,13 +235,13 @@ void run_layers(StepState &step, int rank) {
         norm_rows<Kind>(step, layer.input_norm);
         team.barrier();
         if (step.stopped) return;
-        linear<Kind>(step, layer.qkv, step.normed.get(), step.hidden_stride, static_cast<int>(step.rows.size()),
+        linear<Kind>(step, layer.qkv, input_of<Kind>(step, step.normed), input_stride<Kind>(step, step.hidden_stride), static_cast<int>(step.rows.size()),
                      [&](int row, int column, float *sums) {
                          std::memcpy(step.qkv_row(row) + column, sums, kColumns * sizeof(float));
                      });
         team.barrier();
         run_attention<Kind>(step, layer, index, rank);
-        add_to_hidden<Kind>(step, layer.output, step.mixed.get(), step.mixed_stride);
+        add_to_hidden<Kind>(step, layer.output, step.mixed, step.mixed_stride);
         team.barrier();
         run_feed_forward<Kind>(step, layer);
     }

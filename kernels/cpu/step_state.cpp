@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "blocks.h"
+
 namespace diptych {
 
 namespace {
@@ -65,6 +67,10 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.normed = zeroed(capacity * step.hidden_stride * element);
     step.mixed = zeroed(capacity * step.mixed_stride * element);
     step.inner = zeroed(capacity * step.inner_stride * element);
+    if (model.in_blocks()) {
+        step.group_stride = std::max({step.hidden_stride, step.mixed_stride, step.inner_stride}) / kGroup;
+        step.groups = zeroed(capacity * step.group_stride * static_cast<int64_t>(sizeof(Group)));
+    }
     step.row_capacity = capacity;
 }
 

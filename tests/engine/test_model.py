@@ -133,7 +133,8 @@ def test_sharded_folders_are_read(tmp_path: Path) -> None:
         last_logits(load_model(tmp_path / folder, torch.float32, backend="torch"), ids, 20)
         for folder in ("whole", "shards")
     )
-    assert torch.equal(one, other)
+    # Not to the bit: where a tensor lies in memory decides how torch's library sums over it.
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 def test_what_is_not_computed_is_named(tmp_path: Path) -> None:

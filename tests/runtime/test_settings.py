@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from runtime.settings import ProgramSettings, resolve_dtype, resolve_model
+from runtime.settings import ProgramSettings, cpu_features, resolve_model
 
 
 class PrefillLikeSettings(ProgramSettings):
@@ -36,7 +36,7 @@ def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatc
         (["--nope", "1"], "--nope"),
         (["--grpc-port", "65536"], "--grpc-port"),
         (["--grpc-port", "x"], "--grpc-port"),
-        (["--dtype", "int8"], "--dtype"),
+        (["--dtype", "int3"], "--dtype"),
         (["--worker-id", "a b"], "--worker-id"),
         (["--block-size", "0"], "--block-size"),
         (["--secret", "00" * 32], "DIPTYCH_SECRET"),
@@ -88,13 +88,10 @@ def test_a_model_path_must_exist(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [("fpu sse amx_bf16", "bf16"), ("fpu avx512_bf16 vme", "bf16"), ("fpu avx512f avx512_fp16", "fp32")],
-)
-def test_auto_dtype_follows_the_cpu(tmp_path: Path, flags: str, dtype: str) -> None:
+def test_cpu_features_are_read_from_the_line_of_flags_alone(tmp_path: Path) -> None:
     cpu_info = tmp_path / "cpuinfo"
-    cpu_info.write_text(f"processor\t: 0\nvendor_id\t: X\nflags\t\t: {flags}\nbugs\t\t: amx_bf16\n")
-    assert resolve_dtype("auto", cpu_info) == dtype
-    assert resolve_dtype("fp32", cpu_info) == "fp32"
-    assert resolve_dtype("auto", tmp_path / "absent") == "fp32"
+    cpu_info.write_text(
+        "processor\t: 0\nvendor_id\t: X\nflags\t\t: fpu avx512_bf16 vme\nbugs\t\t: amx_bf16\n"
+    )
+    assert cpu_features(cpu_info) == {"fpu", "avx512_bf16", "vme"}
+    assert cpu_features(tmp_path / "absent") == frozenset()

@@ -17,7 +17,8 @@ from engine.model import load_model
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
-from engine.weights.checkpoint import read_checkpoint
+from engine.weights.checkpoint import is_quantised, read_checkpoint
+from kernels.quantised_linear import BlockMatrix, dequantise, quantise_matrix
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -68,8 +69,8 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(oracle: Any, path: Path, family: str, quantise: bool = False) -> None:
-    """`oracle` as a GGUF file, in the way of llama.cpp's converter."""
+def write(oracle: Any, path: Path, family: str, quantise: bool = False, but: str = "nothing") -> None:
+    """`oracle` as a GGUF file, in the way of llama.cpp's converter; tensors named `but` stay float32."""
     config = oracle.config
     writer = gguf.GGUFWriter(path, family)
     writer.add_context_length(config.max_position_embeddings)
@@ -94,7 +95,7 @@ def write(oracle: Any, path: Path, family: str, quantise: bool = False) -> None:
         if family == "llama" and ("attn_q." in stored or "attn_k." in stored):
             heads = config.num_attention_heads if "attn_q" in stored else config.num_key_value_heads
             array = interleaved(array, heads)
-        if quantise and array.ndim == 2:
+        if quantise and array.ndim == 2 and but not in stored:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
@@ -128,13 +129,13 @@ def test_every_family_gives_the_logits_of_its_source(name: str, tmp_path: Path) 
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0, -1]
     torch.testing.assert_close(logits(path, ids), expected, atol=1e-4, rtol=0)
-    assert read_checkpoint(path, torch.float32).eos_token_ids == (5, 9)
+    assert read_checkpoint(path, "fp32").eos_token_ids == (5, 9)
 
 
 def test_quantised_tensors_come_back_near(tmp_path: Path) -> None:
     oracle, path = oracle_of("llama"), tmp_path / "model.gguf"
     write(oracle, path, "llama", quantise=True)
-    down = read_checkpoint(path, torch.float32).weights.layers[1].down
+    down = read_checkpoint(path, "fp32").weights.layers[1].down
     exact = oracle.model.layers[1].mlp.down_proj.weight
     assert 0 < (down - exact).abs().max() < exact.abs().max() / 120
 
@@ -146,10 +147,10 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     for length in (0, 3, 20, 200, len(whole) // 2, len(whole) - 1):
         broken.write_bytes(whole[:length])
         with pytest.raises(BadModelFile):
-            read_checkpoint(broken, torch.float32)
+            read_checkpoint(broken, "fp32")
     broken.write_bytes(b"GGUF" + bytes(range(256)) * 4)
     with pytest.raises(BadModelFile):
-        read_checkpoint(broken, torch.float32)
+        read_checkpoint(broken, "fp32")
 
 
 def test_flipped_header_bytes_never_escape_the_error_types(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_flipped_header_bytes_never_escape_the_error_types(tmp_path: Path) -> No
         damaged[position] ^= 0x41
         broken.write_bytes(damaged)
         try:
-            read_checkpoint(broken, torch.float32)
+            read_checkpoint(broken, "fp32")
         except (BadModelFile, UnsupportedModel):
             refused += 1
     assert refused > 30
@@ -172,4 +173,48 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("llama"), path, "gemma3")
     with pytest.raises(UnsupportedModel, match="gemma3"):
-        read_checkpoint(path, torch.float32)
+        read_checkpoint(path, "fp32")
+
+
+def test_the_blocks_of_a_file_are_kept_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("llama"), path, "llama", quantise=True)
+    kept, full = read_checkpoint(path, "gguf").weights, read_checkpoint(path, "fp32").weights
+    assert kept.in_blocks
+    assert not full.in_blocks
+    for ours, theirs in zip(kept.layers, full.layers, strict=True):
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            matrix, numbers = getattr(ours, name), getattr(theirs, name)
+            assert isinstance(matrix, BlockMatrix)
+            assert torch.equal(dequantise(matrix), numbers)
+        assert torch.equal(ours.input_norm, theirs.input_norm)
+    head = kept.output_matrix()
+    assert isinstance(head, BlockMatrix)
+    assert torch.equal(dequantise(head), full.output_matrix())
+    assert kept.embed.dtype == torch.bfloat16
+
+
+def test_a_file_of_full_numbers_is_quantised_where_asked(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("qwen2"), path, "qwen2")
+    assert not is_quantised(path)
+    full = read_checkpoint(path, "fp32").weights
+    for precision in ("int8", "gguf"):
+        weights = read_checkpoint(path, precision).weights
+        down, head = weights.layers[1].down, weights.output_matrix()
+        assert isinstance(down, BlockMatrix)
+        assert isinstance(head, BlockMatrix)
+        assert down.format == head.format == "q8_0"
+        assert torch.equal(down.blocks, quantise_matrix(full.layers[1].down).blocks)
+        assert torch.equal(weights.layers[1].q_bias, full.layers[1].q_bias)
+
+
+def test_matrices_of_one_product_share_a_format(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("qwen3"), path, "qwen3", quantise=True, but="attn_v")
+    assert is_quantised(path)
+    layer = read_checkpoint(path, "gguf").weights.layers[0]
+    exact = read_checkpoint(path, "fp32").weights.layers[0]
+    assert {m.format for m in (layer.q, layer.k, layer.v, layer.o)} == {"q8_0"}
+    assert torch.equal(layer.v.blocks, quantise_matrix(exact.v).blocks)
+    assert torch.equal(dequantise(layer.o), exact.o)

@@ -12,21 +12,24 @@ from engine.kv_memory import KVMemory
 from engine.native_backend import NativeBackend
 from engine.shape import ModelShape
 from kernels.cpu import library as native
-from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
+from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
 
 SHAPE = shape_of(windows=(None, 50), qk_norm=True)
-EVERY_SET = [
-    (dtype, name)
-    for dtype, number in ((torch.float32, native.FP32), (torch.bfloat16, native.BF16))
-    for name in native.instruction_sets(number)
+EVERY_SET: list[tuple[torch.dtype | BlockFormat, str]] = [
+    *((torch.float32, name) for name in native.instruction_sets(native.FP32)),
+    *((torch.bfloat16, name) for name in native.instruction_sets(native.BF16)),
+    *((format, name) for format in BLOCK_BYTES for name in native.instruction_sets(native.BLOCKS)),
 ]
 PROMPT = 530
 
 
 @pytest.fixture(params=EVERY_SET, ids=str, scope="module")
 def backend(request: pytest.FixtureRequest) -> NativeBackend:
-    dtype, instructions = request.param
-    return NativeBackend(SHAPE, weights_of(SHAPE, dtype), dtype, instructions)
+    kind, instructions = request.param
+    if isinstance(kind, torch.dtype):
+        return NativeBackend(SHAPE, weights_of(SHAPE, kind), kind, instructions)
+    return NativeBackend(SHAPE, block_weights_of(SHAPE, kind), torch.bfloat16, instructions)
 
 
 def dtype_of(backend: NativeBackend) -> torch.dtype:

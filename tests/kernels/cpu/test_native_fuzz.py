@@ -17,7 +17,8 @@ from engine.native_backend import NativeBackend
 from engine.shape import ModelShape
 from engine.torch_backend import TorchBackend
 from kernels.cpu import library as native
-from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
+from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
 
 
 @st.composite
@@ -99,3 +100,24 @@ def test_bf16_writes_where_it_should(
     _, meant = run(TorchBackend(shape, weights), plan, layout, seed)
     assert actual.isfinite().all()
     assert torch.equal(written.isnan(), meant.isnan())
+
+
+@pytest.mark.parametrize("instructions", native.instruction_sets(native.BLOCKS))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=shapes(),
+    format=st.sampled_from(list(BLOCK_BYTES)),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_blocks_compute_and_write_what_they_should(
+    instructions: str, shape: ModelShape, format: BlockFormat, block_size: int, seed: int
+) -> None:
+    weights = block_weights_of(shape, format, seed)
+    layout, plan = layout_of(shape, block_size, torch.bfloat16), random_plan(shape, seed)
+    actual, written = run(NativeBackend(shape, weights, torch.bfloat16, instructions), plan, layout, seed)
+    expected, meant = run(TorchBackend(shape, weights), plan, layout, seed)
+    assert actual.isfinite().all()
+    assert torch.equal(written.isnan(), meant.isnan())
+    # One activation rounded the other way is one of 127 of its group: much in layers of a few numbers.
+    assert (actual - expected).square().mean().sqrt() <= 0.1 * expected.square().mean().sqrt() + 1e-4

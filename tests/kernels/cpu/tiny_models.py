@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from engine.kv_memory import KVLayout, KVMemory
 from engine.shape import ModelShape
 from engine.weights import LayerWeights, Weights
 from engine.weights.canonical import layer_shapes
+from kernels.quantised_linear import BLOCK_BYTES, GROUP, BlockFormat, BlockMatrix
 
 
 def shape_of(**changes: Any) -> ModelShape:
@@ -55,6 +56,33 @@ def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
         final_norm=random_tensor("final_norm", (shape.hidden_size,)),
         head=None if shape.tied_embeddings else random_tensor("head", matrix) * 3,
     )
+
+
+def random_blocks(rows: int, columns: int, format: BlockFormat, seed: int = 5) -> BlockMatrix:
+    """A matrix of random bytes in blocks: every value that the format has, scales of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    count = -(-columns // GROUP)
+    blocks = torch.randint(0, 256, (rows, count, BLOCK_BYTES[format]), generator=generator).to(torch.uint8)
+    wide = {"q4_0": 8, "q4_1": 8, "q8_0": 80}[format]  # so that outputs are about as large as inputs
+    scales = torch.randn((rows, count, 1), generator=generator) / (wide * columns**0.5)
+    blocks[..., :2] = scales.half().view(torch.uint8)
+    if format == "q4_1":
+        blocks[..., 2:4] = (-8 * scales).half().view(torch.uint8)
+    return BlockMatrix(format, columns, blocks.view(rows, -1))
+
+
+def block_weights_of(shape: ModelShape, format: BlockFormat, seed: int = 5) -> Weights:
+    """Random weights whose matrices are in blocks, the head in q8_0 as files have it."""
+    dense = weights_of(shape, torch.float32, seed)
+    layers = []
+    for index, layer in enumerate(dense.layers):
+        matrices = {
+            name: random_blocks(*getattr(layer, name).shape, format, seed + 10 * index + number)
+            for number, name in enumerate(("q", "k", "v", "o", "gate", "up", "down"))
+        }
+        layers.append(replace(layer, **matrices))
+    head = random_blocks(shape.vocab_size, shape.hidden_size, "q8_0", seed + 9)
+    return replace(dense, embed=dense.embed.bfloat16(), layers=tuple(layers), head=head)
 
 
 def layout_of(shape: ModelShape, block_size: int, dtype: torch.dtype) -> KVLayout:

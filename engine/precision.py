@@ -1,0 +1,42 @@
+"""How a model's numbers are kept and multiplied: what `--dtype` chooses.
+
+fp32   everything float32: the oracle that the others are judged by
+bf16   weights, inputs of products, keys and values bfloat16; sums float32
+int8   matrices in blocks of 32 with 8 bits a number, inputs of products quantised to 8 bits in groups of 32;
+       embedding, keys and values bfloat16, all else float32
+gguf   the same with the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0); matrices of other formats
+       become int8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16", "int8", "gguf"]
+
+PLAIN: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Those that store every number in one dtype."""
+
+_BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+def stored_dtype(precision: Precision) -> torch.dtype:
+    """Of keys, values and embedding."""
+    return PLAIN.get(precision, torch.bfloat16)
+
+
+def choose_precision(*, quantised_file: bool, native: bool, cpu_features: Collection[str]) -> Precision:
+    """What `auto` means: the fastest precision whose perplexity is within 1% of the file's own numbers'.
+
+    A GGUF file with quantised matrices is computed in its own blocks: a quarter of bf16's bytes at every
+    step, and what the products' 8-bit inputs cost is far below what the file's rounding has cost already. A
+    file of full numbers is computed in bf16, which changes least, where the CPU multiplies it; elsewhere in
+    fp32, which is faster than bf16 that is widened first. Without the native step torch would only imitate
+    the blocks.
+    """
+    if quantised_file and native:
+        return "gguf"
+    return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"

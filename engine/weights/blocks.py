@@ -1,0 +1,45 @@
+"""Which tensors of a quantised model are kept in blocks, and what becomes of the others."""
+
+from __future__ import annotations
+
+import gguf
+import torch
+
+from engine.precision import PLAIN, Precision
+from kernels.quantised_linear import BlockFormat, BlockMatrix, quantise_matrix
+
+_MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
+_FUSED = ({"q", "k", "v"}, {"gate", "up"})
+_KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
+    gguf.GGMLQuantizationType.Q4_0: "q4_0",
+    gguf.GGMLQuantizationType.Q4_1: "q4_1",
+    gguf.GGMLQuantizationType.Q8_0: "q8_0",
+}
+
+
+def is_matrix(name: str) -> bool:
+    """Whether the tensor of this canonical name is multiplied with (the embedding is only looked up)."""
+    return name.rsplit(".", 1)[-1] in _MATRICES
+
+
+def multiplied_together(name: str) -> list[str]:
+    """Canonical names of all matrices that one product joins with `name`, itself included."""
+    prefix, _, field = name.rpartition(".")
+    for group in _FUSED:
+        if field in group:
+            return [f"{prefix}.{other}" for other in sorted(group)]
+    return [name]
+
+
+def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
+    """The format in which matrices of these types are kept together, None if they cannot be."""
+    return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
+
+
+def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> torch.Tensor | BlockMatrix:
+    """A tensor of full numbers as `precision` stores it."""
+    if precision in PLAIN:
+        return tensor.to(PLAIN[precision])
+    if is_matrix(name):
+        return quantise_matrix(tensor)
+    return tensor.to(torch.bfloat16 if name == "embed" else torch.float32)

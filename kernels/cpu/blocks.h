@@ -1,0 +1,71 @@
+// Quantised matrices: weights in blocks of 32 along the depth with one scale each, multiplied by activations that
+// are quantised to 8 bits in groups of the same 32. One scale a row would not do: a few activations of a
+// transformer are a hundred times the others, and would leave nothing of these.
+//
+// Every format is w = scale * (u - offset) + least with u unsigned, so that u is the unsigned operand of a dot
+// product of bytes, and the offset goes into the sum as a whole number: -offset * (sum of the group's activations).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "abi.h"
+#include "numbers.h"
+
+namespace diptych {
+
+constexpr int kGroup = 32;  // along the depth
+constexpr int kStrip = 16;  // columns that are packed side by side; a block of kColumns holds two strips
+static_assert(kDepth % kGroup == 0 && kColumns == 2 * kStrip);
+
+// 32 activations.
+struct Group {
+    int8_t values[kGroup];    // -127 .. 127
+    float scale;              // NaN where an activation was not finite
+    float scaled_sum;         // scale * sum(values): what a block's least value is multiplied with
+    int32_t minus_8_sums;     // -8 * sum(values): the offset of Q4_0
+    int32_t minus_128_sums;   // the offset of Q8_0
+};
+static_assert(sizeof(Group) == 48);
+
+// A strip in memory, aligned to 64 bytes: [group][lines of 64 bytes], then [group][16 scales], then for Q4_1
+// [group][16 least values], all of these fp16. A line holds four values of the depth for each of 16 columns:
+//   Q8_0           8 lines: line i holds 4i .. 4i + 3, plus 128
+//   Q4_0 and Q4_1  4 lines: line i holds 8i .. 8i + 3 in the low halves of its bytes, 8i + 4 .. 8i + 7 in the high
+constexpr int kLine = 64;
+
+static constexpr int lines(int32_t format) { return format == DIPTYCH_Q8_0 ? 8 : 4; }
+
+struct Strip {
+    const uint8_t *lines;
+    const uint16_t *scales, *least;
+};
+
+static constexpr int64_t strip_bytes(int32_t format, int64_t groups) {
+    int64_t scales = format == DIPTYCH_Q4_1 ? 2 : 1;
+    return round_up(groups * (lines(format) * kLine + scales * kStrip * 2), kLine);
+}
+
+static inline Strip strip_at(const void *data, int32_t format, int64_t groups) {
+    const auto *start = static_cast<const uint8_t *>(data);
+    const auto *scales = reinterpret_cast<const uint16_t *>(start + groups * lines(format) * kLine);
+    return {start, scales, scales + groups * kStrip};
+}
+
+// IEEE half precision, subnormal numbers included.
+static inline float half_to_float(uint16_t half) {
+    uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7fffu;
+    uint32_t bits;
+    float value;
+    if (rest >= 0x7c00u) {
+        bits = sign | 0x7f800000u | (rest & 0x3ffu) << 13;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    bits = rest << 13;
+    std::memcpy(&value, &bits, sizeof value);
+    value *= 5.192296858534828e33f;  // 2^112: the difference of the exponents' biases, exact for subnormal ones too
+    return sign != 0 ? -value : value;
+}
+
+}  // namespace diptych

@@ -1,0 +1,110 @@
+// Products with quantised blocks by vpmaddubsw, which adds pairs of products in 16 bits with saturation: kept
+// exact by keeping the sums small. Q4: 8 x 2 x 15 x 127 = 30,480. Q8: 2 x 128 x 127 = 32,512, with the sign moved
+// from the weight to the activation.
+#pragma once
+
+#include <immintrin.h>
+
+#include "blocks.h"
+#include "gemm.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kBlockRows = 4;
+
+// NaN if any is.
+inline float peak_of_group(const float *x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 top = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
+    for (int i = 0; i < kGroup; i += kLanes) {
+        __m256 size = _mm256_andnot_ps(sign, load(x + i));
+        bad = _mm256_or_ps(bad, _mm256_cmp_ps(size, size, _CMP_UNORD_Q));
+        top = max(top, size);
+    }
+    if (_mm256_movemask_ps(bad) != 0) return std::numeric_limits<float>::quiet_NaN();
+    float lane[kLanes], peak = 0.0f;
+    store(lane, top);
+    for (int i = 0; i < kLanes; i++) peak = lane[i] > peak ? lane[i] : peak;
+    return peak;
+}
+
+// Returns the sum of the values.
+inline int32_t round_group(const float *x, float inverse, int8_t *values) {
+    __m256i whole[4];
+    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(mul(load(x + i * kLanes), splat(inverse)));
+    __m256i sums = _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
+    // Packing works within halves of registers; the permutation puts the fours of bytes back in order.
+    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(values), bytes);
+    int32_t lane[8], sum = 0;
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(lane), sums);
+    for (int32_t one : lane) sum += one;
+    return sum;
+}
+
+inline Lanes load_halves(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+}
+
+inline __m256i same_four(const int8_t *p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+inline __m256i load_bytes(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+
+// The sums of a group for 8 columns, without the offset.
+template <int Format>
+inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
+    __m256i total = _mm256_setzero_si256();
+    if constexpr (Format == DIPTYCH_Q8_0) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            __m256i weight = _mm256_xor_si256(load_bytes(line + i * kLine), flip);
+            __m256i signed_values = _mm256_sign_epi8(same_four(values + 4 * i), weight);
+            __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), signed_values);
+            total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
+        }
+        return total;
+    } else {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            __m256i both = load_bytes(line + i * kLine);
+            __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            total = _mm256_add_epi16(total, _mm256_maddubs_epi16(first, same_four(values + 8 * i)));
+            total = _mm256_add_epi16(total, _mm256_maddubs_epi16(second, same_four(values + 8 * i + 4)));
+        }
+        return _mm256_madd_epi16(total, ones);
+    }
+}
+
+// out[row][0 .. 15] of rows of 32
+template <int Format, int Rows>
+inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
+    constexpr int kBytes = lines(Format) * kLine;
+    for (int half = 0; half < kStrip; half += kLanes) {
+        Lanes sum[Rows];
+        for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
+        for (int g = 0; g < groups; g++) {
+            const uint8_t *line = strip.lines + static_cast<int64_t>(g) * kBytes + half * 4;
+            Lanes scale = load_halves(strip.scales + g * kStrip + half);
+            Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(strip.least + g * kStrip + half) : splat(0.0f);
+#pragma GCC unroll 4
+            for (int m = 0; m < Rows; m++) {
+                const Group &x = input[m * stride + g];
+                __m256i dot = dot_group<Format>(line, x.values);
+                if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_sums));
+                sum[m] = fma(_mm256_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
+                if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
+            }
+        }
+        for (int m = 0; m < Rows; m++) store(out + m * kColumns + half, sum[m]);
+    }
+}
+
+}  // namespace
+}  // namespace diptych

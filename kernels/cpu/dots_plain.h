@@ -1,0 +1,64 @@
+// Products with quantised blocks in plain C++, for machines without byte products of their own.
+#pragma once
+
+#include <cmath>
+
+#include "blocks.h"
+#include "gemm.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kBlockRows = 1;
+
+// NaN if any is.
+inline float peak_of_group(const float *x) {
+    float peak = 0.0f;
+    for (int i = 0; i < kGroup; i++) {
+        float size = std::fabs(x[i]);
+        peak = size > peak || size != size ? size : peak;
+        if (peak != peak) break;
+    }
+    return peak;
+}
+
+// Returns the sum of the values.
+inline int32_t round_group(const float *x, float inverse, int8_t *values) {
+    int32_t sum = 0;
+    for (int i = 0; i < kGroup; i++) {
+        values[i] = static_cast<int8_t>(std::nearbyintf(x[i] * inverse));
+        sum += values[i];
+    }
+    return sum;
+}
+
+inline int32_t weight_at(int format, const uint8_t *line, int column, int k) {
+    if (format == DIPTYCH_Q8_0) return line[k / 4 * kLine + column * 4 + k % 4];
+    uint8_t both = line[k / 8 * kLine + column * 4 + k % 4];
+    return k % 8 < 4 ? both & 15 : both >> 4;
+}
+
+// out[row][0 .. 15] of rows of 32
+template <int Format, int Rows>
+inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
+    float sum[Rows][kStrip] = {};
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *line = strip.lines + static_cast<int64_t>(g) * lines(Format) * kLine;
+        for (int m = 0; m < Rows; m++) {
+            const Group &x = input[m * stride + g];
+            for (int c = 0; c < kStrip; c++) {
+                int32_t dot = Format == DIPTYCH_Q4_1 ? 0 : Format == DIPTYCH_Q4_0 ? x.minus_8_sums : x.minus_128_sums;
+                for (int k = 0; k < kGroup; k++) dot += weight_at(Format, line, c, k) * x.values[k];
+                float scale = half_to_float(strip.scales[g * kStrip + c]) * x.scale;
+                sum[m][c] = static_cast<float>(dot) * scale + sum[m][c];
+                if (Format == DIPTYCH_Q4_1) {
+                    sum[m][c] = half_to_float(strip.least[g * kStrip + c]) * x.scaled_sum + sum[m][c];
+                }
+            }
+        }
+    }
+    for (int m = 0; m < Rows; m++) std::memcpy(out + m * kColumns, sum[m], sizeof sum[m]);
+}
+
+}  // namespace
+}  // namespace diptych

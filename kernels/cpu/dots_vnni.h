@@ -1,0 +1,88 @@
+// Products with quantised blocks by vpdpbusd: 64 products of bytes an instruction, summed exactly in 32 bits.
+#pragma once
+
+#include <immintrin.h>
+
+#include "gemm.h"
+#include "blocks.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kBlockRows = 12;
+
+// NaN if any is.
+inline float peak_of_group(const float *x) {
+    __m512 a = _mm512_abs_ps(load(x)), b = _mm512_abs_ps(load(x + kLanes));
+    __mmask16 bad = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+    return bad != 0 ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(max(a, b));
+}
+
+// Returns the sum of the values.
+inline int32_t round_group(const float *x, float inverse, int8_t *values) {
+    __m512i a = _mm512_cvtps_epi32(mul(load(x), splat(inverse)));
+    __m512i b = _mm512_cvtps_epi32(mul(load(x + kLanes), splat(inverse)));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(values), _mm512_cvtepi32_epi8(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(values + kLanes), _mm512_cvtepi32_epi8(b));
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+}
+
+inline Lanes load_halves(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+}
+
+template <int Format>
+inline void load_lines(const uint8_t *line, __m512i (&weights)[8]) {
+    if constexpr (Format == DIPTYCH_Q8_0) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) weights[i] = _mm512_loadu_si512(line + i * kLine);
+    } else {
+        const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            __m512i both = _mm512_loadu_si512(line + i * kLine);
+            weights[2 * i] = _mm512_and_si512(both, low);
+            weights[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
+    }
+}
+
+inline __m512i same_four(const int8_t *p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+// out[row][0 .. 15] of rows of 32
+template <int Format, int Rows>
+inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
+    constexpr int kBytes = lines(Format) * kLine;
+    Lanes sum[Rows];
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
+    const uint8_t *line = strip.lines;
+    for (int g = 0; g < groups; g++, line += kBytes, input++) {
+#pragma GCC unroll 8
+        for (int ahead = 0; ahead < kBytes; ahead += kLine) __builtin_prefetch(line + 2048 + ahead, 0, 3);
+        __m512i weights[8];
+        load_lines<Format>(line, weights);
+        Lanes scale = load_halves(strip.scales + g * kStrip);
+        Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(strip.least + g * kStrip) : splat(0.0f);
+#pragma GCC unroll 16
+        for (int m = 0; m < Rows; m++) {
+            const Group &x = input[m * stride];
+            __m512i dot = Format == DIPTYCH_Q4_1   ? _mm512_setzero_si512()
+                          : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_sums)
+                                                   : _mm512_set1_epi32(x.minus_128_sums);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.values + 4 * i));
+            sum[m] = fma(_mm512_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
+            if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) store(out + m * kColumns, sum[m]);
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,25 @@
+// Where the rows of a matrix go, and how rows in blocks are laid out.
+#pragma once
+
+#include <cstdint>
+
+#include "model.h"
+
+namespace diptych {
+
+// The packed column of a row of one part of a fused matrix.
+struct ColumnOf {
+    int32_t part;
+    int64_t rows_before;
+    bool interleaved;
+
+    int64_t operator()(int64_t row) const {
+        if (!interleaved) return rows_before + row;
+        return row / kGateColumns * kColumns + part * kGateColumns + row % kGateColumns;
+    }
+};
+
+int64_t packed_block_bytes(int32_t format, int64_t depth);  // of kColumns columns
+void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
+
+}  // namespace diptych

@@ -1,0 +1,55 @@
+// Lays the blocks of a GGUF file out in the order in which the kernels read them. No number is changed.
+//
+// Blocks in the file (ggml-common.h of github.com/ggml-org/ggml): fp16 scale, for Q4_1 an fp16 least value, then
+// 32 values: bytes for Q8_0; for the others 16 bytes, whose low halves are the first 16 values.
+#include "blocks.h"
+#include "pack.h"
+
+namespace diptych {
+
+namespace {
+
+constexpr int64_t file_bytes(int32_t format) {
+    return format == DIPTYCH_Q8_0 ? 34 : format == DIPTYCH_Q4_1 ? 20 : 18;
+}
+
+void place_values(const uint8_t *from, int32_t format, uint8_t *line_of_column) {
+    for (int k = 0; k < kGroup; k++) {
+        if (format == DIPTYCH_Q8_0) {
+            line_of_column[k / 4 * kLine + k % 4] = from[k] ^ 0x80u;  // -128 .. 127 becomes 0 .. 255
+            continue;
+        }
+        uint8_t value = k < 16 ? from[k] & 0x0fu : static_cast<uint8_t>(from[k - 16] >> 4);
+        uint8_t &to = line_of_column[k / 8 * kLine + k % 4];
+        to = static_cast<uint8_t>(to | (k % 8 < 4 ? value : value << 4));
+    }
+}
+
+// `row` of the file into `column` of its packed matrix.
+void place_row(Linear &to, const uint8_t *row, int64_t column) {
+    int64_t groups = to.depth / kGroup, strip_size = strip_bytes(to.format, groups);
+    auto *start = static_cast<uint8_t *>(to.data) + column / kStrip * strip_size;
+    int64_t lane = column % kStrip;
+    auto *scales = reinterpret_cast<uint16_t *>(start + groups * lines(to.format) * kLine);
+    for (int64_t g = 0; g < groups; g++, row += file_bytes(to.format)) {
+        std::memcpy(scales + g * kStrip + lane, row, 2);
+        const uint8_t *values = row + 2;
+        if (to.format == DIPTYCH_Q4_1) {
+            std::memcpy(scales + (groups + g) * kStrip + lane, values, 2);
+            values += 2;
+        }
+        place_values(values, to.format, start + g * lines(to.format) * kLine + lane * 4);
+    }
+}
+
+}  // namespace
+
+int64_t packed_block_bytes(int32_t format, int64_t depth) { return 2 * strip_bytes(format, depth / kGroup); }
+
+void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column) {
+    int64_t row_bytes = to.depth / kGroup * file_bytes(to.format);
+    const auto *from = static_cast<const uint8_t *>(part.data);
+    for (int64_t row = 0; row < part.rows; row++) place_row(to, from + row * row_bytes, column(row));
+}
+
+}  // namespace diptych

@@ -1,0 +1,108 @@
+"""Linear layers over weights in quantised blocks, with activations quantised to 8 bits in groups.
+
+A matrix `[rows, columns]` is cut along its columns (the depth of the product) into blocks of 32, each with a
+scale of its own; formats and bytes are those of GGUF files (github.com/ggml-org/ggml, ggml-common.h), so that
+a file's blocks are computed with as they are. Activations are quantised row by row in groups of the same 32:
+one scale a row would not do, for a few activations of a transformer are a hundred times the others (Dettmers
+et al. 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+GROUP = 32
+"""Numbers along the depth that share a scale."""
+
+BlockFormat = Literal["q4_0", "q4_1", "q8_0"]
+
+BLOCK_BYTES: dict[BlockFormat, int] = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+
+_LEAST_PEAK = 1e-35
+"""Below this the reciprocal of a scale overflows; such a group is zero for every purpose."""
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix in blocks; the last block of a row is padded where 32 does not divide the columns."""
+
+    format: BlockFormat
+    columns: int
+    blocks: torch.Tensor
+    """uint8 `[rows, ceil(columns / 32) * BLOCK_BYTES[format]]`."""
+
+    def __post_init__(self) -> None:
+        width = -(-self.columns // GROUP) * BLOCK_BYTES[self.format]
+        if self.blocks.dtype != torch.uint8 or self.blocks.ndim != 2 or self.blocks.shape[1] != width:
+            raise ValueError(
+                f"{self.columns} columns of {self.format} are not {tuple(self.blocks.shape)} bytes"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, columns)`."""
+        return self.blocks.shape[0], self.columns
+
+    def contiguous(self) -> BlockMatrix:
+        """The same matrix with its bytes row after row."""
+        return BlockMatrix(self.format, self.columns, self.blocks.contiguous())
+
+
+def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
+    """`matrix [rows, columns]` in blocks of q8_0: 32 whole numbers of -127 .. 127 and their scale."""
+    rows, columns = matrix.shape
+    groups = functional.pad(matrix.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
+    # The scale is rounded to fp16 first, so that the numbers are the nearest to what will be computed with.
+    scales = (groups.abs().amax(dim=-1, keepdim=True) / 127.0).half()
+    steps = scales.float()
+    values = torch.where(steps > 0, groups / steps, 0.0).round().clamp(-127, 127).to(torch.int8)
+    parts = scales.view(torch.uint8), values.view(torch.uint8)
+    return BlockMatrix("q8_0", columns, torch.cat(parts, dim=-1).view(rows, -1))
+
+
+def dequantise(matrix: BlockMatrix) -> torch.Tensor:
+    """The float32 numbers `[rows, columns]` that the blocks stand for, exactly."""
+    rows = matrix.blocks.shape[0]
+    blocks = matrix.blocks.contiguous().view(rows, -1, BLOCK_BYTES[matrix.format])
+    scales = blocks[..., :2].contiguous().view(torch.float16).float()
+    if matrix.format == "q8_0":
+        values = scales * blocks[..., 2:].view(torch.int8).float()
+    elif matrix.format == "q4_0":
+        values = scales * (_halves(blocks[..., 2:]) - 8.0)
+    else:
+        least = blocks[..., 2:4].contiguous().view(torch.float16).float()
+        values = scales * _halves(blocks[..., 4:]) + least
+    return values.reshape(rows, -1)[:, : matrix.columns].contiguous()
+
+
+def _halves(packed: torch.Tensor) -> torch.Tensor:
+    """Float32 `[..., 32]` of `packed [..., 16]`: first all low halves of the bytes, then all high ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1).float()
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x [rows, columns]` as int8 `[rows, groups, 32]` and float32 scales `[rows, groups, 1]`.
+
+    The last group is padded with zeros. A group with an infinity or a NaN has the scale NaN.
+    """
+    groups = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+    peak = groups.abs().amax(dim=-1, keepdim=True)
+    finite = peak.isfinite()
+    inverse = torch.where(finite & (peak > _LEAST_PEAK), 127.0 / peak, 0.0)
+    values = torch.where(finite, groups * inverse, 0.0).round().to(torch.int8)
+    return values, torch.where(finite, peak / 127.0, torch.nan)
+
+
+def quantised_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [rows, columns]`, quantised in groups, times the transpose of the dequantised `weight`: float32.
+
+    The meaning. Kernels keep the blocks and sum the whole numbers of each group exactly, which differs from
+    this in the rounding of float32 sums only.
+    """
+    values, scales = quantise_rows(x)
+    rounded = (values.float() * scales).reshape(x.shape[0], -1)[:, : x.shape[1]]
+    return functional.linear(rounded, weight, bias)
