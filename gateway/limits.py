@@ -45,7 +45,13 @@ MAX_TEMPERATURE: Final = 100.0
 MAX_PENALTY: Final = 2.0  # frequency and presence, either sign (the range of the OpenAI API)
 MIN_REPETITION_PENALTY: Final = 1 / 64  # a divisor of logits: near 0 they overflow (exact in float32)
 MAX_REPETITION_PENALTY: Final = 100.0
-MAX_N: Final = 1  # this build decodes one output per request
+MAX_N: Final = 128  # outputs of a request; of best_of as well
+MAX_BEAM_WIDTH: Final = 16  # all beams of a request step together, and hold blocks of their own
+MAX_LOGIT_BIAS_ENTRIES: Final = 1024
+MAX_LOGIT_BIAS: Final = 100.0  # either sign (the range of the OpenAI API)
+MAX_ALLOWED_TOKEN_IDS: Final = 16_384
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_BYTES: Final = 128
 
 # --- stopping ------------------------------------------------------------------------------------
 MAX_STOP_STRINGS: Final = 16
@@ -55,6 +61,7 @@ MAX_TIME_LIMIT_SECONDS: Final = 24 * 3600.0
 
 # --- response ------------------------------------------------------------------------------------
 MAX_STREAM_INTERVAL: Final = 1024
+MAX_LOGPROBS: Final = 20  # alternatives beside each token
 
 # --- tokenize and detokenize ---------------------------------------------------------------------
 MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context

@@ -6,7 +6,7 @@ salt, the names it chose) stays out of ``repr``, so that a log line cannot carry
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -22,6 +22,9 @@ class Sampling:
     presence_penalty: float  # 0 = off
     repetition_penalty: float  # > 0, 1 = off
     seed: int  # in [0, 2**64): a caller's signed seed in two's complement, else a fresh random one
+    logit_bias: Mapping[int, float] = field(default_factory=dict, repr=False)  # by token id
+    allowed_token_ids: tuple[int, ...] = field(default=(), repr=False)  # empty = all
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # tokens of each, at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,12 @@ class ParsedRequest:
     def choices(self) -> int:
         """Outputs that are made: sequences of the workers, or beams that are delivered."""
         return self.best_of or self.n
+
+    @property
+    def worker_logprobs(self) -> int | None:
+        """Alternatives that the workers tell with each token; None = tokens without scores."""
+        # The best are chosen by the scores of their tokens.
+        return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 
     def output_budget(self, max_context: int) -> int:
         """Most tokens this request may emit: its own limit, or what the context leaves after the prompt."""

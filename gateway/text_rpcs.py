@@ -79,7 +79,11 @@ class TextRpcs:
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             capabilities=pb.Capabilities(
-                max_n=limits.MAX_N, priority=True, cache_salt=True, chat=card.has_chat_template
+                max_logprobs=limits.MAX_LOGPROBS,
+                max_n=limits.MAX_N,
+                priority=True,
+                cache_salt=True,
+                chat=card.has_chat_template,
             ),
             tokenizer_digest=card.tokenizer_digest,
             default_sampling=_default_sampling(card),

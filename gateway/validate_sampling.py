@@ -1,4 +1,7 @@
-"""Checks of ``sampling``: each knob in range, absent ones from the model's defaults."""
+"""Checks of ``sampling``: each knob in range, absent ones from the model's defaults.
+
+How many outputs there are is `validate_outputs`'s, which tokens may come `validate_token_rules`'s.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model_card import SamplingDefaults
 from gateway.parsed_request import Sampling
+from gateway.validate_outputs import is_beam_search
+from gateway.validate_token_rules import TokenRules
 from runtime.errors import InvalidParameter
 
 _SEEDS: Final = 2**64
 
 
 def sampling(
-    params: pb.SamplingParams, defaults: SamplingDefaults, vocab_size: int, fresh_seed: Callable[[], int]
+    params: pb.SamplingParams,
+    rules: TokenRules,
+    defaults: SamplingDefaults,
+    vocab_size: int,
+    fresh_seed: Callable[[], int],
 ) -> Sampling:
-    """Resolved values. Raises `InvalidParameter`; unsupported knobs are `validate_unsupported`'s."""
+    """Resolved values, `rules` among them. Raises `InvalidParameter`."""
     return Sampling(
         temperature=_temperature(params, defaults),
         top_p=_top_p(params, defaults),
@@ -28,11 +37,15 @@ def sampling(
         repetition_penalty=_repetition_penalty(params, defaults),
         # Two's complement: int64 on the public side, uint64 between gateway and workers.
         seed=(params.seed if params.HasField("seed") else fresh_seed()) % _SEEDS,
+        logit_bias=rules.logit_bias,
+        allowed_token_ids=rules.allowed_token_ids,
+        bad_words=rules.bad_words,
     )
 
 
 def _temperature(params: pb.SamplingParams, defaults: SamplingDefaults) -> float:
-    value = _number(params, "temperature", 0.0, limits.MAX_TEMPERATURE, defaults.temperature)
+    absent = 0.0 if is_beam_search(params) else defaults.temperature
+    value = _number(params, "temperature", 0.0, limits.MAX_TEMPERATURE, absent)
     return 0.0 if value < limits.GREEDY_BELOW_TEMPERATURE else value
 
 

@@ -7,13 +7,11 @@ set to the value it has when absent (``n`` of 1, ``echo_prompt`` false) asks for
 from __future__ import annotations
 
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
-from runtime.errors import InvalidParameter, UnsupportedFeature
+from runtime.errors import UnsupportedFeature
 
 
 def refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raises `UnsupportedFeature` for the first such field, `InvalidParameter` for a count of 0."""
-    _refuse_counts(request.sampling)
+    """Raises `UnsupportedFeature` for the first such field."""
     for field, is_set in _simple(request).items():
         if is_set:
             raise UnsupportedFeature(field)
@@ -33,23 +31,12 @@ def refuse_unsupported_chat(chat: pb.ChatPrompt) -> None:
             raise UnsupportedFeature(f"chat.messages[{index}].tool_call_id")
 
 
-def _refuse_counts(params: pb.SamplingParams) -> None:
-    for field, count in (("n", params.n), ("best_of", params.best_of)):
-        if not params.HasField(field):
-            continue
-        if count == 0:
-            raise InvalidParameter(f"sampling.{field}", "must be at least 1")
-        if count > limits.MAX_N:
-            raise UnsupportedFeature(f"sampling.{field}", f"this server supports at most {limits.MAX_N}")
-
-
 def _simple(request: pb.GenerateRequest) -> dict[str, bool]:
     params, response = request.sampling, request.response
     return {
+        "sampling.n": params.n > 1,
+        "sampling.best_of": params.best_of > 1,
         "sampling.beam_width": params.HasField("beam_width"),
-        "sampling.logit_bias": bool(params.logit_bias),
-        "sampling.allowed_token_ids": bool(params.allowed_token_ids),
-        "sampling.bad_words": bool(params.bad_words),
         "response.logprobs": response.HasField("logprobs"),
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.echo_prompt": response.echo_prompt,

@@ -20,9 +20,11 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits, validate_names
 from gateway.parsed_request import ParsedRequest
 from gateway.served_model import ServedModel
+from gateway.validate_outputs import outputs
 from gateway.validate_prompt import prompt_ids
 from gateway.validate_sampling import sampling
 from gateway.validate_stopping import budget, stopping
+from gateway.validate_token_rules import check_something_may_come, token_rules
 from gateway.validate_unsupported import refuse_unsupported
 from runtime.errors import InvalidParameter
 
@@ -66,8 +68,11 @@ def parse_request(
     request_id = validate_names.request_id(request.request_id, header_request_id, fresh_id)
     name = validate_names.model_name(request.model, card)
     refuse_unsupported(request)
-    knobs = sampling(request.sampling, card.defaults, card.vocab_size, fresh_seed)
+    made = outputs(request.sampling, response)
     stops = stopping(request.stopping, card.vocab_size)
+    rules = token_rules(request.sampling, model.tokenizer)
+    check_something_may_come(rules, stops, card.eos_token_ids)
+    knobs = sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
     interval = _stream_interval(response)
     salt = validate_names.label("cache.salt", cache.salt, limits.MAX_SALT_BYTES)
     session_id = validate_names.label("session_id", request.session_id, limits.MAX_SESSION_ID_BYTES)
@@ -90,10 +95,17 @@ def parse_request(
         stream_interval=interval,
         want_timings=response.timings if response.HasField("timings") else True,
         salt=salt,
-        cache_read=not cache.bypass_read,
+        # Scores of prompt tokens come from computing them.
+        cache_read=not cache.bypass_read and made.prompt_logprobs is None,
         cache_write=not cache.bypass_write,
         priority=request.priority,
         session_id=session_id,
+        n=made.n,
+        best_of=made.best_of,
+        beam_width=made.beam_width,
+        logprobs=made.logprobs,
+        prompt_logprobs=made.prompt_logprobs,
+        echo=made.echo,
     )
 
 

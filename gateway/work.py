@@ -63,6 +63,11 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
             presence_penalty=sampling.presence_penalty,
             repetition_penalty=sampling.repetition_penalty,
             seed=sampling.seed,
+            logit_bias=sampling.logit_bias,
+            allowed_token_ids=sampling.allowed_token_ids,
+            bad_words=[work_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
+            logprobs=request.worker_logprobs,
+            beam_width=request.beam_width or 0,
         ),
         stopping=work_pb2.Stopping(
             max_tokens=job.max_tokens,
@@ -77,6 +82,7 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
         tracestate=job.trace.tracestate,
         reserve_worst_case=attempt.reserve_worst_case,
         choices=attempt.choices,
+        prompt_logprobs=request.prompt_logprobs,
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))

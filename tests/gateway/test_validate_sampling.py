@@ -11,15 +11,17 @@ from gateway import limits
 from gateway.model_card import SamplingDefaults
 from gateway.parsed_request import Sampling
 from gateway.validate_sampling import sampling
+from gateway.validate_token_rules import TokenRules
 from runtime.errors import InvalidParameter
 
 VOCAB = 1000
+NO_RULES = TokenRules({}, (), ())
 PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 def resolved(defaults: SamplingDefaults | None = None, **knobs: float) -> Sampling:
     params = pb.SamplingParams(**knobs)  # type: ignore[arg-type]
-    return sampling(params, defaults or SamplingDefaults(), VOCAB, fresh_seed=lambda: 11)
+    return sampling(params, NO_RULES, defaults or SamplingDefaults(), VOCAB, fresh_seed=lambda: 11)
 
 
 @pytest.mark.parametrize(
@@ -91,5 +93,6 @@ def test_the_smallest_temperature_that_samples() -> None:
 def test_absent_is_the_models_default_and_zero_is_zero() -> None:
     defaults = SamplingDefaults(0.7, 0.8, 20, 0.05, 1.05)
     assert resolved(defaults) == Sampling(0.7, 0.8, 20, 0.05, 0.0, 0.0, 1.05, seed=11)
+    assert resolved(defaults, beam_width=4) == Sampling(0.0, 0.8, 20, 0.05, 0.0, 0.0, 1.05, seed=11), "greedy"
     zeros = resolved(defaults, temperature=0.0, top_k=0, min_p=0.0, seed=0)
     assert (zeros.temperature, zeros.top_k, zeros.min_p, zeros.seed) == (0.0, 0, 0.0, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.parsed_request import ParsedRequest
+from gateway.parsed_request import ParsedRequest, Sampling
 from gateway.served_model import ServedModel
 from gateway.validation import parse_message, parse_request
 from runtime.errors import (
@@ -59,7 +58,9 @@ def test_a_bare_request_takes_every_default(bundled: ServedModel) -> None:
     assert request.request_id == "fresh"
     assert request.model == MODEL
     assert list(request.prompt_ids) == bundled.tokenizer.encode("Hello")
-    assert dataclasses.astuple(request.sampling) == (0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 7)
+    assert request.sampling == Sampling(0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 7)
+    assert (request.n, request.best_of, request.beam_width) == (1, None, None)
+    assert (request.logprobs, request.prompt_logprobs, request.echo) == (None, None, False)
     assert (request.max_tokens, request.min_tokens, request.stop, request.stop_token_ids) == (None, 0, (), ())
     assert not request.ignore_eos
     assert not request.include_stop
@@ -93,6 +94,15 @@ IMPLEMENTED: dict[str, tuple[dict[str, Any], Callable[[ParsedRequest], object], 
     ),
     "sampling.repetition_penalty": (
         {"sampling": {"repetition_penalty": 1.5}}, lambda r: r.sampling.repetition_penalty, 1.5,
+    ),
+    "sampling.logit_bias": (
+        {"sampling": {"logit_bias": {7: -0.5}}}, lambda r: r.sampling.logit_bias, {7: -0.5},
+    ),
+    "sampling.allowed_token_ids": (
+        {"sampling": {"allowed_token_ids": [9, 4, 9]}}, lambda r: r.sampling.allowed_token_ids, (9, 4),
+    ),
+    "sampling.bad_words": (
+        {"sampling": {"bad_words": ["a", "a"]}}, lambda r: r.sampling.bad_words, ((81,), (253,)),
     ),
     "sampling.seed": ({"sampling": {"seed": -1}}, lambda r: r.sampling.seed, 2**64 - 1),
     "stopping.max_tokens": ({"stopping": {"max_tokens": 9}}, lambda r: r.max_tokens, 9),
@@ -132,9 +142,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "resume_token": {"resume_token": "forged"},
     "received_token_ids": {"received_token_ids": [1]},
     "sampling.n": {"sampling": {"n": 2}},
-    "sampling.logit_bias": {"sampling": {"logit_bias": {2**32 - 1: 3e38}}},
-    "sampling.allowed_token_ids": {"sampling": {"allowed_token_ids": [1]}},
-    "sampling.bad_words": {"sampling": {"bad_words": [""]}},
     "sampling.best_of": {"sampling": {"best_of": 2}},
     "sampling.beam_width": {"sampling": {"beam_width": 1}},
     "response.logprobs": {"response": {"logprobs": 0}},
@@ -200,6 +207,12 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
         ("request_id", {"request_id": "é"}),
         ("sampling.n", {"sampling": {"n": 0}}),
         ("sampling.best_of", {"sampling": {"best_of": 0}}),
+        ("sampling.logit_bias", {"sampling": {"logit_bias": {2**32 - 1: 1.0}}}),
+        (
+            "sampling.allowed_token_ids",
+            {"sampling": {"allowed_token_ids": [2]}, "stopping": {"min_tokens": 1}},
+        ),
+        ("sampling.bad_words[1]", {"sampling": {"bad_words": ["a", ""]}}),
         ("cache.salt", {"cache": {"salt": "x" * (limits.MAX_SALT_BYTES + 1)}}),
         ("cache.salt", {"cache": {"salt": "é" * (limits.MAX_SALT_BYTES // 2 + 1)}}),
         ("cache.salt", {"cache": {"salt": "x" * 1_000_000}}),
