@@ -66,6 +66,8 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """The row has no token to give: its logits are NaN or infinite, or everything is suppressed."""
+    """The row has no token to give: its logits are NaN or infinite, or everything is forbidden."""
 
     reason: str
+    by_request: bool = False
+    """Whether the request's own rules leave no token: nobody's fault but the caller's."""

@@ -14,7 +14,7 @@ from engine.sampling.rule import Scores
 from engine.sampling.scores import scores_of
 
 NOT_FINITE = SampleFailure("the logits are not finite")
-NOTHING_LEFT = SampleFailure("every token is suppressed")
+NOTHING_LEFT = SampleFailure("every token is forbidden", by_request=True)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SampleFailure]:

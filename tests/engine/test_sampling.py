@@ -156,5 +156,5 @@ def test_a_bad_row_fails_alone(bad: float, params: SamplingParams) -> None:
 def test_a_row_with_nothing_left_fails(params: SamplingParams) -> None:
     row = SampleRow(params, [], [], suppress=range(VOCAB))
     (result,) = sample(logits(1), [row])
-    assert result == SampleFailure("every token is suppressed")
+    assert result == SampleFailure("every token is forbidden", by_request=True)
     assert sample(torch.empty(0, VOCAB), []) == []
