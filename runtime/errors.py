@@ -208,6 +208,16 @@ class DeadlineExceeded(DiptychError):
         super().__init__(f"the deadline passed in phase {phase}", metadata={"phase": phase})
 
 
+class NothingAllowed(DiptychError):
+    """What the request forbids, or its grammar, leaves no token that may come next."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NOTHING_ALLOWED"
+
+    def __init__(self) -> None:
+        super().__init__("the constraints of the request leave no token that may come next")
+
+
 class Cancelled(DiptychError):
     code = grpc.StatusCode.CANCELLED
     reason = "CANCELLED"
