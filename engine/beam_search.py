@@ -10,8 +10,8 @@ Decisions only: whoever drives it computes the model and moves the keys and valu
   log-probabilities over its length, the stop token counted; the best `width` hypotheses stay.
 - The first `width` that do not stop are the live beams of the next step.
 - It is over when `width` hypotheses are there and the best live beam, taken at its present length, is no
-  better than the worst of them, or when `max_tokens` have come: the first `width` continuations are hypotheses
-  then.
+  better than the worst of them, or when `max_tokens` have come: the first `width` continuations are
+  hypotheses then.
 """
 
 from __future__ import annotations
