@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import cast
 
+from decode_worker.request import DecodeRequest
 from diptych.worker.v1 import decode_pb2, work_pb2
+from engine.sampling import Sampled, Score
 from kvtransfer.messages import Key
-from kvtransfer.wire import attempt_id, key_of
+from kvtransfer.wire import attempt_id
 from runtime.outbox import Outbox
+from worker.scored_tokens import score_message
+
+Response = decode_pb2.DecodeServiceLinkResponse
 
 
 class GatewayStream:
@@ -18,54 +23,94 @@ class GatewayStream:
         self.gateway_id = gateway_id
         self.keys: set[Key] = set()  # attempts that live and die with this stream
         self._step = decode_pb2.StepBatch()
-        self._outbox: Outbox[decode_pb2.DecodeServiceLinkResponse] = Outbox()
+        self._outbox: Outbox[Response] = Outbox()
 
-    def token(self, key: Key, index: int, token_id: int, times: work_pb2.PhaseTimes | None = None) -> None:
-        """Add a token to the batch of this step; `index` is its place in the output.
+    def token(
+        self,
+        request: DecodeRequest,
+        choice: int,
+        index: int,
+        sampled: Sampled,
+        times: work_pb2.PhaseTimes | None = None,
+    ) -> None:
+        """Add a token to the batch of this step; `index` is its place in the choice's output.
 
         `times` goes with the first token of an attempt: the phases until then.
         """
-        tokens = self._step.tokens.add(id=attempt_id(key), index=index, token_ids=[token_id])
+        tokens = self._step.tokens.add(
+            id=request.wire_id, index=index, token_ids=(sampled.token_id,), choice=choice
+        )
+        if sampled.score is not None:
+            tokens.scores.append(score_message(sampled.score))
         if times is not None:
             tokens.cached_tokens = times.cached_tokens
             tokens.times.CopyFrom(times)
 
-    def finished(self, key: Key, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes) -> None:
-        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), finished=reason, times=times))
+    def output(
+        self,
+        request: DecodeRequest,
+        choice: int,
+        token_ids: Sequence[int],
+        scores: Sequence[Score | None],
+        times: work_pb2.PhaseTimes,
+    ) -> None:
+        """Add a whole output, which nothing of went out before."""
+        self._step.tokens.add(
+            id=request.wire_id,
+            token_ids=token_ids,
+            choice=choice,
+            scores=[score_message(score) for score in scores if score is not None],
+            cached_tokens=times.cached_tokens,
+            times=times,
+        )
 
-    def preempted(self, key: Key, times: work_pb2.PhaseTimes) -> None:
-        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), preempted=decode_pb2.Preempted(), times=times))
+    def finished(
+        self, key: Key, choice: int, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes
+    ) -> None:
+        self._step.ended.add(id=attempt_id(key), choice=choice, finished=reason, times=times)
 
-    def failed(self, key: Key, reason: int, message: str, times: work_pb2.PhaseTimes) -> None:
+    def preempted(self, key: Key, choice: int, times: work_pb2.PhaseTimes) -> None:
+        preempted = decode_pb2.Preempted()
+        self._step.ended.add(id=attempt_id(key), choice=choice, preempted=preempted, times=times)
+
+    def failed(
+        self, key: Key, choice: int, reason: int, message: str, times: work_pb2.PhaseTimes | None = None
+    ) -> None:
         failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
-        self._ended(decode_pb2.DecodeEnded(id=attempt_id(key), failure=failure, times=times))
-
-    def _ended(self, ended: decode_pb2.DecodeEnded) -> None:
-        self._step.ended.append(ended)
-        self.keys.discard(key_of(ended.id))
+        self._step.ended.add(id=attempt_id(key), choice=choice, failure=failure, times=times)
 
     def flush(self) -> None:
         """Hand the step's batch to the writer, if there is anything in it."""
         if self._step.tokens or self._step.ended:
-            self._outbox.put(decode_pb2.DecodeServiceLinkResponse(step=self._step))
+            self._outbox.put(Response(step=self._step))
             self._step = decode_pb2.StepBatch()
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
-        self._outbox.put(decode_pb2.DecodeServiceLinkResponse(heartbeat=beat))
+        self._outbox.put(Response(heartbeat=beat))
+
+    def flushed(self, request_id: int, blocks: int) -> None:
+        """Answer a FlushPrefixCache."""
+        self._outbox.put(Response(flushed=decode_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
 
     def close(self) -> None:
         self._outbox.close()
 
-    async def messages(self) -> AsyncIterator[decode_pb2.DecodeServiceLinkResponse]:
+    async def messages(self) -> AsyncIterator[Response]:
         """What to write, steps that queued up merged into one; ends when the stream is closed."""
         while batch := await self._outbox.take():
-            steps = [message.step for message in batch if message.WhichOneof("message") == "step"]
-            if len(steps) > 1:
-                merged = decode_pb2.StepBatch()
-                for step in steps:
-                    merged.MergeFrom(step)
-                steps = [merged]
-            for step in steps:
-                yield decode_pb2.DecodeServiceLinkResponse(step=step)
-            if beats := [message for message in batch if message.WhichOneof("message") == "heartbeat"]:
-                yield beats[-1]
+            steps: list[Response] = []
+            beat: Response | None = None
+            for message in batch:
+                match message.WhichOneof("message"):
+                    case "step" if steps:
+                        steps[0].step.MergeFrom(message.step)
+                    case "step":
+                        steps.append(message)
+                    case "heartbeat":
+                        beat = message  # the latest says it all
+                    case _:
+                        yield message
+            for message in steps:
+                yield message
+            if beat is not None:
+                yield beat

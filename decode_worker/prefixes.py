@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from decode_worker.request import DecodeRequest
 from engine.block_pool import BlockPool
 from runtime.block_hash import block_keys
+from worker.attempt import Attempt
 
 
 class Prefixes:
-    """Publishes the blocks of requests; `changed(added, removed)` hears which keys came and went."""
+    """Publishes the blocks of sequences; `changed(added, removed)` hears which keys came and went."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, changed: Callable[[list[bytes], list[bytes]], None]
@@ -19,24 +19,34 @@ class Prefixes:
         self._block_size = block_size
         self._changed = changed
 
-    def publish(self, request: DecodeRequest) -> None:
-        """Enter the blocks that are full by now into the prefix cache.
+    def publish(
+        self,
+        attempt: Attempt,
+        computed: int,
+        block_ids: Sequence[int],
+        *,
+        output_ids: Sequence[int] | None = None,
+        keys: list[bytes] | None = None,
+    ) -> list[bytes]:
+        """Enter what is full of the first `computed` tokens into the prefix cache.
 
-        Only verified or locally computed KV gets here, so no quarantined block is ever shared. The last
-        token's KV is not computed yet.
+        The tokens are the attempt's prompt and `output_ids` (what was delivered before it, if none are
+        given). `keys` are those of the first blocks, entered before; they grow, and are returned. Only
+        verified or locally computed KV gets here, so that no quarantined block is ever shared.
         """
-        size, done = self._block_size, len(request.block_keys)
-        full = (request.num_tokens - 1) // size
-        if not request.attempt.cache_write or full <= done:
-            return
-        tokens = (request.attempt.prompt_ids + request.output_ids)[: full * size]
-        parent = request.block_keys[-1] if done else b""
-        for key in block_keys(
-            request.attempt.cache_namespace, tokens, size, start=done * size, parent=parent
-        ):
-            self._pool.insert(request.block_ids[len(request.block_keys)], key, parent)
-            request.block_keys.append(key)
+        keys = [] if keys is None else keys
+        size, done = self._block_size, len(keys)
+        full = computed // size
+        if not attempt.cache_write or full <= done:
+            return keys
+        output = attempt.delivered_ids if output_ids is None else output_ids
+        tokens = [*attempt.prompt_ids, *output][: full * size]
+        parent = keys[-1] if done else b""
+        for key in block_keys(attempt.cache_namespace, tokens, size, start=done * size, parent=parent):
+            self._pool.insert(block_ids[len(keys)], key, parent)
+            keys.append(key)
             parent = key
+        return keys
 
     def tell(self) -> None:
         """Pass on what changed since the last time."""

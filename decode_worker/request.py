@@ -3,10 +3,10 @@
 Its life:
 
 1. ATTACHED   the gateway has announced it; its KV is still being computed elsewhere.
-2. READY      the hand-over is verified, the first token has gone out; it waits for a place in the batch.
-3. RUNNING    it takes part in every step.
-4. ENDED      finished, preempted, failed or cancelled; its blocks are released, or will be at the end of
-              the step that is still writing them.
+2. READY      the hand-over is verified, the first tokens have gone out; it waits for a place in the batch.
+3. RUNNING    it takes part in steps.
+4. ENDED      each of its gangs is finished, preempted, failed or cancelled; their blocks are released, or
+              will be at the end of the step that is still writing them.
 
 Every change of state goes through `move()`, which knows the legal ones and stamps the time.
 """
@@ -23,7 +23,10 @@ from kvtransfer.messages import Key
 from worker.attempt import Attempt
 
 if TYPE_CHECKING:
+    from decode_worker.attempt_blocks import AttemptBlocks
+    from decode_worker.gang import Gang, Outcome
     from decode_worker.gateway_stream import GatewayStream
+    from decode_worker.sequence import GrammarState
 
 
 class State(enum.Enum):
@@ -47,16 +50,18 @@ class IllegalMove(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """An attempt, the tokens it has so far and the blocks it holds."""
+    """What the gangs of an attempt have in common."""
 
     attempt: Attempt
     gateway: GatewayStream
-    joined: int
-    output_ids: list[int]  # delivered by earlier attempts, then by this one
+    blocks: AttemptBlocks
+    wire_id: work_pb2.AttemptId
+    gangs: list[Gang] = field(default_factory=list)  # those that hold blocks, or will
+    outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
+    grammar: GrammarState | None = None  # after the tokens delivered so far
+    decoded: int = 0  # tokens of all choices in this attempt
     state: State = State.ATTACHED
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
-    block_ids: list[int] = field(default_factory=list)
-    block_keys: list[bytes] = field(default_factory=list)  # of the blocks already in the prefix cache
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
 
     def move(self, to: State) -> None:
@@ -70,17 +75,9 @@ class DecodeRequest:
         return self.attempt.key
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output; the KV of the last one is not computed yet."""
-        return len(self.attempt.prompt_ids) + len(self.output_ids)
-
-    def finish_reason(self) -> work_pb2.FinishReason | None:
-        """Why the token that was just appended ends the request, or None if it does not."""
-        if self.output_ids[-1] in self.attempt.stop_token_ids:
-            return work_pb2.FINISH_REASON_STOP
-        if len(self.output_ids) >= self.attempt.max_tokens:
-            return work_pb2.FINISH_REASON_LENGTH
-        return None
+    def outcome(self) -> Outcome:
+        """How it ended, taken together: finished, if all of its gangs are."""
+        return next((outcome for outcome in self.outcomes if outcome != "finished"), "finished")
 
     def times_now(self) -> work_pb2.PhaseTimes:
         """The attempt's phases so far: the prefill worker's, the hand-over's, and ours."""

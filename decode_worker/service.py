@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
@@ -13,18 +13,25 @@ from worker.gateway_link import Context, GatewayLinks
 Request = decode_pb2.DecodeServiceLinkRequest
 
 
-def gateway_links(loop: EngineLoop, hello: work_pb2.WorkerHello) -> GatewayLinks[GatewayStream]:
-    """Attach and cancel in, step batches and heartbeats out."""
+def gateway_links(
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float], None]
+) -> GatewayLinks[GatewayStream]:
+    """Attach and cancel in, step batches and heartbeats out; `drain` hears the seconds of grace."""
+    attempts = loop.attempts
 
     def heard(message: Request, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
             case "attach":
-                loop.attach(message.attach, gateway)
+                attempts.attach(message.attach, gateway)
             case "cancel":
-                loop.cancel(key_of(message.cancel.id))
+                attempts.cancel(key_of(message.cancel.id), message.cancel.choices)
+            case "drain":
+                drain(message.drain.grace.ToNanoseconds() / 1e9)
+            case "flush":
+                gateway.flushed(message.flush.id, loop.flush_prefix_cache())
 
     greeting = decode_pb2.DecodeServiceLinkResponse(hello=hello)
-    return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)
+    return GatewayLinks(greeting, GatewayStream, heard, attempts.gateway_lost)
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):

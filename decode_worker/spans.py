@@ -8,7 +8,7 @@ from decode_worker.request import DecodeRequest, State
 from runtime.telemetry import AttributeValue, PhaseSpan
 
 
-def attempt_span(request: DecodeRequest, outcome: str) -> PhaseSpan | None:
+def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
     """`decode` with its phases kv_transfer.receive, queue and decode; a phase that never ran has no span.
 
     None for an attempt that never got its blocks: its story is the prefill worker's. Failure lands on the
@@ -22,13 +22,13 @@ def attempt_span(request: DecodeRequest, outcome: str) -> PhaseSpan | None:
     phases = [PhaseSpan("kv_transfer.receive", received, ready), PhaseSpan("queue", ready, running or end)]
     if running is not None:
         phases.append(PhaseSpan("decode", running, end))
-    if outcome == "failed":
+    if request.outcome == "failed":
         last = phases[-1]
-        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=outcome)
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=request.outcome)
     attributes: dict[str, AttributeValue] = {
         "diptych.attempt": request.key[1],
-        "diptych.outcome": outcome,
-        "diptych.decode.tokens": len(request.output_ids) - len(request.attempt.delivered_ids),
+        "diptych.outcome": request.outcome,
+        "diptych.decode.tokens": request.decoded,
         "diptych.kv_transfer.bytes": request.times.kv_bytes_transferred,
     }
     return PhaseSpan(

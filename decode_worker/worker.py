@@ -6,8 +6,9 @@ import asyncio
 
 import grpc
 
+from decode_worker.attempts import Listeners
 from decode_worker.config import DecodeSettings
-from decode_worker.engine_loop import EngineLoop, Listeners
+from decode_worker.engine_loop import EngineLoop
 from decode_worker.request import DecodeRequest, State
 from decode_worker.service import DecodeServicer, gateway_links
 from decode_worker.spans import attempt_span
@@ -56,14 +57,14 @@ class DecodeWorker:
             pool=self._pool,
             transports=settings.transports,
             running=lambda: self._loop.num_running,
-            on_ready=self._loop.on_ready,
-            on_failed=self._loop.on_failed,
+            on_ready=self._loop.attempts.on_ready,
+            on_failed=self._loop.attempts.on_failed,
             host=settings.host,
             beat=lambda: Beat(self._loop.steps, self._loop.busy),
         )
-        self._loop.grants = self._handoff
+        self._loop.attempts.grants = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello)
+        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
         self._shell = WorkerShell(settings, engine, self._kind())
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
@@ -113,11 +114,10 @@ class DecodeWorker:
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
         self._shell.prefix_changed(added, removed)
 
-    def _ended(self, request: DecodeRequest, outcome: str) -> None:
+    def _ended(self, request: DecodeRequest) -> None:
         """Count and trace an attempt that is over."""
         times, metrics = request.times, self._metrics
-        if outcome == "preempted":
-            metrics.preemptions.inc()
+        metrics.preemptions.inc(request.outcomes.count("preempted"))
         if State.READY in request.entered:
             transport = tcp.NAME if times.kv_bytes_transferred else shared_memory.NAME
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
@@ -127,5 +127,5 @@ class DecodeWorker:
             for phase in ("decode_queue", "decode"):
                 seconds = getattr(times, phase).ToNanoseconds() / 1e9
                 metrics.phase_duration.labels(phase).observe(seconds)
-        if self._telemetry.enabled and (span := attempt_span(request, outcome)) is not None:
+        if self._telemetry.enabled and (span := attempt_span(request)) is not None:
             self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])

@@ -1,7 +1,8 @@
 """How many blocks an attempt gets, and when: the rule of growth.
 
 A grant may not take the last blocks: one stays free for each running sequence, so that those that decode can
-grow by at least one block whatever the prefills do.
+grow by at least one block whatever the prefills do. An attempt of several sequences waits until each of them
+finds a first block of its own too, or until it is alone: more room than that never comes.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ class Credit:
 
     def blocks(self, expected: Expected) -> int:
         """Blocks to hold for it, the reserve included."""
-        return self._blocks_for(max(expected.num_tokens, expected.reserve_tokens or 0))
+        return max(self._blocks_for(expected.num_tokens), expected.reserve_blocks or 0)
 
     def draw(self, expected: Expected) -> Drawn | None:
         """Pin the cached prefix and allocate the rest; None: not enough room now, nothing changed."""
         # At least one token has to be computed: its logits give the first token.
         pins = self._pool.acquire_prefix(expected.keys[: (expected.num_tokens - 1) // self._block_size])
-        fresh = self.blocks(expected) - len(pins)
-        if self._pool.available() - fresh < self._running():
+        blocks, running = self.blocks(expected), self._running()
+        fresh = blocks - len(pins)
+        spare = running
+        if expected.reserve_blocks is None:
+            spare += max(0, min(expected.sequences - 1, self._pool.total - blocks - running))
+        if self._pool.available() - fresh < spare:
             self._pool.release(pins)
             return None
-        blocks = pins + self._pool.allocate(fresh)
-        return Drawn(blocks, len(pins), self._blocks_for(expected.num_tokens))
+        return Drawn(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(expected.num_tokens))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

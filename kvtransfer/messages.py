@@ -40,8 +40,10 @@ class Expected:
     """Tokens to be prefilled; at least 1."""
     keys: Sequence[bytes]
     """Hash of each full block of those tokens; empty when the prefix cache must not be read."""
-    reserve_tokens: int | None = None
-    """Hold blocks for this many tokens (the attempt's worst case), not only for the prefill."""
+    reserve_blocks: int | None = None
+    """Hold this many blocks (the attempt's worst case), not only those of the prefill."""
+    sequences: int = 1
+    """How many sequences will go on from those tokens, each with blocks of its own."""
 
 
 # -- what the receiving side asks of its driver

@@ -1,6 +1,6 @@
 """The prefill loop: ask, schedule, run, apply; and the life of the requests in it.
 
-One event loop owns all of this; only `_run_step` happens on the engine's own thread. Each request that
+One event loop owns all of this; only `run_step` happens on the engine's own thread. Each request that
 has asked for blocks has a task of its own (prefill_worker/handover.py) that speaks to its decode worker,
 so that a chunk is pushed while the next one is computed. A request that must stop while a step is writing
 its blocks is told to at the next layer, and its promise of no further write goes out after that step.
@@ -12,20 +12,22 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
-from engine.batch import AbortWords, SequenceStep
+from engine.batch import AbortWords
 from engine.runner import Runner
-from engine.sampling import Sampled, SampleFailure, sample
+from engine.sampling import SampleFailure
 from kvtransfer.client import HandoffClient
 from kvtransfer.messages import Key
 from kvtransfer.peer import Granted
+from prefill_worker.chunk_step import Computed, Row, run_step
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
-from prefill_worker.scheduler import Chunk, plan_asks, plan_chunks
+from prefill_worker.scheduler import plan_asks, plan_chunks
 from worker.attempt import Attempt
+from worker.scored_tokens import failure_reason
 from worker.step import StepThread
 
 log = logging.getLogger(__name__)
@@ -86,10 +88,16 @@ class EngineLoop:
         gateway.keys.add(attempt.key)
         self._wake.set()
 
-    def cancel(self, key: Key) -> None:
-        """The gateway no longer wants it: nothing more is said about it to the gateway."""
+    def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
+        """The gateway wants these choices no longer, or none if none are named: nothing more is said of them.
+
+        The prompt is computed for those that are left; first tokens are sampled for all, since the decode
+        worker knows them by their order.
+        """
         if request := self._requests.get(key):
-            self._stop(request, Stop())
+            request.wanted -= set(choices) or request.wanted
+            if not request.wanted:
+                self._stop(request, Stop())
 
     def gateway_lost(self, gateway: GatewayStream) -> None:
         """Its stream ended: every attempt that came over it is cancelled."""
@@ -204,51 +212,29 @@ class EngineLoop:
             outcome = task.result()
         self._end(request, outcome)
 
-    def _run_step(
-        self, rows: Sequence[tuple[PrefillRequest, Chunk]], abort: AbortWords
-    ) -> list[Sampled | SampleFailure | None]:
-        """On the engine's thread: compute the chunks and sample the first token of each finished prompt."""
-        sequences = []
-        for request, chunk in rows:
-            granted = request.granted
-            if granted is None:  # the planner only names granted requests
-                raise RuntimeError(f"{request.key} has no blocks")
-            sequences.append(
-                SequenceStep(
-                    memory=granted.memory,
-                    block_table=granted.block_table,
-                    start=request.computed,
-                    token_ids=request.token_ids[request.computed : request.computed + chunk.tokens],
-                    wants_logits=chunk.last,
-                )
-            )
-        logits = self._runner.step(sequences, abort)
-        ends = [r.attempt.sample_row(r.attempt.delivered_ids) for r, chunk in rows if chunk.last]
-        sampled = iter(sample(logits, ends) if ends else ())
-        return [next(sampled) if chunk.last else None for _, chunk in rows]
+    def _run_step(self, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
+        return run_step(self._runner, rows, abort)
 
-    def _apply(
-        self,
-        rows: Sequence[tuple[PrefillRequest, Chunk]],
-        outcome: Sequence[Sampled | SampleFailure | None],
-    ) -> None:
-        """Tell each request's hand-over what its blocks hold now."""
+    def _apply(self, rows: Sequence[Row], outcome: Sequence[Computed | SampleFailure]) -> None:
+        """Tell each request's hand-over what its blocks hold now, and its gateway the prompt's scores."""
         self.steps += 1
         now = time.monotonic()
-        for (request, chunk), sampled in zip(rows, outcome, strict=True):
+        for (request, chunk), computed in zip(rows, outcome, strict=True):
             if request.stop is not None:
                 request.news.put_nowait(request.stop)
                 continue
-            if isinstance(sampled, SampleFailure):
-                failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_INTERNAL, message=sampled.reason)
+            if isinstance(computed, SampleFailure):
+                failure = work_pb2.Failure(reason=failure_reason(computed), message=computed.reason)
                 self._stop(request, Stop(failure))
                 continue
+            if computed.prompt_scores:
+                position = request.computed + 1
+                request.gateway.prompt_scores(request.key, position, computed.prompt_scores)
             request.computed += chunk.tokens
             request.steps += 1
-            if sampled is not None:
+            if chunk.last:
                 request.computed_at = now
-            first = () if sampled is None else (work_pb2.SampledToken(token_id=sampled.token_id),)
-            request.news.put_nowait(ChunkDone(request.computed, first))
+            request.news.put_nowait(ChunkDone(request.computed, computed.first_tokens))
 
     # ---- one request ---------------------------------------------------------------------------------
 

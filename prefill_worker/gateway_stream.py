@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from kvtransfer.messages import Key
@@ -11,7 +11,7 @@ from runtime.outbox import Outbox
 
 
 class GatewayStream:
-    """Collects this worker's last words on the attempts of one gateway."""
+    """Collects what this worker has to say on the attempts of one gateway."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
@@ -23,6 +23,11 @@ class GatewayStream:
 
     def failed(self, key: Key, failure: work_pb2.Failure) -> None:
         self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), failure=failure))
+
+    def prompt_scores(self, key: Key, first_position: int, scores: Sequence[work_pb2.Score]) -> None:
+        """Scores of the prompt's tokens from `first_position` on."""
+        message = prefill_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
+        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(prompt_scores=message))
 
     def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diptych.worker.v1 import work_pb2
+from engine.sampling import TokenMask
+from engine.score import CHUNK
 from kvtransfer.messages import Key
 from kvtransfer.peer import Granted
 from prefill_worker.scheduler import Prompt
@@ -75,12 +77,17 @@ class PrefillRequest:
     decode_incarnation: int
     state: State = State.QUEUED
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
+    wanted: set[int] = field(init=False)  # choices that nobody has cancelled
+    mask: TokenMask | None = None  # what a grammar lets come after the tokens delivered so far
     granted: Granted | None = None
     computed: int = 0
     steps: int = 0
     computed_at: float | None = None  # when the last chunk was done
     stop: Stop | None = None  # decided, to be carried out when no step writes any more
     news: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.wanted = set(self.attempt.choices)
 
     def move(self, to: State) -> None:
         if to not in LEGAL[self.state]:
@@ -98,7 +105,9 @@ class PrefillRequest:
 
     @property
     def plan_entry(self) -> Prompt:
-        return Prompt(self.key, self.remaining, self.decode_address, self.attempt.priority, self.arrived)
+        attempt = self.attempt
+        limit = None if attempt.prompt_logprobs is None else CHUNK
+        return Prompt(self.key, self.remaining, self.decode_address, attempt.priority, self.arrived, limit)
 
     def times(self) -> work_pb2.PhaseTimes:
         """The phases so far, as durations on this worker's clock."""

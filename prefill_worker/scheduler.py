@@ -24,6 +24,8 @@ class Prompt:
     decode: str
     priority: int
     arrived: int
+    chunk_limit: int | None = None
+    """Most tokens of a chunk: where every token's logits are wanted, they take memory and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,17 @@ class Chunk:
 
 
 def plan_chunks(granted: Sequence[Prompt], budget: int) -> list[Chunk]:
-    """Fill one step of at most `budget` tokens; only its last chunk may leave a prompt unfinished."""
+    """Fill one step of at most `budget` tokens.
+
+    Only its last chunk may leave a prompt unfinished, and those whose chunks are limited.
+    """
     chunks = []
     for prompt in _in_order(granted):
         if budget <= 0:
             break
         tokens = min(prompt.tokens, budget)
+        if prompt.chunk_limit is not None:
+            tokens = min(tokens, prompt.chunk_limit)
         chunks.append(Chunk(prompt.key, tokens, last=tokens == prompt.tokens))
         budget -= tokens
     return chunks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
 from kvtransfer.wire import key_of
@@ -13,15 +13,19 @@ from worker.gateway_link import Context, GatewayLinks
 Request = prefill_pb2.PrefillServiceLinkRequest
 
 
-def gateway_links(loop: EngineLoop, hello: work_pb2.WorkerHello) -> GatewayLinks[GatewayStream]:
-    """Dispatch and cancel in, last words and heartbeats out."""
+def gateway_links(
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float], None]
+) -> GatewayLinks[GatewayStream]:
+    """Dispatch and cancel in, last words and heartbeats out; `drain` hears the seconds of grace."""
 
     def heard(message: Request, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
             case "dispatch":
                 loop.dispatch(message.dispatch, gateway)
             case "cancel":
-                loop.cancel(key_of(message.cancel.id))
+                loop.cancel(key_of(message.cancel.id), message.cancel.choices)
+            case "drain":
+                drain(message.drain.grace.ToNanoseconds() / 1e9)
 
     greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)

@@ -62,7 +62,7 @@ class PrefillWorker:
         )
         self._loop.handoff = self._handoff
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello)
+        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
         self._shell = WorkerShell(settings, engine, self._kind())
 
     async def run(self, stop: asyncio.Event) -> int:

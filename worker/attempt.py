@@ -8,10 +8,11 @@ random draws go on where they stopped.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from diptych.worker.v1 import work_pb2
-from engine.sampling import SampleRow, SamplingParams
+from engine.sampling import SampleRow, SamplingParams, TokenMask, choice_seed
 from kvtransfer.messages import Key
 
 
@@ -22,7 +23,13 @@ class Attempt:
     key: Key
     prompt_ids: list[int]
     delivered_ids: list[int]
-    params: SamplingParams
+    choices: Mapping[int, SamplingParams]
+    """What each of the choices is sampled with, in the order in which the gateway named them."""
+    beam_width: int
+    """0 = no beam search; else `choices` are the ranks to be delivered."""
+    prompt_logprobs: int | None
+    """None: no scores of the prompt. Else so many alternatives in each."""
+    grammar: work_pb2.Grammar | None
     stop_token_ids: frozenset[int]
     min_tokens: int
     max_tokens: int
@@ -48,10 +55,25 @@ class Attempt:
     def decode_span(self) -> str:
         return f"decode/{self.key[1]}"
 
-    def sample_row(self, output_ids: list[int]) -> SampleRow:
-        """What the next token after `output_ids` depends on; below min_tokens no stop token can be drawn."""
+    @property
+    def params(self) -> SamplingParams:
+        """What all choices have in common: those of the first."""
+        return next(iter(self.choices.values()))
+
+    def sample_row(
+        self, params: SamplingParams, output_ids: Sequence[int], mask: TokenMask | None = None
+    ) -> SampleRow:
+        """What the next token after `output_ids` depends on; below min_tokens no stop token can come."""
         held_back = tuple(self.stop_token_ids) if len(output_ids) < self.min_tokens else ()
-        return SampleRow(self.params, self.prompt_ids, output_ids, held_back)
+        return SampleRow(params, self.prompt_ids, output_ids, held_back, mask)
+
+    def finish_reason(self, token_id: int, count: int) -> work_pb2.FinishReason | None:
+        """Why `token_id`, the output's token number `count`, ends it; None if it does not."""
+        if token_id in self.stop_token_ids:
+            return work_pb2.FINISH_REASON_STOP
+        if count >= self.max_tokens:
+            return work_pb2.FINISH_REASON_LENGTH
+        return None
 
     @classmethod
     def from_work(cls, work: work_pb2.Work, *, max_context: int) -> Attempt:
@@ -62,7 +84,10 @@ class Attempt:
             key=(work.id.request_id, work.id.attempt),
             prompt_ids=prompt_ids,
             delivered_ids=list(work.token_ids[work.prompt_tokens :]),
-            params=_sampling_params(work.sampling),
+            choices=_choices(work),
+            beam_width=work.sampling.beam_width,
+            prompt_logprobs=work.prompt_logprobs if work.HasField("prompt_logprobs") else None,
+            grammar=work.sampling.grammar if work.sampling.HasField("grammar") else None,
             stop_token_ids=frozenset(work.stopping.stop_token_ids),
             min_tokens=work.stopping.min_tokens,
             max_tokens=min(work.stopping.max_tokens, max_context - len(prompt_ids)),
@@ -76,6 +101,14 @@ class Attempt:
         )
 
 
+def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:
+    """The parameters of each choice: the same but for the seed. Equal draws share one object."""
+    params = _sampling_params(work.sampling)
+    if params.greedy or work.sampling.beam_width:
+        return dict.fromkeys(work.choices or (0,), params)
+    return {c: replace(params, seed=choice_seed(params.seed, c)) for c in work.choices or (0,)}
+
+
 def _sampling_params(sampling: work_pb2.Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
@@ -86,4 +119,8 @@ def _sampling_params(sampling: work_pb2.Sampling) -> SamplingParams:
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
         seed=sampling.seed,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in sampling.bad_words),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )

@@ -1,8 +1,8 @@
 """The shell around a worker's engine loop: server, directory, heartbeats, metrics, drain.
 
 A worker is ready when its weights are loaded and a first step has been computed; until then it is in no
-directory. At SIGTERM it leaves the directory first, lets what runs finish for `drain_s` seconds, hands the
-rest back to its gateways, and ends.
+directory. At SIGTERM, or when it is told to drain, it leaves the directory first, lets what runs finish for
+a while, hands the rest back to its gateways, and ends.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class WorkerShell:
         self._kind = kind
         self._loop = kind.loop
         self._publisher: DirectoryPublisher | None = None
+        self._grace_s = settings.drain_s
+        self._drain_asked = asyncio.Event()
         kind.metrics.running.set_function(lambda: self._loop.num_running)
         kind.metrics.waiting.set_function(lambda: self._loop.num_waiting)
         kind.metrics.directory_connected.set_function(
@@ -47,7 +49,7 @@ class WorkerShell:
         engine.runner.on_step = self._count_step
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop` is set; returns the exit status."""
+        """Serve until `stop` is set or `drain` is called; returns the exit status."""
         settings = self._settings
         server = make_server(internal=True)
         self._kind.add_services(server)
@@ -68,7 +70,7 @@ class WorkerShell:
         await self._publisher.start()
         await health.set_ready(True)
         announce_ready(settings, {"grpc_port": port, "http_port": http.port})
-        status = await _until(stop, engine, beat)
+        status = await _until(stop, self._drain_asked, engine, beat)
         self._loop.draining = True
         await health.set_ready(False)
         await self._publisher.close()
@@ -107,11 +109,18 @@ class WorkerShell:
             num_threads=self._engine.runner.threads,
         )
 
+    def drain(self, grace_s: float) -> None:
+        """Take nothing new from now on; let what is here finish for so long, and end."""
+        log.info("told to drain within %.1f s", grace_s)
+        self._loop.draining = True
+        self._grace_s = grace_s
+        self._drain_asked.set()
+
     async def _drain(self) -> None:
         """Let what is here finish; what does not within the grace period goes back to its gateways."""
-        if await self._emptied(self._settings.drain_s):
+        if await self._emptied(self._grace_s):
             return
-        log.warning("not everything finished within %.0f s: it goes elsewhere", self._settings.drain_s)
+        log.warning("not everything finished within %.1f s: it goes elsewhere", self._grace_s)
         self._loop.hand_back()
         await self._emptied(HAND_BACK_S)
 
@@ -142,13 +151,14 @@ class WorkerShell:
             await asyncio.sleep(HEARTBEAT_S)
 
 
-async def _until(stop: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
-    """Wait for the stop signal (0) or the end of a task that should never end (1)."""
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set():
+async def _until(stop: asyncio.Event, drain: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
+    """Wait for one of the signals (0) or the end of a task that should never end (1)."""
+    signals = [asyncio.create_task(event.wait()) for event in (stop, drain)]
+    await asyncio.wait([*signals, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for signal in signals:
+        signal.cancel()
+    if stop.is_set() or drain.is_set():
         return 0
-    stopped.cancel()
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s stopped: %r", task.get_name(), error, exc_info=error)

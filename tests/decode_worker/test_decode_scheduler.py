@@ -16,133 +16,226 @@ def plan(
     candidates: list[Candidate], free: int, *, max_batch: int = 64, grants: int = 0, quarantined: int = 0
 ) -> StepPlan:
     return plan_step(
-        candidates,
-        free_blocks=free,
-        block_size=BLOCK,
-        max_batch=max_batch,
-        grants=grants,
-        quarantined=quarantined,
+        candidates, free_blocks=free, max_batch=max_batch, grants=grants, quarantined=quarantined
     )
-
-
-def sequence(name: str, tokens: int, blocks: int, joined: int, *, reserved: bool = False) -> Candidate:
-    return Candidate((name, 1), tokens, blocks, joined, reserved)
 
 
 def test_everybody_runs_and_only_full_tables_grow() -> None:
-    out = plan([sequence("a", 5, 2, 1), sequence("b", 9, 2, 2)], free=1)
-    assert out == StepPlan((("a", 1), ("b", 1)), (("b", 1),), (), abort_newest_grant=False)
+    out = plan([Candidate(1), Candidate(2, growth=1)], free=1)
+    assert out == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
 
 
 def test_the_newest_makes_room() -> None:
-    out = plan([sequence("old", 9, 2, 1), sequence("new", 6, 2, 2)], free=0)
-    assert out == StepPlan((), (), (("new", 1),), abort_newest_grant=False)
+    out = plan([Candidate(1, growth=1), Candidate(2)], free=0)
+    assert out == StepPlan((), (), (2,), abort_newest_grant=False)
 
 
 def test_one_victim_goes_at_a_time_for_it_may_free_less_than_it_held() -> None:
-    old, mid, new = sequence("old", 9, 2, 1), sequence("mid", 9, 2, 2), sequence("new", 6, 3, 3)
-    assert plan([old, mid, new], free=0).preempt == (("new", 1),)
-    assert plan([old, mid], free=1).preempt == (("mid", 1),), "two of its three blocks were shared"
-    assert plan([old], free=1) == StepPlan((("old", 1),), (("old", 1),), (), abort_newest_grant=False)
+    old, mid, new = Candidate(1, growth=1), Candidate(2, growth=1), Candidate(3)
+    assert plan([old, mid, new], free=0).preempt == (3,)
+    assert plan([old, mid], free=1).preempt == (2,), "two of its three blocks were shared"
+    assert plan([old], free=1) == StepPlan((1,), (1,), (), abort_newest_grant=False)
 
 
-def test_a_reserved_sequence_is_never_the_victim() -> None:
-    out = plan(
-        [sequence("old", 9, 2, 1), sequence("mid", 6, 2, 2), sequence("new", 6, 9, 3, reserved=True)], free=0
-    )
-    assert out.preempt == (("mid", 1),)
-    out = plan([sequence("old", 9, 2, 1), sequence("new", 6, 9, 3, reserved=True)], free=2)
-    assert out.run == (("old", 1), ("new", 1))
+def test_a_reserved_sequence_is_never_the_victim_and_draws_on_its_reserve() -> None:
+    out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3, reserved=True)], free=0)
+    assert out.preempt == (2,)
+    out = plan([Candidate(1, growth=1), Candidate(3, reserved=True)], free=2)
+    assert (out.run, out.grow) == ((1, 3), (1, 3))
 
 
 def test_the_oldest_alone_calls_a_grant_back_and_waits() -> None:
-    out = plan([sequence("only", 9, 2, 1)], free=0, grants=2)
+    out = plan([Candidate(1, growth=1)], free=0, grants=2)
     assert out == StepPlan((), (), (), abort_newest_grant=True)
 
 
 def test_blocks_on_their_way_back_are_waited_for() -> None:
-    out = plan([sequence("only", 9, 2, 1)], free=0, grants=2, quarantined=1)
-    assert out == StepPlan((), (), (), abort_newest_grant=False)
+    waiting = StepPlan((), (), (), abort_newest_grant=False)
+    assert plan([Candidate(1, growth=1)], free=0, grants=2, quarantined=1) == waiting
+    assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=3) == waiting
+    assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=2).abort_newest_grant
 
 
 def test_nothing_to_wait_for_goes_back_to_the_gateway() -> None:
-    out = plan([sequence("only", 9, 2, 1)], free=0)
-    assert out == StepPlan((), (), (("only", 1),), abort_newest_grant=False)
+    assert plan([Candidate(1, growth=1)], free=0) == StepPlan((), (), (1,), abort_newest_grant=False)
 
 
 def test_beyond_the_batch_sequences_wait_and_are_the_first_victims() -> None:
-    out = plan([sequence("a", 9, 2, 1), sequence("b", 5, 2, 2), sequence("c", 5, 2, 3)], free=0, max_batch=2)
-    assert out.preempt == (("c", 1),)
-    assert plan([sequence("a", 9, 2, 1), sequence("b", 5, 2, 2)], free=2).run == (("a", 1), ("b", 1))
+    out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3)], free=0, max_batch=2)
+    assert out.preempt == (3,)
+    assert plan([Candidate(1, growth=1), Candidate(2)], free=2).run == (1, 2)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2), st.booleans()), max_size=12),
-    st.integers(0, 6),
-    st.integers(1, 8),
-    st.integers(0, 3),
-    st.integers(0, 3),
-)
+def test_all_who_write_to_one_block_need_copies_but_the_last() -> None:
+    forks = [Candidate(n, shared=(7, 3)) for n in (1, 2, 3)]
+    assert plan(forks, free=2) == StepPlan((1, 2, 3), (1, 2), (), abort_newest_grant=False)
+    assert plan(forks, free=1).preempt == (3,), "then the block has two holders, and one copy is enough"
+    assert plan(forks[:2], free=1).preempt == (2,), "somebody who is not here holds it too"
+    assert plan([Candidate(n, shared=(7, 2)) for n in (1, 2)], free=1).run == (1, 2)
+
+
+def test_a_gang_runs_as_a_whole_or_waits_and_lets_younger_ones_pass() -> None:
+    beams = Candidate(2, rows=4)
+    assert plan([Candidate(1), beams, Candidate(3), Candidate(4)], free=0, max_batch=4).run == (1, 3, 4)
+    assert plan([beams, Candidate(3), Candidate(4)], free=0, max_batch=5).run == (2, 3)
+    assert plan([Candidate(1), beams], free=0, max_batch=3).run == (1,)
+    assert plan([beams, Candidate(3)], free=0, max_batch=3).run == (2,), "the oldest goes whatever its size"
+
+
+def test_a_gang_gets_all_its_blocks_or_is_the_victim_as_a_whole() -> None:
+    beams = Candidate(2, rows=4, growth=3)
+    assert plan([Candidate(1), beams], free=2).preempt == (2,)
+    assert plan([Candidate(1), beams], free=3) == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
+
+
+@st.composite
+def gangs(draw: st.DrawFn) -> list[Candidate]:
+    made: list[Candidate] = []
+    holders = {block: draw(st.integers(2, 5)) for block in range(3)}
+    room = dict(holders)
+    for joined in range(draw(st.integers(0, 12))):
+        rows = draw(st.integers(1, 5))
+        reserved = draw(st.booleans())
+        block = draw(st.sampled_from([None, 0, 1, 2]))
+        if rows > 1 or reserved or block is None or not room[block]:
+            growth = 0 if reserved else draw(st.integers(0, rows))
+            made.append(Candidate(joined, rows, growth, None, reserved))
+        else:
+            room[block] -= 1
+            made.append(Candidate(joined, shared=(block, holders[block])))
+    return made
+
+
+@given(gangs(), st.integers(0, 8), st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_plan_can_always_be_carried_out(
-    shapes: list[tuple[int, int, bool]], free: int, max_batch: int, grants: int, quarantined: int
+    candidates: list[Candidate], free: int, max_batch: int, grants: int, quarantined: int
 ) -> None:
-    candidates = []
-    for order, (tokens, spare, reserved) in enumerate(shapes):
-        blocks = (tokens - 1) // BLOCK + (1 if reserved else 0) + spare  # at most one block is missing
-        candidates.append(
-            sequence(
-                str(order),
-                tokens,
-                max(blocks, -(-tokens // BLOCK) - 1),
-                order,
-                reserved=reserved,
-            )
-        )
     out = plan(candidates, free, max_batch=max_batch, grants=grants, quarantined=quarantined)
-    by_key = {c.key: c for c in candidates}
-    assert len(out.run) <= max_batch
+    by_age = {c.joined: c for c in candidates}
+    running = [by_age[joined] for joined in out.run]
+    assert sum(c.rows for c in running) <= max_batch or len(running) == 1
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
-    assert len(out.grow) <= free
-    for key in out.run:
-        room = by_key[key].blocks + (key in out.grow)
-        assert room * BLOCK >= by_key[key].tokens
-    oldest_first = [by_key[key].joined for key in out.run]
-    assert oldest_first == sorted(oldest_first)
+    assert list(out.run) == sorted(out.run)
+    held = {c.shared[0]: c.shared[1] for c in candidates if c.shared}
+    for candidate in running:  # serve them in order, as the worker does
+        free -= candidate.growth
+        if candidate.shared and held[candidate.shared[0]] > 1:
+            held[candidate.shared[0]] -= 1
+            free -= 1
+            assert candidate.joined in out.grow
+        assert not candidate.growth or candidate.joined in out.grow
+    assert free >= 0
+    if candidates and not out.run:
+        assert out.preempt or out.abort_newest_grant or quarantined
 
 
-def test_every_sequence_finishes_in_a_pool_that_holds_the_largest() -> None:
-    """Brute force over seeds: preempted sequences come back with their tokens; nothing deadlocks."""
+@given(gangs(), st.integers(0, 8), st.integers(1, 8))
+def test_giving_way_one_by_one_ends_with_somebody_running(
+    candidates: list[Candidate], free: int, max_batch: int
+) -> None:
+    """A victim frees what its rows hold at least; the oldest of all is the last to go."""
+    alive = {c.joined: c for c in candidates}
+    while alive:
+        out = plan(list(alive.values()), free, max_batch=max_batch)
+        if out.run:
+            break
+        (victim,) = out.preempt
+        assert not alive[victim].reserved or victim == min(alive)
+        assert victim == min(alive) or victim == max(j for j, c in alive.items() if not c.reserved)
+        free += alive.pop(victim).rows
+
+
+class Worker:
+    """Prompts of several choices in a pool: blocks by number, who holds them, copies on write."""
+
+    def __init__(self, total: int) -> None:
+        self.holders: dict[int, int] = {}
+        self.total = total
+        self.numbers = 0
+        self.tables: dict[int, list[int]] = {}
+        self.tokens: dict[int, int] = {}  # prompt and output, the last one's KV not computed yet
+
+    @property
+    def free(self) -> int:
+        return self.total - len(self.holders)
+
+    def new(self) -> int:
+        self.numbers += 1
+        self.holders[self.numbers] = 1
+        return self.numbers
+
+    def drop(self, block: int) -> None:
+        self.holders[block] -= 1
+        if not self.holders[block]:
+            del self.holders[block]
+
+    def join(self, ages: list[int], tokens: int) -> None:
+        table = [self.new() for _ in range(-(-(tokens - 1) // BLOCK))]
+        for age in ages:
+            self.tables[age], self.tokens[age] = list(table), tokens
+            for block in table:
+                self.holders[block] += 1
+        for block in table:
+            self.drop(block)
+
+    def leave(self, age: int) -> int:
+        for block in self.tables.pop(age):
+            self.drop(block)
+        return self.tokens.pop(age)
+
+    def candidate(self, age: int) -> Candidate:
+        place = (self.tokens[age] - 1) // BLOCK
+        if place >= len(self.tables[age]):
+            return Candidate(age, growth=1)
+        block = self.tables[age][place]
+        return Candidate(age, shared=(block, self.holders[block]) if self.holders[block] > 1 else None)
+
+    def step(self, age: int) -> None:
+        place, table = (self.tokens[age] - 1) // BLOCK, self.tables[age]
+        if place >= len(table):
+            table.append(self.new())
+        elif self.holders[table[place]] > 1:
+            self.drop(table[place])
+            table[place] = self.new()
+        assert len(self.holders) <= self.total
+        assert self.holders[table[place]] == 1, "two sequences write to one block"
+        self.tokens[age] += 1
+
+
+def test_every_choice_finishes_in_a_pool_that_holds_the_largest() -> None:
+    """Brute force over seeds: preempted choices come back alone with their tokens; nothing deadlocks."""
     for seed in range(200):
         rng = random.Random(seed)
-        todo = {f"{i}": (rng.randint(1, 20), rng.randint(1, 20)) for i in range(10)}  # prompt, output
-        total = max(-(-(prompt + output) // BLOCK) for prompt, output in todo.values())
-        running: dict[str, Candidate] = {}
-        tokens = {name: prompt + 1 for name, (prompt, _) in todo.items()}
-        waiting, finished = list(todo), []
-        for clock in range(5000):
-            held = sum(c.blocks for c in running.values())
-            while waiting and (need := -(-(tokens[waiting[0]] - 1) // BLOCK)) + len(running) <= total - held:
-                name = waiting.pop(0)
-                running[name] = Candidate((name, 1), tokens[name], need, clock)
-                held += need
+        # prompt, output, choices
+        todo = {n: (rng.randint(1, 20), rng.randint(1, 20), rng.randint(1, 4)) for n in range(8)}
+        worker = Worker(max(-(-(prompt + output) // BLOCK) for prompt, output, _ in todo.values()) + 1)
+        waiting = [(n, prompt + 1, choices) for n, (prompt, _, choices) in todo.items()]
+        owner: dict[int, int] = {}
+        age, finished = 0, 0
+        for _ in range(20000):
+            while waiting:
+                n, tokens, choices = waiting[0]
+                if -(-(tokens - 1) // BLOCK) + len(worker.tables) > worker.free:
+                    break
+                waiting.pop(0)
+                ages = list(range(age, age + choices))
+                age += choices
+                worker.join(ages, tokens)
+                owner.update(dict.fromkeys(ages, n))
             while True:
-                held = sum(c.blocks for c in running.values())
-                out = plan(list(running.values()), total - held, max_batch=4)
-                for name, _ in out.preempt:
-                    tokens[name] = running.pop(name).tokens
-                    waiting.append(name)
+                out = plan([worker.candidate(a) for a in worker.tables], worker.free, max_batch=4)
+                for victim in out.preempt:
+                    waiting.append((owner[victim], worker.leave(victim), 1))
                 if out.run or not out.preempt:
                     break
-            for name, _ in out.run:
-                c = running[name]
-                blocks = c.blocks + ((name, 1) in out.grow)
-                assert blocks * BLOCK >= c.tokens
-                running[name] = Candidate(c.key, c.tokens + 1, blocks, c.joined)
-                if running[name].tokens - todo[name][0] > todo[name][1]:
-                    del running[name]
-                    finished.append(name)
-            assert sum(c.blocks for c in running.values()) <= total
-            if len(finished) == len(todo):
+            for running in out.run:
+                worker.step(running)
+                prompt, output, _ = todo[owner[running]]
+                if worker.tokens[running] - prompt > output:
+                    worker.leave(running)
+                    finished += 1
+            if not waiting and not worker.tables:
                 break
-        assert sorted(finished) == sorted(todo), f"seed {seed}"
+        assert finished == sum(choices for _, _, choices in todo.values()), f"seed {seed}"
+        assert not worker.holders

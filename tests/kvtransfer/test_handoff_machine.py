@@ -181,13 +181,16 @@ class Handoff(RuleBasedStateMachine):
         num_tokens=st.integers(1, 24),
         family=st.integers(0, 1),
         cached=st.booleans(),
-        reserve=st.sampled_from([0, 0, 4]),
+        reserve=st.sampled_from([0, 0, 1, 2]),
         ask_first=st.booleans(),
     )
     def attach(self, num_tokens: int, family: int, cached: bool, reserve: int, ask_first: bool) -> None:
+        """`reserve` is in blocks beyond those of the tokens."""
         key = (f"r{len(self.attempts)}", 1)
         keys = PREFIXES[family][: num_tokens // BLOCK_SIZE] if cached else []
-        expected = Expected(key, num_tokens, keys, num_tokens + reserve if reserve else None)
+        expected = Expected(
+            key, num_tokens, keys, -(-num_tokens // BLOCK_SIZE) + reserve if reserve else None
+        )
         self.attempts[key] = expected
         if ask_first:
             process = self.processes[family]
@@ -451,7 +454,7 @@ def walk(machine: Handoff, rng: random.Random, steps: int) -> None:
         unlinked = [process for process in machine.processes if not process.linked_there]
         steps_now: list[tuple[int, Any]] = [
             (4, lambda: machine.attach(rng.randint(1, 24), rng.randint(0, 1), rng.random() < 0.5, 0, False)),
-            (1, lambda: machine.attach(rng.randint(1, 9), rng.randint(0, 1), False, 4, rng.random() < 0.5)),
+            (1, lambda: machine.attach(rng.randint(1, 9), rng.randint(0, 1), False, 1, rng.random() < 0.5)),
             (1, lambda: machine.run_sequences(rng.randint(0, 2))),
             (1, lambda: machine.tick(rng.choice([0.3, 2.0]))),
         ]

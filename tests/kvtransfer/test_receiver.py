@@ -93,12 +93,33 @@ def test_stale_data_has_no_destination():
 
 
 def test_a_reserve_is_held_but_not_told():
-    receiver, pool, grant = granted(in_place=True, num_tokens=3, reserve=10)
+    receiver, pool, grant = granted(in_place=True, num_tokens=3, reserve=5)
     assert len(grant.block_ids) == 2
     assert pool.available() == 3
     (done,) = receiver.commit(WRITER, grant.ref, 3, (9,))
     assert isinstance(done, HandOver)
     assert len(done.block_ids) == 5
+
+
+@pytest.mark.parametrize(
+    ("sequences", "running", "held", "is_granted"),
+    [
+        (1, 0, 5, True),  # three blocks, and nobody else
+        (4, 0, 2, True),  # a block of its own for each of the three others
+        (4, 0, 3, False),
+        (4, 2, 0, True),
+        (4, 2, 1, False),
+        (9, 0, 0, True),  # more than that never comes: it is alone
+        (9, 1, 1, False),
+    ],
+)
+def test_several_sequences_wait_for_a_block_each(sequences, running, held, is_granted):
+    pool = BlockPool(8)
+    receiver = Receiver(pool, 2, lambda: running)
+    pool.allocate(held)
+    receiver.link_up(WRITER, in_place=True)
+    receiver.expect(Expected(KEY, 6, [], None, sequences))
+    assert bool(receiver.ask(WRITER, KEY)) == is_granted
 
 
 def test_a_pinned_prefix_is_let_go_at_once():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +73,10 @@ def test_a_full_decode_worker_does_not_hold_up_another() -> None:
 def test_the_number_of_prompts_is_bounded() -> None:
     queued = [prompt(str(i), 1, i) for i in range(10)]
     assert len(plan_asks(queued, [prompt("x", 1, 0)], [prompt("y", 1, 0)], lookahead=99, max_prompts=5)) == 3
+
+
+@given(prompts, st.integers(1, 40), st.integers(1, 20))
+def test_a_limited_chunk_leaves_room_for_others(granted: list[Prompt], budget: int, limit: int) -> None:
+    chunks = plan_chunks([replace(prompt, chunk_limit=limit) for prompt in granted], budget)
+    assert all(chunk.tokens <= limit for chunk in chunks)
+    assert sum(chunk.tokens for chunk in chunks) == min(budget, sum(min(p.tokens, limit) for p in granted))

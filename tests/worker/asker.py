@@ -17,13 +17,18 @@ NAMESPACE = bytes(32)
 
 
 def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> work_pb2.Work:
-    """A greedy request; `delivered` are tokens of earlier attempts, `seconds` a deadline."""
+    """A greedy request of one choice, if `sampling` and `choices` say nothing else.
+
+    `delivered` are tokens of earlier attempts, `seconds` a deadline.
+    """
     delivered = changes.pop("delivered", ())
     message = work_pb2.Work(
         id=work_pb2.AttemptId(request_id=key[0], attempt=key[1]),
         token_ids=(*prompt, *delivered),
         prompt_tokens=len(prompt),
-        sampling=work_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
+        sampling=work_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, **changes.pop("sampling", {})),
+        choices=changes.pop("choices", (0,)),
+        prompt_logprobs=changes.pop("prompt_logprobs", None),
         stopping=work_pb2.Stopping(max_tokens=max_tokens),
         cache_namespace=NAMESPACE,
         cache_read=changes.pop("cache_read", True),
@@ -39,11 +44,38 @@ def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> 
 
 @dataclass
 class Heard:
-    """What the workers said of one attempt."""
+    """What the workers said of one attempt; `ended` when there is nothing more to hear of any choice."""
 
-    tokens: list[int] = field(default_factory=list)
-    last_words: list[str] = field(default_factory=list)
+    choices: tuple[int, ...] = (0,)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    scores: dict[int, list[work_pb2.Score]] = field(default_factory=dict)
+    words: dict[int, list[str]] = field(default_factory=dict)
+    prompt_scores: list[work_pb2.Score] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        for choice in self.choices:
+            self.outputs[choice], self.scores[choice], self.words[choice] = [], [], []
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the only choice."""
+        (output,) = self.outputs.values()
+        return output
+
+    @property
+    def last_words(self) -> list[str]:
+        """Of all choices."""
+        return [word for words in self.words.values() for word in words]
+
+    def end(self, choice: int, word: str) -> None:
+        self.words[choice].append(word)
+        if all(self.words.values()):
+            self.ended.set()
+
+    def end_all(self, word: str) -> None:
+        for choice in self.choices:
+            self.end(choice, word)
 
 
 class Gateway:
@@ -66,8 +98,8 @@ class Gateway:
 
     def start(self, decode: Decode, prefill: Prefill, message: work_pb2.Work) -> Heard:
         """Attach and dispatch."""
-        heard = self.heard.setdefault((message.id.request_id, message.id.attempt), Heard())
-        decode.loop.attach(message, self._decode_streams[id(decode)])
+        heard = self.heard.setdefault(_key(message.id), Heard(tuple(message.choices)))
+        decode.loop.attempts.attach(message, self._decode_streams[id(decode)])
         prefill.loop.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
         return heard
 
@@ -75,7 +107,7 @@ class Gateway:
         """The streams break: the workers have to cancel what came over them."""
         self.lost = True
         for decode in self.house.decodes:
-            decode.loop.gateway_lost(self._decode_streams[id(decode)])
+            decode.loop.attempts.gateway_lost(self._decode_streams[id(decode)])
         for prefill in self.house.prefills:
             prefill.loop.gateway_lost(self._prefill_streams[id(prefill)])
 
@@ -94,21 +126,24 @@ class Gateway:
 
     def _from_decode(self, message: decode_pb2.DecodeServiceLinkResponse) -> None:
         for tokens in message.step.tokens:
-            self.heard[_key(tokens.id)].tokens += tokens.token_ids
+            heard = self.heard[_key(tokens.id)]
+            heard.outputs[tokens.choice] += tokens.token_ids
+            heard.scores[tokens.choice] += tokens.scores
         for ended in message.step.ended:
             how = ended.WhichOneof("outcome")
             reason = work_pb2.FailureReason.Name(ended.failure.reason) if how == "failure" else how
-            self._last_word(ended.id, f"decode {reason}")
+            self.heard[_key(ended.id)].end(ended.choice, f"decode {reason}")
 
     def _from_prefill(self, message: prefill_pb2.PrefillServiceLinkResponse) -> None:
+        if message.WhichOneof("message") == "prompt_scores":
+            heard = self.heard[_key(message.prompt_scores.id)]
+            assert message.prompt_scores.first_position == len(heard.prompt_scores) + 1
+            heard.prompt_scores += message.prompt_scores.scores
+            return
         ended = message.ended
         if ended.WhichOneof("outcome") == "failure":
-            self._last_word(ended.id, f"prefill {work_pb2.FailureReason.Name(ended.failure.reason)}")
-
-    def _last_word(self, attempt: work_pb2.AttemptId, word: str) -> None:
-        heard = self.heard[_key(attempt)]
-        heard.last_words.append(word)
-        heard.ended.set()
+            word = f"prefill {work_pb2.FailureReason.Name(ended.failure.reason)}"
+            self.heard[_key(ended.id)].end_all(word)
 
 
 def _key(attempt: work_pb2.AttemptId) -> Key:

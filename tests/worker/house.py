@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
+from decode_worker.attempts import Listeners
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
-from decode_worker.engine_loop import Listeners
 from decode_worker.request import DecodeRequest
 from diptych.worker.v1 import handoff_pb2_grpc
 from engine.batch import SequenceStep
@@ -47,7 +47,8 @@ TICK_S = 0.02
 @cache
 def model() -> Model:
     """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
-    return Model(SHAPE, torch.float32, (), TorchBackend(SHAPE, weights_of(SHAPE, torch.float32)), "torch")
+    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
 
 
 def layout() -> KVLayout:
@@ -78,7 +79,7 @@ class Decode:
     handoff: HandoffServer
     address: str
     incarnation: int
-    ended: list[tuple[DecodeRequest, str]]
+    ended: list[DecodeRequest]
 
     def leftovers(self) -> list[str]:
         """What should not be there when no request is; also checks the pool's books."""
@@ -168,14 +169,14 @@ def _fingerprint() -> Fingerprint:
 
 async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: int) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
-    ended: list[tuple[DecodeRequest, str]] = []
+    ended: list[DecodeRequest] = []
     loop = DecodeLoop(
         Runner(model(), 1),
         memory.memory,
         pool,
         max_batch=8,
         max_context=SHAPE.max_context,
-        listeners=Listeners(lambda request, how: ended.append((request, how)), lambda added, removed: None),
+        listeners=Listeners(ended.append, lambda added, removed: None),
     )
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
@@ -185,12 +186,12 @@ async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: in
         pool=pool,
         transports=[transport],
         running=lambda: loop.num_running,
-        on_ready=loop.on_ready,
-        on_failed=loop.on_failed,
+        on_ready=loop.attempts.on_ready,
+        on_failed=loop.attempts.on_failed,
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
     )
-    loop.grants = handoff
+    loop.attempts.grants = handoff
     await handoff.start()
     server = make_server(internal=True)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff.servicer, server)

@@ -39,7 +39,7 @@ class Edge:
 @pytest.fixture
 async def edge() -> AsyncIterator[Edge]:
     async with house("shared_memory", prefills=0) as made:
-        links = gateway_links(made.decodes[0].loop, work_pb2.WorkerHello(worker_id="w"))
+        links = gateway_links(made.decodes[0].loop, work_pb2.WorkerHello(worker_id="w"), lambda grace_s: None)
         server = make_server(internal=True)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
         port = bind(server, "127.0.0.1", 0, False)
@@ -83,7 +83,7 @@ async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, 
     await until(lambda: edge.decode.loop.num_waiting == 1)
     (stream,) = edge.streams
     for number in range(2000):  # more than the transport's window: the worker hangs in its write
-        stream.failed((f"{number:0200}", 1), 1, "x" * 500, work_pb2.PhaseTimes())
+        stream.failed((f"{number:0200}", 1), 0, 1, "x" * 500)
         stream.flush()
         if number % 100 == 0:
             await asyncio.sleep(0.001)

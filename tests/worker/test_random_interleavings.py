@@ -74,8 +74,8 @@ class Walk:
             match self.rng.choice(["abort", "abort", "break", "gateway"]):
                 case "abort":
                     loop = self.rng.choice(self.house.decodes).loop
-                    if key := loop.grants.abort_newest_grant():
-                        loop._preempt(loop._requests[key])
+                    if key := loop.attempts.grants.abort_newest_grant():
+                        loop.attempts.preempt_attempt(key)
                 case "break":
                     links = list(self.rng.choice(self.house.prefills).client._links.values())
                     if links:
@@ -85,8 +85,7 @@ class Walk:
                     lost, gateways[number] = gateways[number], Gateway(self.house)
                     await lost.close()
                     for heard in lost.heard.values():
-                        heard.last_words.append("gateway lost")
-                        heard.ended.set()
+                        heard.end_all("gateway lost")
 
     async def request(self, planned: Plan, gateways: list[Gateway]) -> None:
         """As a gateway does: a preempted request comes back with its tokens, others are over."""
@@ -127,7 +126,7 @@ class Walk:
         raise AssertionError(f"{planned.name} was preempted again and again")
 
     async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
-        first, second = self.rng.sample([decode.loop.cancel, prefill.loop.cancel], 2)
+        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.cancel], 2)
         first(key)
         await asyncio.sleep(planned.late_s)
         second(key)

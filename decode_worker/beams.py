@@ -1,0 +1,99 @@
+"""Beam search on the decode worker: all live beams are one gang, and nothing goes out until it is over.
+
+The decisions are engine/beam_search.py's; here beams are rows with blocks. What a fork shares with its
+siblings it shares until it writes (attempt_blocks.py), so that a search over W beams holds the prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from decode_worker.gang import Gang, Outcome, Row
+from decode_worker.request import DecodeRequest
+from decode_worker.scheduler import Candidate as Planned
+from decode_worker.sequence import DecodeSequence
+from diptych.worker.v1 import work_pb2
+from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted
+from engine.sampling import Candidate, SampleFailure, candidates
+from engine.sampling.sample import NOTHING_LEFT
+from worker.scored_tokens import candidate_of
+
+
+class Beams(Gang):
+    """One search; `choices` are the ranks that the gateway wants of its result."""
+
+    def __init__(self, request: DecodeRequest, joined: int, ranks: Sequence[int]) -> None:
+        super().__init__(request, joined, ranks)
+        attempt = request.attempt
+        self._search = BeamSearch(
+            attempt.beam_width, stop_ids=attempt.stop_token_ids, max_tokens=attempt.max_tokens
+        )
+
+    @staticmethod
+    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[list[Candidate] | SampleFailure]:
+        """What each beam may go on with."""
+        picked: list[list[Candidate] | SampleFailure] = []
+        for number, (gang, sequence) in enumerate(rows):
+            attempt = gang.request.attempt
+            count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
+            picked += candidates(logits[number : number + 1], [sequence.next_row], count)
+        return picked
+
+    def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
+        attempt = self.request.attempt
+        row = attempt.sample_row(attempt.params, [])
+        root = DecodeSequence(len(attempt.prompt_ids), [], row, self.request.grammar)
+        self.request.blocks.root(root)
+        self.rows = [root]
+        return self._fork(self._search.first([candidate_of(token) for token in first_tokens]))
+
+    def take(self, picked: Sequence[list[Candidate] | SampleFailure]) -> Outcome | None:
+        of_beams: list[list[Candidate]] = []
+        for found in picked:
+            if not isinstance(found, SampleFailure):
+                of_beams.append(found)
+            elif found.by_request:
+                of_beams.append([])  # the rules end this beam; others may go on
+            else:
+                return self.failed(found)
+        return self._fork(self._search.advance(of_beams))
+
+    def candidate(self) -> Planned:
+        growth = self.request.blocks.joint_demand(self.rows)
+        reserved = self.request.attempt.reserve_worst_case
+        return Planned(self.joined, len(self.rows), growth, None, reserved)
+
+    def _fork(self, forks: Sequence[Fork]) -> Outcome | None:
+        """Replace the rows by their forks; without any the search is over."""
+        parents = self.rows
+        self.rows = [self._child(parents[fork.parent], fork.token_id) for fork in forks]
+        self.request.blocks.release(parents)
+        self.request.decoded += len(forks)
+        return None if self.rows else self._deliver()
+
+    def _child(self, parent: DecodeSequence, token_id: int) -> DecodeSequence:
+        attempt = self.request.attempt
+        output = [*parent.output_ids, token_id]
+        grammar = None if parent.grammar is None else parent.grammar.copy()
+        if grammar is not None:
+            grammar.accept(token_id)
+        row = attempt.sample_row(attempt.params, output, grammar)
+        child = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
+        self.request.blocks.fork(parent, child)
+        return child
+
+    def _deliver(self) -> Outcome:
+        """Each rank's output in one message, and its last word."""
+        request, attempt = self.request, self.request.attempt
+        best = self._search.result(max(self.choices) + 1)
+        if not best:
+            return self.failed(NOTHING_LEFT)
+        for rank in self.choices:
+            beam: Beam = best[rank]
+            times = request.times_now()
+            request.gateway.output(request, rank, beam.token_ids, beam.scores, times)
+            reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids))
+            request.gateway.finished(request.key, rank, reason or work_pb2.FINISH_REASON_STOP, times)
+        return "finished"

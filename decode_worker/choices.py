@@ -1,0 +1,73 @@
+"""Ordinary decoding: each choice of an attempt is a sequence of its own and streams as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from decode_worker.gang import Gang, Outcome, Row
+from decode_worker.request import DecodeRequest
+from decode_worker.scheduler import Candidate
+from decode_worker.sequence import DecodeSequence
+from diptych.worker.v1 import work_pb2
+from engine.sampling import Sampled, SampleFailure, sample
+from worker.scored_tokens import sampled_of
+
+
+class Choice(Gang):
+    """One choice; `place` is where its first token stands among those of the hand-over."""
+
+    def __init__(self, request: DecodeRequest, joined: int, choice: int, place: int) -> None:
+        super().__init__(request, joined, [choice])
+        self._choice = choice
+        self._place = place
+
+    @staticmethod
+    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Sampled | SampleFailure]:
+        """One token for each choice."""
+        return sample(logits, [sequence.next_row for _, sequence in rows])
+
+    def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
+        """The first token goes out before any step."""
+        request, attempt = self.request, self.request.attempt
+        output = list(attempt.delivered_ids)
+        grammar = None if request.grammar is None else request.grammar.copy()
+        row = attempt.sample_row(attempt.choices[self._choice], output, grammar)
+        sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
+        request.blocks.root(sequence)
+        self.rows = [sequence]
+        return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
+
+    def take(self, picked: Sequence[Sampled | SampleFailure]) -> Outcome | None:
+        (sampled,) = picked
+        return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
+
+    def candidate(self) -> Candidate:
+        growth, shared = self.request.blocks.demand(self.rows[0])
+        return Candidate(self.joined, 1, growth, shared, self.request.attempt.reserve_worst_case)
+
+    def _accept(self, sampled: Sampled, times: work_pb2.PhaseTimes | None = None) -> Outcome | None:
+        """Append one token, tell the gateway, end the choice if the token ends it."""
+        request, sequence = self.request, self.rows[0]
+        output, token_id = sequence.output_ids, sampled.token_id
+        output.append(token_id)
+        request.decoded += 1
+        request.gateway.token(request, self._choice, len(output) - 1, sampled, times)
+        request.blocks.publish(sequence)
+        if (reason := self._finish_reason(sequence)) is not None:
+            request.gateway.finished(request.key, self._choice, reason, request.times_now())
+            return "finished"
+        if len(output) == request.attempt.min_tokens:
+            row = sequence.next_row
+            sequence.next_row = request.attempt.sample_row(row.params, output, row.mask)
+        return None
+
+    def _finish_reason(self, sequence: DecodeSequence) -> work_pb2.FinishReason | None:
+        """Why the token that was just appended ends the choice, or None if it does not."""
+        output, grammar = sequence.output_ids, sequence.grammar
+        reason = self.request.attempt.finish_reason(output[-1], len(output))
+        if reason is None and grammar is not None:
+            grammar.accept(output[-1])
+            return work_pb2.FINISH_REASON_STOP if grammar.complete else None
+        return reason

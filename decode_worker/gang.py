@@ -1,0 +1,102 @@
+"""What the engine loop schedules: sequences of one attempt that step together or not at all.
+
+How an attempt decodes is a kind of gang: ordinary choices are gangs of one sequence each (choices.py), a beam
+search is one gang of all its live beams (beams.py). The loop knows this file only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from decode_worker.scheduler import Candidate
+from decode_worker.sequence import DecodeSequence
+from diptych.worker.v1 import work_pb2
+from engine.sampling import SampleFailure
+from worker.scored_tokens import failure_reason
+
+if TYPE_CHECKING:
+    from decode_worker.request import DecodeRequest
+
+Outcome = Literal["finished", "preempted", "failed", "cancelled"]
+Row = tuple["Gang", DecodeSequence]
+Picker = Callable[[torch.Tensor, Sequence[Row]], Sequence[Any]]
+
+
+class Gang(ABC):
+    """Its rows, and what the gateway is still owed."""
+
+    def __init__(self, request: DecodeRequest, joined: int, choices: Sequence[int]) -> None:
+        self.request = request
+        self.joined = joined
+        self.choices = list(choices)
+        """What it answers for; the gateway hears one last word on each."""
+        self.rows: list[DecodeSequence] = []
+        """What the next step computes; none before the hand-over and after the end."""
+        self.ended = False
+
+    @staticmethod
+    @abstractmethod
+    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Any]:
+        """On the engine's thread: what each row makes of its logits, `[rows, vocab]`."""
+
+    @abstractmethod
+    def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
+        """The hand-over is complete. The gateway hears of what that gives; an outcome means it is over."""
+
+    @abstractmethod
+    def take(self, picked: Sequence[Any]) -> Outcome | None:
+        """The step's results, one a row: what `pick` gave, or a SampleFailure. As `start` otherwise."""
+
+    @abstractmethod
+    def candidate(self) -> Candidate:
+        """What the planner has to know."""
+
+    def make_room(self) -> None:
+        """Give every row the block that its next token is written to. OutOfBlocks if the pool cannot."""
+        for row in self.rows:
+            self.request.blocks.make_room(row)
+
+    def forgo(self, choices: Collection[int]) -> bool:
+        """Nobody wants these any more; whether nothing is wanted at all. None named means all."""
+        self.choices = [choice for choice in self.choices if choices and choice not in choices]
+        return not self.choices
+
+    def release(self) -> None:
+        """Give up the blocks of all rows. No step may be writing them."""
+        rows, self.rows = self.rows, []
+        self.request.blocks.release(rows)
+
+    # ---- last words ----------------------------------------------------------------------------------
+
+    def say_preempted(self) -> None:
+        request = self.request
+        for choice in self.choices:
+            request.gateway.preempted(request.key, choice, request.times_now())
+
+    def say_failed(self, reason: int, message: str) -> None:
+        request = self.request
+        for choice in self.choices:
+            request.gateway.failed(request.key, choice, reason, message, request.times_now())
+
+    def failed(self, failure: SampleFailure) -> Outcome:
+        """A row has no token to give."""
+        self.say_failed(failure_reason(failure), failure.reason)
+        return "failed"
+
+
+def pick_all(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Any]:
+    """What each row makes of its logits, rows of one kind together."""
+    kinds: dict[Picker, list[int]] = {}
+    for number, (gang, _) in enumerate(rows):
+        kinds.setdefault(gang.pick, []).append(number)
+    if len(kinds) == 1:
+        (only,) = kinds
+        return only(logits, rows)
+    picked: dict[int, Any] = {}
+    for picker, numbers in kinds.items():
+        picked.update(zip(numbers, picker(logits[numbers], [rows[n] for n in numbers]), strict=True))
+    return [picked[number] for number in range(len(rows))]
