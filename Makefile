@@ -4,6 +4,7 @@
 #   make test       the suite          make test-full   the suite in its long forms
 #   make check      lint, types, import arrows, stubs current, protocol lint
 #   make stubs      regenerate diptych/ from protos/
+#   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
 
 SHELL := /bin/bash
@@ -24,10 +25,10 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
-.PHONY: help install demo serve test test-full check lint types arrows stubs stubs-check protos-lint format
+.PHONY: help install demo serve test test-full check lint types arrows stubs stubs-check protos-lint format peers
 
 help:
-	@sed -n '2,8s/^# \{0,1\}//p' Makefile
+	@sed -n '2,9s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -53,6 +54,9 @@ test: install
 
 test-full: install
 	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+peers: install
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 check: lint types arrows stubs-check protos-lint
 

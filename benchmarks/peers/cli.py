@@ -1,0 +1,148 @@
+"""From flags to a table: install, make the model's variants, measure in rounds, write the results."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from benchmarks.peers import environment, install, servers, table
+from benchmarks.peers.cells import Journal, all_cells
+from benchmarks.peers.install import InstallFailed
+from benchmarks.peers.model import find_model
+from benchmarks.peers.options import Options, parse
+from benchmarks.peers.rounds import Rounds
+from benchmarks.peers.servers import Server
+from benchmarks.peers.summary import Summary
+from benchmarks.peers.targets import Limits, targets
+
+_PROMPT_LEN = 512
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0, 1 when a peer cannot be installed or a server had to be left out, 130 when
+    interrupted."""
+    options = parse(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        return _compare(options)
+    except (InstallFailed, FileNotFoundError) as error:
+        print(f"benchmarks.peers: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        tell("interrupted; the same command goes on from here")
+        return 130
+
+
+def _compare(options: Options) -> int:
+    made = prepare(options)
+    if options.install_only:
+        return 0
+    question = _question(options, made)
+    path = options.places.runs / f"{options.label}.jsonl"
+    if options.fresh:
+        path.unlink(missing_ok=True)
+    journal = Journal(path, question)
+    config = options.places.folder("bf16") / "config.json"
+    limits = environment.limits(len(environment.cores()), config, _PROMPT_LEN)
+    rounds = Rounds(made, journal, options.sizes, options.places.logs)
+    rounds.run(all_cells(made, options.concurrencies, options.rounds), tell)
+    write(options, made, journal, limits, rounds.faults)
+    path.replace(path.with_suffix(".done.jsonl"))
+    return 1 if rounds.faults else 0
+
+
+def prepare(options: Options) -> list[Server]:
+    """Installs and converts what is not there yet. Raises InstallFailed, FileNotFoundError."""
+    places, cores = options.places, environment.cores()
+    model = find_model(options.model)
+    made = [servers.diptych(dtype, options.model) for dtype in options.ours]
+    folder = install.make_folder(places, "bf16_folder", model, "bf16", tell)
+    if options.vllm:
+        install.install_vllm(places, tell)
+        tcmalloc = install.find_tcmalloc(places, tell)
+        for kind in options.vllm:
+            source = (
+                folder
+                if kind == "bf16"
+                else install.make_folder(places, f"{kind}_folder", folder, kind, tell)
+            )
+            made.append(servers.vllm(kind, source, places, cores, tcmalloc))
+    if options.llama:
+        install.install_llama(places, tell)
+        for kind in options.llama:
+            gguf = install.make_gguf(places, model, kind, tell)
+            made.append(servers.llama_cpp(kind, gguf, places, len(cores)))
+    return made
+
+
+def write(
+    options: Options, made: Sequence[Server], journal: Journal, limits: Limits, faults: dict[str, str]
+) -> None:
+    """The table for people and the figures of every round for programs, beside each other."""
+    summary = Summary(journal.measured)
+    judged = targets(made, summary, limits)
+    now = datetime.now(UTC)
+    described = {"date": now.isoformat(timespec="minutes"), **environment.machine(), **environment.versions()}
+    report = table.Report(
+        title=f"{now:%Y-%m-%d}: Diptych, llama.cpp and vLLM on the same {len(environment.cores())} cores",
+        method=_method(options),
+        environment=described,
+        servers=made,
+        concurrencies=options.concurrencies,
+        summary=summary,
+        targets=judged,
+        limits=limits,
+        faults=faults,
+    )
+    base = options.results / f"{now:%Y-%m-%d}-{options.label}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    base.with_suffix(".md").write_text(table.markdown(report))
+    record = {
+        "environment": described,
+        "sizes": asdict(options.sizes),
+        "limits": asdict(limits),
+        "servers": [asdict(one) for one in made],
+        "targets": [{**asdict(one), "ratio": one.ratio, "met": one.met} for one in judged],
+        "faults": faults,
+        "measurements": [asdict(one) for one in journal.measured],
+    }
+    base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    tell(table.markdown(report))
+    tell(f"written: {base}.md and .json")
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _method(options: Options) -> str:
+    sizes = options.sizes
+    return (
+        f"Prompts of {sizes.input_len} random tokens, {sizes.output_len} out, greedy, streaming, no common "
+        f"prefixes; medians of {options.rounds} interleaved rounds (smallest–largest), {sizes.per_client} "
+        "requests a client, one load generator for all, on the same cores. Times in ms. Prefill: 512 tokens "
+        "in, 1 out, one client. Interference: 8 streams alone, then beside 512-token prompts one after the "
+        "other. Each server answered 'The capital of France is' with Paris before it was measured."
+    )
+
+
+def _question(options: Options, made: Sequence[Server]) -> dict[str, object]:
+    """What a journal is the answer to: with anything of it changed, its measurements no longer belong
+    together."""
+    return {
+        "servers": [asdict(one) for one in made],
+        "concurrencies": list(options.concurrencies),
+        "rounds": options.rounds,
+        "sizes": asdict(options.sizes),
+        "versions": environment.versions(),
+    }
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,138 @@
+"""One cell: a load on one running server, by the load generator of `diptych bench`.
+
+All servers get the same prompts: the seed depends on the round and the load alone. Token ids are sent, so
+lengths are exact, and what each server says it read and wrote is held against what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from benchmarks.backends import Backend
+from benchmarks.backends.asking import Asking
+from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.backends.openai_http import OpenAIBackend
+from benchmarks.datasets.synthetic import RandomLengths
+from benchmarks.drive import Run, drive
+from benchmarks.load import Load
+from benchmarks.measurement import Figures, measure
+from benchmarks.peers.cells import PREFILL, STREAMS, TEXT, Cell, Measurement, clients_of
+from benchmarks.peers.cpu_time import CpuTime
+from benchmarks.peers.interference import LONG_PROMPT, measure_streams
+from benchmarks.peers.process import RunningServer
+from benchmarks.peers.servers import MODEL_NAME
+from benchmarks.request import BenchRequest
+
+QUESTION, ANSWER, ANSWER_TOKENS = "The capital of France is", "Paris", 16
+_TIMEOUT_S = 120.0
+_WARM_UP_SEED = 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of each load is sent: `per_client` requests a client of a closed loop, at least `fewest`."""
+
+    input_len: int = 128
+    output_len: int = 64
+    per_client: int = 4
+    fewest: int = 8
+    prefills: int = 16
+    window_s: float = 8.0
+    warm_ups: int = 8
+
+
+class WrongAnswer(Exception):
+    """A fast wrong answer is a failure."""
+
+
+def warm_up(running: RunningServer, sizes: Sizes) -> None:
+    """Threads, connections and caches come back after a start or a pause. Raises RequestFailed."""
+
+    async def send_some() -> None:
+        async with _backend(running, ignore_eos=True) as backend:
+            await _closed(backend, sizes.warm_ups, RandomLengths(64, 16), sizes.warm_ups, _WARM_UP_SEED)
+            await _closed(backend, 1, RandomLengths(LONG_PROMPT, 4), 1, _WARM_UP_SEED)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(send_some())
+
+
+def measure_cell(running: RunningServer, cell: Cell, sizes: Sizes) -> Measurement:
+    """Raises RequestFailed, Unreachable, WrongAnswer."""
+    before = CpuTime.now()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(_figures(running, cell, sizes))
+    return Measurement(cell, {**figures, "steal_share": CpuTime.now().steal_since(before)})
+
+
+async def _figures(running: RunningServer, cell: Cell, sizes: Sizes) -> Figures:
+    seed = zlib.crc32(f"{cell.round} {cell.load}".encode())
+    async with _backend(running, ignore_eos=cell.load != TEXT) as backend:
+        if cell.load == TEXT:
+            return await _text(backend)
+        if cell.load == STREAMS:
+            return await measure_streams(backend, seed, sizes.window_s)
+        if cell.load == PREFILL:
+            return await _prefill(backend, sizes.prefills, seed)
+        clients = clients_of(cell.load)
+        count = max(sizes.fewest, sizes.per_client * clients)
+        return await _closed(backend, clients, RandomLengths(sizes.input_len, sizes.output_len), count, seed)
+
+
+async def _closed(backend: Backend, clients: int, dataset: RandomLengths, count: int, seed: int) -> Figures:
+    run = await drive(backend, Load(max_concurrency=clients), dataset.requests(count, seed), seed)
+    figures = measure(run, None, exact_lengths=True).figures
+    if not figures["completed"]:
+        raise next(one.error for one in run.outcomes if one.error is not None)
+    return {**figures, "inexact": inexact(run)}
+
+
+async def _prefill(backend: Backend, count: int, seed: int) -> Figures:
+    """The rate is the prompt's length over the median time to its first token: what one client sees."""
+    figures = await _closed(backend, 1, RandomLengths(LONG_PROMPT, 1), count, seed)
+    median = figures["median_ttft_ms"]
+    return {**figures, "prefill_throughput": 1000 * LONG_PROMPT / median if median else None}
+
+
+async def _text(backend: Backend) -> Figures:
+    """Raises WrongAnswer."""
+    reply = await backend.send(BenchRequest(QUESTION, ANSWER_TOKENS))
+    if ANSWER not in reply.text:
+        raise WrongAnswer(f"{QUESTION!r} is answered with {reply.text!r}")
+    return {"right_answers": 1.0}
+
+
+def inexact(run: Run) -> float:
+    """Answered requests of which the server read or wrote another number of tokens than was asked."""
+    return sum(
+        one.reply is not None
+        and (one.reply.prompt_tokens, one.reply.output_tokens)
+        != (one.request.prompt_len, one.request.output_len)
+        for one in run.outcomes
+    )
+
+
+@asynccontextmanager
+async def _backend(running: RunningServer, *, ignore_eos: bool) -> AsyncIterator[Backend]:
+    server = running.server
+    backend: Backend
+    if server.family == "diptych":
+        backend = GrpcBackend(running.address, Asking(ignore_eos=ignore_eos, timeout_s=_TIMEOUT_S))
+    else:
+        asking = Asking(MODEL_NAME, ignore_eos, timeout_s=_TIMEOUT_S, extra_body=server.extra_body)
+        backend = OpenAIBackend(
+            f"http://{running.address}",
+            "completions",
+            asking,
+            new_connections=server.family == "llama.cpp",
+        )
+    try:
+        yield backend
+    finally:
+        await backend.close()

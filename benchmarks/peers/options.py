@@ -1,0 +1,94 @@
+"""The flags of `python -m benchmarks.peers`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.measure import Sizes
+from benchmarks.peers.places import DEFAULT_ROOT, Places
+
+GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
+VLLM_KINDS = ("bf16", "w8a8")
+_QUICK_GGUF = ("Q4_0", "BF16")
+_RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared, and how thoroughly."""
+
+    places: Places
+    results: Path
+    label: str
+    ours: tuple[str, ...]
+    llama: tuple[str, ...]
+    vllm: tuple[str, ...]
+    concurrencies: tuple[int, ...]
+    rounds: int
+    sizes: Sizes
+    model: str
+    install_only: bool
+    fresh: bool
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Exits with status 2 and a line about it for wrong flags."""
+    given = _parser().parse_args(argv)
+    sizes = Sizes(per_client=2, fewest=4, prefills=8, window_s=4.0) if given.quick else Sizes()
+    return Options(
+        places=Places(given.cache.expanduser().absolute()),
+        results=given.results.absolute(),
+        label=given.label,
+        ours=given.dtypes,
+        llama=given.llama or (_QUICK_GGUF if given.quick else GGUF_KINDS),
+        vllm=given.vllm,
+        concurrencies=given.concurrency,
+        rounds=given.rounds or (1 if given.quick else 3),
+        sizes=sizes,
+        model=given.model,
+        install_only=given.install_only,
+        fresh=given.fresh,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description="Diptych beside llama.cpp and vLLM on the same cores: installs, measures, compares.",
+        epilog="Interrupted, the same command goes on where it stopped. 'none' leaves a peer out.",
+    )
+    add = made.add_argument
+    add("--quick", action="store_true", help="one round, fewer requests, fewer GGUF types: under 8 minutes")
+    add("--rounds", type=int, metavar="N", help="interleaved rounds (3)")
+    add("--concurrency", type=_numbers, default=(1, 8, 16), metavar="N,…", help="clients (1,8,16)")
+    add("--dtypes", type=_names(None), default=("bf16", "auto"), metavar="D,…", help="ours (bf16,auto)")
+    add("--llama", type=_names(GGUF_KINDS), metavar="T,…", help=f"GGUF types ({','.join(GGUF_KINDS)})")
+    add("--vllm", type=_names(VLLM_KINDS), default=VLLM_KINDS, metavar="T,…", help="bf16,w8a8")
+    add("--model", default="bundled", help="a GGUF file (bundled)")
+    add("--cache", type=Path, default=DEFAULT_ROOT, help="where the peers are installed (%(default)s)")
+    add("--results", type=Path, default=_RESULTS, help="where the table goes (%(default)s)")
+    add("--label", default="peers-cpu", help="in the results' file names (%(default)s)")
+    add("--install-only", action="store_true", help="install and make the models, measure nothing")
+    add("--fresh", action="store_true", help="forget an interrupted run")
+    return made
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    values = tuple(sorted({int(part) for part in text.split(",")}))
+    if values[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least one client")
+    return values
+
+
+def _names(allowed: Sequence[str] | None) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = () if text == "none" else tuple(text.split(","))
+        unknown = [name for name in names if allowed is not None and name not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed or ())}")
+        return names
+
+    return parse

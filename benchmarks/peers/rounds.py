@@ -1,0 +1,85 @@
+"""Server by server, round by round: brought up or woken, warmed, measured, parked or stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.backends import Unreachable
+from benchmarks.peers.cells import START, Cell, Journal, Measurement
+from benchmarks.peers.cpu_time import busy_now
+from benchmarks.peers.measure import Sizes, WrongAnswer, measure_cell, warm_up
+from benchmarks.peers.process import RunningServer, StartFailed
+from benchmarks.peers.progress import Progress
+from benchmarks.peers.servers import Server
+from benchmarks.request import RequestFailed
+
+_SETTLE_S = 1.0  # after a wake-up, before the warm-up: the kernel moves the threads back
+
+
+class Rounds:
+    """Measures every missing cell of a journal. `faults` are the servers that had to be left out, and why."""
+
+    def __init__(self, servers: Sequence[Server], journal: Journal, sizes: Sizes, logs: Path) -> None:
+        self._servers, self._journal, self._sizes, self._logs = servers, journal, sizes, logs
+        self._parked: dict[str, RunningServer] = {}
+        self.faults: dict[str, str] = {}
+
+    def run(self, cells: Sequence[Cell], tell: Callable[[str], None]) -> None:
+        """A server that fails is left out from there on; the others go on."""
+        missing = self._journal.missing(cells)
+        progress = Progress(len(missing), tell)
+        with ExitStack() as stack:
+            self._start_parked(missing, stack, tell)
+            for number in sorted({cell.round for cell in missing}):
+                for server in self._servers:
+                    turn = [cell for cell in missing if (cell.round, cell.server) == (number, server.name)]
+                    if turn and server.name not in self.faults:
+                        self._turn(server, turn, progress)
+
+    def _start_parked(self, missing: Sequence[Cell], stack: ExitStack, tell: Callable[[str], None]) -> None:
+        for server in self._servers:
+            if server.parks and any(cell.server == server.name for cell in missing):
+                tell(f"starting {server.name} (a minute or two)")
+                try:
+                    running = stack.enter_context(RunningServer(server, self._logs))
+                    warm_up(running, self._sizes)
+                except (StartFailed, RequestFailed, Unreachable) as error:
+                    self._fault(server, error, tell)
+                    continue
+                self._journal.add(Measurement(Cell(0, server.name, START), {"start_s": running.start_s}))
+                running.park()
+                self._parked[server.name] = running
+
+    def _turn(self, server: Server, cells: Sequence[Cell], progress: Progress) -> None:
+        others = busy_now()
+        try:
+            with self._up(server) as running:
+                warm_up(running, self._sizes)
+                for cell in cells:
+                    measured = measure_cell(running, cell, self._sizes)
+                    figures = {**measured.figures, "busy_before_share": others}
+                    self._journal.add(Measurement(cell, figures))
+                    progress.measured(cell, figures)
+        except (StartFailed, RequestFailed, Unreachable, WrongAnswer) as error:
+            self._fault(server, error, progress.tell)
+
+    @contextmanager
+    def _up(self, server: Server) -> Iterator[RunningServer]:
+        running = self._parked.get(server.name)
+        if running is None:
+            with RunningServer(server, self._logs) as started:
+                yield started
+            return
+        running.wake()
+        time.sleep(_SETTLE_S)
+        try:
+            yield running
+        finally:
+            running.park()
+
+    def _fault(self, server: Server, error: Exception, tell: Callable[[str], None]) -> None:
+        self.faults[server.name] = str(error)
+        tell(f"LEFT OUT: {server.name}: {error}")

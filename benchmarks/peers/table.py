@@ -1,0 +1,171 @@
+"""The results as Markdown: absolute figures, then ratios beside their targets, misses said plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.peers.cells import PREFILL, START, STREAMS, closed_loop
+from benchmarks.peers.servers import Server
+from benchmarks.peers.summary import Best, Summary
+from benchmarks.peers.targets import Limits, Target
+
+_RATES = frozenset(["output_throughput", "prefill_throughput", "prompt_throughput_beside"])
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the page says."""
+
+    title: str
+    method: str
+    environment: Mapping[str, Any]
+    servers: Sequence[Server]
+    concurrencies: Sequence[int]
+    summary: Summary
+    targets: Sequence[Target]
+    limits: Limits | None
+    faults: Mapping[str, str]
+
+
+def markdown(report: Report) -> str:
+    parts = [
+        f"# {report.title}",
+        report.method,
+        _environment(report),
+        "## Closed loop",
+        *(_closed(report, clients) for clients in report.concurrencies),
+        "## Prefill, interference, start-up",
+        _others(report),
+        "## Ratios and targets",
+        _targets(report.targets),
+        _misses(report.targets),
+        *([_faults(report.faults)] if report.faults else []),
+        "## Command lines",
+        _commands(report.servers),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _environment(report: Report) -> str:
+    rows = [[name, _told(value)] for name, value in report.environment.items()]
+    if report.limits is not None:
+        peak, prompts = report.limits.bf16_flops / 1e9, report.limits.prompts_per_s
+        rows.append(["bf16 peak, all cores", f"{peak:.0f} GFLOP/s: {512 * prompts:.0f} prompt tokens/s"])
+    busy = [
+        _spread(report.summary, one.name, load, "busy_before_share", 100, 0) for one, load in _texts(report)
+    ]
+    steal = [_spread(report.summary, one.name, load, "steal_share", 100, 0) for one, load in _texts(report)]
+    rows.append(["cores in use by others before a turn, %", ", ".join(busy)])
+    rows.append(["stolen by the hypervisor, %", ", ".join(steal)])
+    return _table(["", ""], rows)
+
+
+def _texts(report: Report) -> list[tuple[Server, str]]:
+    load = closed_loop(report.concurrencies[-1])
+    return [(one, load) for one in report.servers]
+
+
+def _closed(report: Report, clients: int) -> str:
+    load = closed_loop(clients)
+    head = [load, "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "TPOT p50", "failed", "inexact"]
+    figures = [
+        ("output_throughput", 0),
+        ("median_ttft_ms", 0),
+        ("p99_ttft_ms", 0),
+        ("median_itl_ms", 1),
+        ("p99_itl_ms", 1),
+        ("median_tpot_ms", 1),
+        ("failed", 0),
+        ("inexact", 0),
+    ]
+    return _table(head, _rows(report, [(load, *figure) for figure in figures]))
+
+
+def _others(report: Report) -> str:
+    head = [
+        "",
+        "prefill tokens/s",
+        "ITL p50 alone",
+        "p99 alone",
+        "p50 beside",
+        "p99 beside",
+        "tokens/s beside",
+    ]
+    figures = [
+        (PREFILL, "prefill_throughput", 0),
+        (STREAMS, "median_itl_alone_ms", 1),
+        (STREAMS, "p99_itl_alone_ms", 1),
+        (STREAMS, "median_itl_beside_ms", 1),
+        (STREAMS, "p99_itl_beside_ms", 1),
+        (STREAMS, "prompt_throughput_beside", 0),
+        (START, "start_s", 1),
+    ]
+    return _table([*head, "start-up s"], _rows(report, figures))
+
+
+def _rows(report: Report, figures: Sequence[tuple[str, str, int]]) -> Iterator[list[str]]:
+    for server in report.servers:
+        cells = [_spread(report.summary, server.name, *one[:2], 1, one[2]) for one in figures]
+        if any(cell != "–" for cell in cells):
+            yield [server.name, *cells]
+
+
+def _targets(targets: Sequence[Target]) -> str:
+    rows = [
+        [
+            one.what,
+            f"{'≥' if one.direction == 'at least' else '≤'} {one.bound:g}",
+            "–" if one.ratio is None else f"{one.ratio:.2f}",
+            {True: "met", False: "**missed**", None: "not measured"}[one.met],
+            _best(one.ours),
+            _best(one.theirs),
+        ]
+        for one in targets
+    ]
+    return _table(["what", "target", "measured", "", "ours", "theirs"], rows)
+
+
+def _misses(targets: Sequence[Target]) -> str:
+    missed = [one for one in targets if one.met is False]
+    if not missed:
+        return "No target that was measured is missed."
+    said = (f"- {one.what}: {one.ratio:.2f}, to be {one.direction} {one.bound:g}." for one in missed)
+    return "Missed:\n\n" + "\n".join(said)
+
+
+def _faults(faults: Mapping[str, str]) -> str:
+    told = (f"- {name}: {reason.splitlines()[0]}" for name, reason in faults.items())
+    return "Left out, because it failed:\n\n" + "\n".join(told)
+
+
+def _commands(servers: Sequence[Server]) -> str:
+    lines = []
+    for one in servers:
+        variables = [f"{name}={value}" for name, value in one.environment.items()]
+        lines.append(f"# {one.name}\n{' '.join([*variables, *one.arguments])}")
+    return "```\n" + "\n".join(lines) + "\n```"
+
+
+def _spread(summary: Summary, server: str, load: str, figure: str, factor: float, digits: int) -> str:
+    seen = summary.spread(server, load, figure)
+    if seen is None:
+        return "–"
+    middle, low, high = (f"{factor * value:.{digits}f}" for value in (seen.median, seen.lowest, seen.highest))
+    return middle if low == high == middle or figure in ("failed", "inexact") else f"{middle} ({low}–{high})"
+
+
+def _best(best: Best | None) -> str:
+    return "–" if best is None else f"{best.value:.1f} ({best.server})"
+
+
+def _told(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(f"{one:.1f}" if isinstance(one, float) else str(one) for one in value)
+    return str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,61 @@
+"""The order of measurements, and going on after an interruption."""
+
+from pathlib import Path
+
+from benchmarks.peers.cells import (
+    PREFILL,
+    STREAMS,
+    TEXT,
+    Cell,
+    Journal,
+    Measurement,
+    all_cells,
+    clients_of,
+    closed_loop,
+)
+from benchmarks.peers.servers import Server
+
+A = Server("a", "vllm", "bf16", (), streams=True)
+B = Server("b", "llama.cpp", "Q4_0", ())
+
+
+def test_rounds_are_interleaved_and_the_text_comes_first() -> None:
+    cells = all_cells([A, B], [1, 16], 2)
+    of_a = [TEXT, "C=1", "C=16", PREFILL, STREAMS]
+    of_b = of_a[:-1]
+    turns = [(number, name, loads) for number in range(2) for name, loads in (("a", of_a), ("b", of_b))]
+    assert cells == [Cell(number, name, load) for number, name, loads in turns for load in loads]
+
+
+def test_a_load_says_its_clients() -> None:
+    assert clients_of(closed_loop(16)) == 16
+
+
+def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    path, cells = tmp_path / "runs" / "x.jsonl", all_cells([A, B], [1], 1)
+    first = Journal(path, {"rounds": 1})
+    assert first.missing(cells) == cells
+    first.add(Measurement(cells[0], {"right_answers": 1.0, "nothing": None}))
+    first.add(Measurement(cells[3], {"rate": 2.0}))
+    again = Journal(path, {"rounds": 1})
+    assert again.measured == first.measured
+    assert again.missing(cells) == [*cells[1:3], *cells[4:]]
+
+
+def test_measures_again_what_was_cut_short(tmp_path: Path) -> None:
+    path, cells = tmp_path / "x.jsonl", all_cells([B], [1], 1)
+    first = Journal(path, {})
+    first.add(Measurement(cells[0], {"rate": 1.0}))
+    first.add(Measurement(cells[1], {"rate": 2.0}))
+    path.write_text(path.read_text()[:-20])
+    again = Journal(path, {})
+    assert again.missing(cells) == cells[1:]
+    again.add(Measurement(cells[1], {"rate": 3.0}))
+    assert Journal(path, {}).missing(cells) == cells[2:]
+
+
+def test_measurements_for_another_question_are_not_mixed_in(tmp_path: Path) -> None:
+    path, cells = tmp_path / "x.jsonl", all_cells([B], [1], 1)
+    Journal(path, {"rounds": 1}).add(Measurement(cells[0], {}))
+    assert Journal(path, {"rounds": 2}).missing(cells) == cells
+    assert Journal(path, {"rounds": 1}).missing(cells) == cells
