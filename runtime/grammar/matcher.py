@@ -1,0 +1,99 @@
+"""From a grammar's text to llguidance's matcher, with a bound on everything it may use."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from runtime.grammar.grammar import BadGrammar, Grammar, Kind
+
+# Fuel is llguidance's count of elementary work: about 50,000 a millisecond while a lexer is built, 14,000 in
+# a step, and 20,000 parser items. A step of one row delays every row of its batch.
+LIMITS: Final = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,  # 1 to 2 KB each
+    max_grammar_size=100_000,
+    verbose_errors=False,  # they quote the grammar
+)
+
+# Between two tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound a model
+# that is unsure writes white space until its tokens run out.
+WHITE_SPACE: Final = r" |\n[ \t]{0,24}"
+
+_KEYWORD: Final = re.compile(r'"(\$?[A-Za-z]{1,24})"')
+# JSON Schema's own words may be named in an error: the caller did not invent them.
+_KEYWORDS: Final = frozenset(
+    [
+        *("$dynamicRef", "$recursiveRef", "contains", "contentEncoding", "contentMediaType", "contentSchema"),
+        *(
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "else",
+            "if",
+            "maxContains",
+            "maxProperties",
+        ),
+        *("minContains", "minProperties", "not", "propertyNames", "then", "unevaluatedItems"),
+        *("unevaluatedProperties", "uniqueItems"),
+    ]
+)
+_FAULTS: Final = (
+    ("Unsatisfiable", "nothing can satisfy it"),
+    ("NoExtension", "nothing can satisfy it"),
+    ("oneOf constraints", "has a oneOf whose alternatives are not told apart by their types; anyOf is"),
+    ("Unknown format", "has a format that is not known here"),
+    ("look-around", "has look-around, which is not supported"),
+    ("backreferences", "has back references, which are not supported"),
+    ("not present in a registry", "refers to another document"),
+    ("recursion limit", "is nested too deep"),
+    ("too large", "is too complex"),
+    ("too many", "is too complex"),
+    ("too complex", "is too complex"),
+    ("fuel", "is too complex"),
+    ("limit", "is too complex"),
+    ("Unable to determine", "is too complex"),
+)
+
+
+def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at the start of `grammar`, its first mask computed. Raises `BadGrammar`.
+
+    Releases the GIL while it works, milliseconds as a rule. Hostile grammars can take any time.
+    """
+    try:
+        source = _SOURCES[grammar.kind](grammar.text)
+    except ValueError as error:
+        raise BadGrammar("is no JSON object, or is nested too deep") from error
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise BadGrammar(_fault(matcher.get_error()))
+    return matcher
+
+
+def _json_schema(text: str) -> str:
+    source: str = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+    return source
+
+
+_SOURCES: Final = {
+    Kind.JSON_SCHEMA: _json_schema,
+    Kind.REGEX: LLMatcher.grammar_from_regex,
+    Kind.LARK: LLMatcher.grammar_from_lark,
+}
+
+
+def _fault(error: str) -> str:
+    """llguidance's words quote the grammar; these do not."""
+    if error.startswith("Unimplemented keys"):
+        known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(error)))
+        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
+    head = error.split("<state>", 1)[0]
+    return next((fault for word, fault in _FAULTS if word in head), "is not valid")

@@ -1,0 +1,89 @@
+"""Grammars compiled and walked byte by byte: what they let through, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLTokenizer
+
+from runtime.grammar.grammar import BadGrammar, Grammar, Kind
+from runtime.grammar.matcher import new_matcher
+
+BYTES = LLTokenizer("byte")
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    matcher = new_matcher(grammar, BYTES)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "good", "bad"),
+    [
+        (Kind.REGEX, "[a-c]{2}|é+", ["ab", "é", "éé"], ["a", "abc", "", "abé"]),
+        (Kind.LARK, 'start: "(" start ")" | "x"', ["x", "((x))"], ["(x", "()"]),
+        (
+            Kind.JSON_SCHEMA,
+            json.dumps(POINT),
+            ['{"x":1,"y":-2}', '{"x": 1, "y": 2}', '{\n  "x": 1,\n  "y": 2\n}'],
+            ['{"x":1}', '{"x":1,"y":2,"z":3}', '{"x":1.5,"y":2}', '{"x":1,"y":2} ', ' {"x":1,"y":2}'],
+        ),
+        (Kind.JSON_SCHEMA, '{"type": "object"}', ["{}", '{"a":[1,{"b":null}]}'], ["[]", "1", "{"]),
+    ],
+)
+def test_what_matches(kind: Kind, grammar: str, good: list[str], bad: list[str]) -> None:
+    for text in good:
+        assert matches(Grammar(kind, grammar), text), text
+    for text in bad:
+        assert not matches(Grammar(kind, grammar), text), text
+
+
+def test_white_space_in_json_is_bounded() -> None:
+    grammar = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
+    assert matches(grammar, "{\n" + " " * 24 + '"a":1}')
+    assert not matches(grammar, "{\n" + " " * 25 + '"a":1}')
+    assert not matches(grammar, '{\n\n"a":1}')
+    # A schema cannot lift the bound with the library's own keyword.
+    opened = '{"type": "object", "x-guidance": {"whitespace_pattern": "[ ]*"}}'
+    assert not matches(Grammar(Kind.JSON_SCHEMA, opened), '{  "a":1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "fault"),
+    [
+        (Kind.REGEX, "(secret", "is not valid"),
+        (Kind.REGEX, "(" * 10_000 + "a" + ")" * 10_000, "is not valid"),
+        (Kind.REGEX, r"[^\s\S]", "nothing can satisfy"),
+        (Kind.REGEX, "(?=secret)b", "look-around"),
+        (Kind.REGEX, r"(secret)\1", "back references"),
+        (Kind.JSON_SCHEMA, "{secret", "no JSON object"),
+        (Kind.JSON_SCHEMA, "[1]", "no JSON object"),
+        (Kind.JSON_SCHEMA, '{"type": "secret"}', "is not valid"),
+        (Kind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can satisfy"),
+        (Kind.JSON_SCHEMA, "false", "no JSON object"),
+        (Kind.JSON_SCHEMA, '{"$ref": "http://secret/x.json"}', "another document"),
+        (Kind.JSON_SCHEMA, '{"type": "string", "format": "secret"}', "format"),
+        (Kind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "not supported: uniqueItems"),
+        (Kind.JSON_SCHEMA, '{"oneOf": [{"minLength": 1}, {"minLength": 2}]}', "oneOf"),
+        (Kind.JSON_SCHEMA, '{"items":' * 1000 + "{}" + "}" * 1000, "nested too deep"),
+        (Kind.LARK, "start: secret", "is not valid"),
+        (Kind.LARK, "", "is not valid"),
+    ],
+)
+def test_bad_grammars_are_named_and_not_quoted(kind: Kind, grammar: str, fault: str) -> None:
+    with pytest.raises(BadGrammar, match=fault) as raised:
+        new_matcher(Grammar(kind, grammar), BYTES)
+    assert "secret" not in str(raised.value)
+
+
+def test_digests_tell_kinds_apart() -> None:
+    assert Grammar(Kind.REGEX, "a").digest != Grammar(Kind.LARK, "a").digest
+    assert Grammar(Kind.REGEX, "a").digest == Grammar(Kind.REGEX, "a").digest
