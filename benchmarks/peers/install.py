@@ -41,7 +41,7 @@ def install_vllm(places: Places, tell: Tell) -> None:
         return
     _run_all(steps, places, tell)
     for packages in places.vllm.glob("lib/python3*/site-packages"):
-        _name_distribution(packages)
+        name_distribution(packages)
     stamp.write_text(recipes.fingerprint(steps))
 
 
@@ -104,7 +104,7 @@ def _unpacked_tcmalloc(places: Places) -> Path | None:
     return next(iter(sorted(places.preloads.glob("usr/lib/*/libtcmalloc_minimal.so.4"))), None)
 
 
-def _name_distribution(packages: Path) -> None:
+def name_distribution(packages: Path) -> None:
     """vLLM finds its platform by a distribution called `vllm` whose version says "cpu"; the wheel is `vllm-
     cpu`.
 

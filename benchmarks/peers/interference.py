@@ -88,12 +88,15 @@ async def _run(backend: Backend, seed: int, tokens: int, *, with_prompts: bool) 
     asked = RandomLengths(STREAM_PROMPT, tokens).requests(STREAMS, seed)
     prompts = RandomLengths(LONG_PROMPT, 1).requests(_PROMPTS, seed + _OTHER_SEED) if with_prompts else []
     stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        sending = group.create_task(_back_to_back(backend, prompts, stop))
-        try:
-            replies = await asyncio.gather(*(backend.send(one) for one in asked))
-        finally:
-            stop.set()
+    try:
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(_back_to_back(backend, prompts, stop))
+            try:
+                replies = await asyncio.gather(*(backend.send(one) for one in asked))
+            finally:
+                stop.set()
+    except ExceptionGroup as failures:  # the first one ended the others
+        raise failures.exceptions[0] from None
     return Mixed(tuple(reply.arrivals for reply in replies), tuple(sending.result()))
 
 

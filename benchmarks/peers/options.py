@@ -57,6 +57,7 @@ def parse(argv: Sequence[str]) -> Options:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.peers",
+        allow_abbrev=False,
         description="Diptych beside llama.cpp and vLLM on the same cores: installs, measures, compares.",
         epilog="Interrupted, the same command goes on where it stopped. 'none' leaves a peer out.",
     )
