@@ -26,6 +26,7 @@ from kvtransfer.ready import HandoffStats, Ready
 from kvtransfer.wire import attempt_id
 from runtime.block_hash import block_keys
 from worker.attempt import Attempt
+from worker.grammar import Grammars
 from worker.step import StepThread
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Attempts:
     """Every attempt that is not over, and `running`: their gangs that have blocks, by age."""
 
     grants: Grants
+    grammars: Grammars
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class Attempts:
         self._joined += len(request.gangs)
         self._requests[attempt.key] = request
         gateway.keys.add(attempt.key)
+        if attempt.grammar is not None:
+            request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         self._expect(request)
 
     def _expect(self, request: DecodeRequest) -> None:
@@ -131,6 +135,8 @@ class Attempts:
             self._pool.release(ready.block_ids)
             self.grants.blocks_freed()
             return
+        if request.compiling is not None and not self._compiled(request, ready):
+            return
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
         request.blocks.take_over(ready.block_ids, ready.num_tokens)
@@ -142,6 +148,22 @@ class Attempts:
         request.blocks.all_rooted()
         request.gateway.flush()
         self._wake()
+
+    def _compiled(self, request: DecodeRequest, ready: Ready) -> bool:
+        """Whether the grammar is there. If not yet, `ready` comes again; if never, the attempt is over."""
+        compiling = request.compiling
+        if compiling is None:
+            return True
+        if not compiling.done():
+            compiling.add_done_callback(lambda _: self.on_ready(ready))
+            return False
+        if (error := compiling.exception()) is not None:
+            log.warning("the grammar of %s: %s", request.key, error)
+            self._fail(request, work_pb2.FAILURE_REASON_NOTHING_ALLOWED, "")
+            self.on_ready(ready)  # gives the blocks back
+            return False
+        request.grammar, request.compiling = compiling.result(), None
+        return True
 
     def on_failed(self, key: Key, reason: int, message: str) -> None:
         """The hand-over of an attempt failed; its blocks are already back or in quarantine."""

@@ -60,7 +60,7 @@ class Choice(Gang):
             return "finished"
         if len(output) == request.attempt.min_tokens:
             row = sequence.next_row
-            sequence.next_row = request.attempt.sample_row(row.params, output, row.mask)
+            sequence.next_row = request.attempt.sample_row(row.params, output, sequence.grammar)
         return None
 
     def _finish_reason(self, sequence: DecodeSequence) -> work_pb2.FinishReason | None:

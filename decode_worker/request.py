@@ -13,6 +13,7 @@ Every change of state goes through `move()`, which knows the legal ones and stam
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING
 from diptych.worker.v1 import work_pb2
 from kvtransfer.messages import Key
 from worker.attempt import Attempt
+from worker.grammar import GrammarState
 
 if TYPE_CHECKING:
     from decode_worker.attempt_blocks import AttemptBlocks
     from decode_worker.gang import Gang, Outcome
     from decode_worker.gateway_stream import GatewayStream
-    from decode_worker.sequence import GrammarState
 
 
 class State(enum.Enum):
@@ -59,6 +60,7 @@ class DecodeRequest:
     gangs: list[Gang] = field(default_factory=list)  # those that hold blocks, or will
     outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
+    compiling: asyncio.Task[GrammarState] | None = None  # until that is there
     decoded: int = 0  # tokens of all choices in this attempt
     state: State = State.ATTACHED
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})

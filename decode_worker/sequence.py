@@ -3,26 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, Self
 
-from engine.sampling import SampleRow, TokenMask
-
-
-class GrammarState(TokenMask, Protocol):
-    """Where an output stands in its grammar; as a mask, what may come next."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the output cannot go on."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """The output goes on with this token."""
-        ...
-
-    def copy(self) -> Self:
-        """The same place, for an output that parts from this one."""
-        ...
+from engine.sampling import SampleRow
+from worker.grammar import GrammarState
 
 
 @dataclass(slots=True, eq=False)

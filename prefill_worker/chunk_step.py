@@ -92,7 +92,7 @@ def _first_tokens(
     for params in attempt.choices.values():
         if id(params) in tokens:
             continue
-        (sampled,) = sample(logits, [attempt.sample_row(params, attempt.delivered_ids, request.mask)])
+        (sampled,) = sample(logits, [attempt.sample_row(params, attempt.delivered_ids, request.grammar)])
         if isinstance(sampled, SampleFailure):
             return sampled
         tokens[id(params)] = sampled_message(sampled)
@@ -103,7 +103,7 @@ def _beam_candidates(
     request: PrefillRequest, logits: torch.Tensor
 ) -> tuple[work_pb2.SampledToken, ...] | SampleFailure:
     attempt: Attempt = request.attempt
-    row = attempt.sample_row(attempt.params, attempt.delivered_ids, request.mask)
+    row = attempt.sample_row(attempt.params, attempt.delivered_ids, request.grammar)
     count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
     (found,) = candidates(logits, [row], count)
     return found if isinstance(found, SampleFailure) else tuple(map(candidate_message, found))

@@ -27,6 +27,7 @@ from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.scheduler import plan_asks, plan_chunks
 from worker.attempt import Attempt
+from worker.grammar import Grammars, GrammarState
 from worker.scored_tokens import failure_reason
 from worker.step import StepThread
 
@@ -40,6 +41,7 @@ class EngineLoop:
     """Chunked prefill for several gateways into the pools of several decode workers."""
 
     handoff: HandoffClient
+    grammars: Grammars
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class EngineLoop:
             gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
             return
         self._arrived += 1
-        self._requests[attempt.key] = PrefillRequest(
+        request = self._requests[attempt.key] = PrefillRequest(
             attempt,
             attempt.token_ids,
             gateway,
@@ -86,6 +88,20 @@ class EngineLoop:
             dispatch.decode_incarnation,
         )
         gateway.keys.add(attempt.key)
+        if attempt.grammar is not None:
+            compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
+            compiling.add_done_callback(functools.partial(self._compiled, request))
+        self._wake.set()
+
+    def _compiled(self, request: PrefillRequest, compiling: asyncio.Task[GrammarState]) -> None:
+        """Tokens can be sampled, or not: the gateway has tried the grammar, but not with this vocabulary."""
+        if compiling.cancelled() or request.state is State.ENDED:
+            return
+        if (error := compiling.exception()) is not None:
+            log.warning("the grammar of %s: %s", request.key, error)
+            self._stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NOTHING_ALLOWED)))
+        else:
+            request.grammar = compiling.result()
         self._wake.set()
 
     def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
@@ -171,11 +187,7 @@ class EngineLoop:
         self._step.close()
 
     def _computable(self) -> list[PrefillRequest]:
-        return [
-            r
-            for r in self._requests.values()
-            if r.state is State.GRANTED and r.stop is None and r.remaining > 0
-        ]
+        return [request for request in self._requests.values() if request.computable]
 
     def _ask(self) -> None:
         """Let the prompts that are about to run ask for blocks."""

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diptych.worker.v1 import work_pb2
-from engine.sampling import TokenMask
 from engine.score import CHUNK
 from kvtransfer.messages import Key
 from kvtransfer.peer import Granted
 from prefill_worker.scheduler import Prompt
 from worker.attempt import Attempt
+from worker.grammar import GrammarState
 
 if TYPE_CHECKING:
     from prefill_worker.gateway_stream import GatewayStream
@@ -78,7 +78,7 @@ class PrefillRequest:
     state: State = State.QUEUED
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
     wanted: set[int] = field(init=False)  # choices that nobody has cancelled
-    mask: TokenMask | None = None  # what a grammar lets come after the tokens delivered so far
+    grammar: GrammarState | None = None  # after the tokens delivered so far; comes while the request waits
     granted: Granted | None = None
     computed: int = 0
     steps: int = 0
@@ -98,6 +98,12 @@ class PrefillRequest:
     @property
     def key(self) -> Key:
         return self.attempt.key
+
+    @property
+    def computable(self) -> bool:
+        """Whether a step may take it up: it has blocks, and its grammar, if it has one, is compiled."""
+        compiled = self.attempt.grammar is None or self.grammar is not None
+        return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and compiled
 
     @property
     def remaining(self) -> int:

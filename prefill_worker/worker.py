@@ -22,6 +22,7 @@ from runtime.metrics import PrefillMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
+from worker.grammar import Grammars
 from worker.kind import WorkerKind
 from worker.program import serve_worker
 from worker.shell import WorkerShell
@@ -61,6 +62,7 @@ class PrefillWorker:
             beat=lambda: Beat(self._loop.steps, self._loop.busy),
         )
         self._loop.handoff = self._handoff
+        self._loop.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
         self._shell = WorkerShell(settings, engine, self._kind())

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.worker.v1 import work_pb2
-from engine.sampling import SampleRow, SamplingParams, TokenMask, choice_seed
+from engine.sampling import SampleRow, SamplingParams, choice_seed
 from kvtransfer.messages import Key
+from worker.grammar import GrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,15 @@ class Attempt:
         return next(iter(self.choices.values()))
 
     def sample_row(
-        self, params: SamplingParams, output_ids: Sequence[int], mask: TokenMask | None = None
+        self, params: SamplingParams, output_ids: Sequence[int], grammar: GrammarState | None = None
     ) -> SampleRow:
-        """What the next token after `output_ids` depends on; below min_tokens no stop token can come."""
-        held_back = tuple(self.stop_token_ids) if len(output_ids) < self.min_tokens else ()
-        return SampleRow(params, self.prompt_ids, output_ids, held_back, mask)
+        """What the next token after `output_ids` depends on; below min_tokens no stop token can come.
+
+        Unless nothing else can: what a grammar has completed ends, however short it is.
+        """
+        too_short = len(output_ids) < self.min_tokens and not (grammar is not None and grammar.complete)
+        held_back = tuple(self.stop_token_ids) if too_short else ()
+        return SampleRow(params, self.prompt_ids, output_ids, held_back, grammar)
 
     def finish_reason(self, token_id: int, count: int) -> work_pb2.FinishReason | None:
         """Why `token_id`, the output's token number `count`, ends it; None if it does not."""

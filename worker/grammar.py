@@ -72,7 +72,7 @@ class GrammarState:
         return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
     @property
-    def stopped(self) -> bool:
+    def complete(self) -> bool:
         """Whether the output is complete and cannot go on: all that may come now is an end of sequence."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
@@ -91,9 +91,11 @@ class Grammars:
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
-        """The state after the tokens `delivered`; compiled off the event loop. Raises `BadGrammar`."""
-        return await asyncio.to_thread(self.start_now, message, tuple(delivered))
+    def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
+        """The state after the tokens `delivered`, compiled off the event loop. Ends in `BadGrammar` or it."""
+        task = asyncio.create_task(asyncio.to_thread(self.start_now, message, tuple(delivered)))
+        task.add_done_callback(_seen)
+        return task
 
     def start_now(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
         """As `start`, on this thread."""
@@ -125,3 +127,9 @@ class Grammars:
             except (ValueError, OSError) as error:
                 raise BadGrammar(f"cannot be applied to this model: {error}") from error
         return self._vocabulary
+
+
+def _seen(task: asyncio.Task[GrammarState]) -> None:
+    """Of a request that is over nobody asks how its grammar was: that is no error to complain about."""
+    if not task.cancelled():
+        task.exception()
