@@ -29,7 +29,11 @@ def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> 
         sampling=work_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, **changes.pop("sampling", {})),
         choices=changes.pop("choices", (0,)),
         prompt_logprobs=changes.pop("prompt_logprobs", None),
-        stopping=work_pb2.Stopping(max_tokens=max_tokens),
+        stopping=work_pb2.Stopping(
+            max_tokens=max_tokens,
+            min_tokens=changes.pop("min_tokens", 0),
+            stop_token_ids=changes.pop("stop", ()),
+        ),
         cache_namespace=NAMESPACE,
         cache_read=changes.pop("cache_read", True),
         cache_write=changes.pop("cache_write", True),
