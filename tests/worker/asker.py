@@ -54,12 +54,14 @@ class Heard:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[work_pb2.Score]] = field(default_factory=dict)
     words: dict[int, list[str]] = field(default_factory=dict)
+    over: dict[int, asyncio.Event] = field(default_factory=dict)
     prompt_scores: list[work_pb2.Score] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         for choice in self.choices:
             self.outputs[choice], self.scores[choice], self.words[choice] = [], [], []
+            self.over[choice] = asyncio.Event()
 
     @property
     def tokens(self) -> list[int]:
@@ -74,6 +76,7 @@ class Heard:
 
     def end(self, choice: int, word: str) -> None:
         self.words[choice].append(word)
+        self.over[choice].set()
         if all(self.words.values()):
             self.ended.set()
 
