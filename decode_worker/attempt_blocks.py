@@ -83,10 +83,8 @@ class AttemptBlocks:
             sequence.block_ids.append(self._draw())
             return
         block = sequence.block_ids[place]
-        if self._pool.references(block) > 1:
-            fresh = self._draw()
+        if (fresh := self._writable(block)) is not None:
             self._memory.copy_block(block, fresh)
-            self._pool.release([block])
             sequence.block_ids[place] = fresh
 
     def publish(self, sequence: DecodeSequence) -> None:
@@ -109,6 +107,15 @@ class AttemptBlocks:
         self._pool.release(self._prompt)
         self._pool.release(self._reserve)
         self._prompt, self._reserve = [], []
+
+    def _writable(self, block: int) -> int | None:
+        """As `BlockPool.writable`, on the reserve while there is one."""
+        if not self._reserve:
+            return self._pool.writable(block)
+        if self._pool.references(block) == 1:
+            return None
+        self._pool.release([block])
+        return self._reserve.pop()
 
     def _draw(self) -> int:
         if self._reserve:

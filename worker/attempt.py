@@ -97,7 +97,8 @@ class Attempt:
             min_tokens=work.stopping.min_tokens,
             max_tokens=min(work.stopping.max_tokens, max_context - len(prompt_ids)),
             cache_namespace=work.cache_namespace,
-            cache_read=work.cache_read,
+            # What is cached is not computed, and has no logits.
+            cache_read=work.cache_read and not work.HasField("prompt_logprobs"),
             cache_write=work.cache_write,
             priority=work.priority,
             reserve_worst_case=work.reserve_worst_case,

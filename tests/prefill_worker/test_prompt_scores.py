@@ -15,7 +15,8 @@ async def test_every_token_but_the_first_is_scored(transport, length):
     prompt = tuple((7 * n) % 61 for n in range(length))
     async with house(transport, blocks=64, chunk=8) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-        message = work(("r", 1), prompt, 5, prompt_logprobs=3, cache_read=False)
+        message = work(("r", 1), prompt, 5, prompt_logprobs=3)
+        await gateway.start(decode, prefill, work(("before", 1), prompt, 1)).ended.wait()
         neighbour = gateway.start(decode, prefill, work(("other", 1), prompt[::-1], 5))
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
@@ -37,7 +38,7 @@ async def test_tokens_that_were_delivered_before_are_not_the_prompt():
     prompt, delivered = tuple(range(10)), greedy(tuple(range(10)), 7)
     async with house("shared_memory", blocks=64, chunk=8) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-        message = work(("r", 2), prompt, 12, delivered=delivered, prompt_logprobs=0, cache_read=False)
+        message = work(("r", 2), prompt, 12, delivered=delivered, prompt_logprobs=0)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
         assert len(heard.prompt_scores) == len(prompt) - 1
