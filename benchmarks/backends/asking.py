@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ from typing import Any
 class Asking:
     """`model` None asks for the server's first one. `ignore_eos` makes answers as long as they should be.
 
-    `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it.
+    `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it. `on_output` is
+    called with the moment of each message with output, for those who cannot wait for the end of an answer.
     """
 
     model: str | None = None
@@ -19,3 +20,4 @@ class Asking:
     temperature: float = 0.0
     timeout_s: float = 600.0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    on_output: Callable[[float], None] | None = None

@@ -50,6 +50,8 @@ class GrpcBackend:
                     if output.token_ids:
                         arrivals.append(now)
                         tokens += len(output.token_ids)
+                        if self._asking.on_output is not None:
+                            self._asking.on_output(now)
                     texts.append(output.text)
                 last = message
         except grpc.RpcError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import aiohttp
@@ -71,7 +72,7 @@ class OpenAIBackend:
         return self._model
 
     async def send(self, request: BenchRequest) -> Reply:
-        answer = _Answer(self._endpoint)
+        answer = _Answer(self._endpoint, self._asking.on_output)
         body = json.dumps(self._body(request, await self.model()))
         try:
             async with self._session.post(
@@ -114,8 +115,9 @@ class OpenAIBackend:
 class _Answer:
     """One stream as it comes."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, on_output: Callable[[float], None] | None) -> None:
         self._chat = endpoint == "chat/completions"
+        self._on_output = on_output
         self._reader = EventReader()
         self._arrivals: list[float] = []
         self._texts: list[str] = []
@@ -163,6 +165,8 @@ class _Answer:
         if text or not (ended or "role" in said):
             self._arrivals.append(now)
             self._texts.append(text)
+            if self._on_output is not None:
+                self._on_output(now)
         if ended:
             self._finished, self._ended = True, now
 

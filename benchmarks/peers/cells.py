@@ -44,7 +44,7 @@ def clients_of(load: str) -> int:
 
 
 def loads_of(server: Server, concurrencies: Sequence[int]) -> list[str]:
-    """All loads of one round, the text first: a server that answers wrongly is not worth measuring."""
+    """All loads of one round."""
     return [TEXT, *map(closed_loop, concurrencies), PREFILL, *([STREAMS] if server.streams else [])]
 
 

@@ -1,8 +1,8 @@
 """The load that disaggregation is for: streams that decode while long prompts arrive back to back.
 
-Eight clients read long answers; one more sends a 512-token prompt, takes the first token and sends the
-next. What counts is the gap between two messages of a stream (ITL), and how many prompt tokens a second get
-through beside them. Only the time counts in which all streams were decoding.
+Eight clients read long answers. Once all have their first token they are watched alone; then one more
+client sends 512-token prompts, each as soon as the one before has its first token. What counts is the gap
+between two messages of a stream (ITL), and how many prompt tokens a second get through beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from benchmarks.backends import Backend
@@ -20,26 +21,37 @@ from benchmarks.request import BenchRequest
 
 STREAMS = 8
 STREAM_PROMPT, LONG_PROMPT = 128, 512
-_PROBE_TOKENS = 24
-_FEWEST, _MOST = 48, 1_200  # tokens of a stream: enough gaps for a percentile, and within the model's context
-_PROMPTS = 400  # more than any window can see
+STREAM_TOKENS = 1_700  # asked for; nobody reads to the end. With its prompt it fits a context of 2,048.
+_PROMPTS = 400  # more than are sent
 _OTHER_SEED = 500
+
+Connect = Callable[[Callable[[float], None]], AbstractAsyncContextManager[Backend]]
+"""A client of its own, which tells the moment of each message with output."""
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """What one run saw: each stream's moments of output, and when each long prompt was sent and answered."""
+class Watched:
+    """Each stream's moments of output, when each prompt was sent and answered, and the phases' limits.
+
+    The streams were alone from `begin` to `middle`; from there to `end` prompts arrived.
+    """
 
     streams: tuple[tuple[float, ...], ...]
     prompts: tuple[tuple[float, float], ...]
+    begin: float
+    middle: float
+    end: float
 
-    def window(self) -> tuple[float, float]:
-        """From the last stream's first token to the first stream's last one."""
-        return max(one[0] for one in self.streams), min(one[-1] for one in self.streams)
+    def figures(self) -> Figures:
+        return {
+            **latencies("itl_alone", self.gaps(self.begin, self.middle)),
+            **latencies("itl_beside", self.gaps(self.middle, self.end)),
+            "gaps": len(self.gaps(self.middle, self.end)),
+            "prompt_throughput_beside": self.prompt_rate(),
+        }
 
-    def gaps(self) -> list[float]:
-        """Seconds between two outputs of a stream, both of them inside the window."""
-        begin, end = self.window()
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between two outputs of a stream, both of them between the two moments."""
         return [
             later - earlier
             for one in self.streams
@@ -47,68 +59,66 @@ class Mixed:
             if begin <= earlier and later <= end
         ]
 
-    def prompt_rate(self) -> float | None:
-        """Prompt tokens a second inside the window; a prompt that was cut by its edge counts for its
-        share."""
-        begin, end = self.window()
-        if end <= begin or not self.prompts:
-            return None
-        shares = [
-            max(0.0, min(end, answered) - max(begin, sent)) / (answered - sent)
-            for sent, answered in self.prompts
-        ]
-        return LONG_PROMPT * sum(shares) / (end - begin)
+    def prompt_rate(self) -> float:
+        """Prompt tokens a second."""
+        return LONG_PROMPT * len(self.prompts) / (self.end - self.middle)
 
 
-def stream_tokens(mean_gap_s: float, window_s: float) -> int:
-    """How long answers must be for a window of about `window_s`."""
-    return max(_FEWEST, min(_MOST, round(window_s / mean_gap_s)))
+async def watch(connect: Connect, seed: int, alone_s: float, beside_s: float) -> Watched:
+    """Takes both times, and what the last prompt needs. Raises RequestFailed."""
+    asked = RandomLengths(STREAM_PROMPT, STREAM_TOKENS).requests(STREAMS, seed)
+    prompts = RandomLengths(LONG_PROMPT, 1).requests(_PROMPTS, seed + _OTHER_SEED)
+    arrivals = [_Arrivals() for _ in asked]
+    async with AsyncExitStack() as clients:
+        prompter = await clients.enter_async_context(connect(lambda moment: None))
+        readers = [await clients.enter_async_context(connect(one.add)) for one in arrivals]
+        async with _running(readers, asked):
+            for one in arrivals:
+                await one.begun.wait()
+            begin = time.perf_counter()
+            await asyncio.sleep(alone_s)
+            middle = time.perf_counter()
+            answered = await _back_to_back(prompter, prompts, middle + beside_s)
+            end = time.perf_counter()
+    return Watched(tuple(tuple(one.moments) for one in arrivals), tuple(answered), begin, middle, end)
 
 
-async def measure_streams(backend: Backend, seed: int, window_s: float) -> Figures:
-    """ITL of the streams alone, then beside prompts. A short run first says how slow the server is then.
+class _Arrivals:
+    """One stream's output as it comes."""
 
-    Raises RequestFailed.
-    """
-    alone = await _run(backend, seed, _FEWEST * 2, with_prompts=False)
-    probe = await _run(backend, seed + 1, _PROBE_TOKENS, with_prompts=True)
-    gaps = probe.gaps()
-    tokens = stream_tokens(sum(gaps) / len(gaps), window_s) if gaps else _FEWEST
-    beside = await _run(backend, seed + 2, tokens, with_prompts=True)
-    return {
-        **latencies("itl_alone", alone.gaps()),
-        **latencies("itl_beside", beside.gaps()),
-        "gaps": len(beside.gaps()),
-        "prompt_throughput_beside": beside.prompt_rate(),
-        "stream_tokens": tokens,
-    }
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self.begun = asyncio.Event()
+
+    def add(self, moment: float) -> None:
+        self.moments.append(moment)
+        self.begun.set()
 
 
-async def _run(backend: Backend, seed: int, tokens: int, *, with_prompts: bool) -> Mixed:
-    asked = RandomLengths(STREAM_PROMPT, tokens).requests(STREAMS, seed)
-    prompts = RandomLengths(LONG_PROMPT, 1).requests(_PROMPTS, seed + _OTHER_SEED) if with_prompts else []
-    stop = asyncio.Event()
+@asynccontextmanager
+async def _running(readers: Sequence[Backend], asked: Sequence[BenchRequest]) -> AsyncIterator[None]:
+    """The streams, for as long as the block lasts; they are left in the middle. One that fails ends the
+    block."""
     try:
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(_back_to_back(backend, prompts, stop))
-            try:
-                replies = await asyncio.gather(*(backend.send(one) for one in asked))
-            finally:
-                stop.set()
+            tasks = [
+                group.create_task(one.send(request)) for one, request in zip(readers, asked, strict=True)
+            ]
+            yield
+            for task in tasks:
+                task.cancel()
     except ExceptionGroup as failures:  # the first one ended the others
         raise failures.exceptions[0] from None
-    return Mixed(tuple(reply.arrivals for reply in replies), tuple(sending.result()))
 
 
 async def _back_to_back(
-    backend: Backend, prompts: Sequence[BenchRequest], stop: asyncio.Event
+    prompter: Backend, prompts: Sequence[BenchRequest], until: float
 ) -> list[tuple[float, float]]:
-    """The last prompt is finished, too: what it got inside the window counts."""
     answered: list[tuple[float, float]] = []
     for prompt in prompts:
-        if stop.is_set():
-            break
         sent = time.perf_counter()
-        await backend.send(prompt)
+        if sent >= until:
+            break
+        await prompter.send(prompt)
         answered.append((sent, time.perf_counter()))
     return answered

@@ -37,7 +37,7 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Exits with status 2 and a line about it for wrong flags."""
     given = _parser().parse_args(argv)
-    sizes = Sizes(per_client=2, fewest=4, prefills=8, window_s=4.0) if given.quick else Sizes()
+    sizes = Sizes(per_client=2, fewest=4, prefills=8, alone_s=1.5, beside_s=4.0) if given.quick else Sizes()
     return Options(
         places=Places(given.cache.expanduser().absolute()),
         results=given.results.absolute(),

@@ -10,7 +10,7 @@ from benchmarks.peers.cells import PREFILL, STREAMS, TEXT, Cell
 _SHOWN = {
     PREFILL: (("prefill_throughput", "prompt tok/s"),),
     STREAMS: (("median_itl_beside_ms", "ms ITL p50"), ("p99_itl_beside_ms", "ms p99")),
-    TEXT: (("right_answers", "right"),),
+    TEXT: (("right_answers", "of 1 right"),),
 }
 _CLOSED = (("output_throughput", "tok/s"), ("median_ttft_ms", "ms TTFT"), ("median_itl_ms", "ms ITL"))
 
@@ -32,6 +32,10 @@ class Progress:
 
 def told(load: str, figures: Mapping[str, float | None]) -> str:
     """The figures that matter of one load, and every failure."""
-    shown = [f"{figures[name]:.1f} {unit}" for name, unit in _SHOWN.get(load, _CLOSED) if figures.get(name)]
+    shown = [
+        f"{figures[name]:.1f} {unit}"
+        for name, unit in _SHOWN.get(load, _CLOSED)
+        if figures.get(name) is not None
+    ]
     failed = [f"{figures[name]:.0f} {name}" for name in ("failed", "inexact") if figures.get(name)]
     return ", ".join(shown + failed)

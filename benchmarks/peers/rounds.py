@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.backends import Unreachable
 from benchmarks.peers.cells import START, Cell, Journal, Measurement
 from benchmarks.peers.cpu_time import busy_now
-from benchmarks.peers.measure import Sizes, WrongAnswer, measure_cell, warm_up
+from benchmarks.peers.measure import Sizes, measure_cell, warm_up
 from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.peers.progress import Progress
 from benchmarks.peers.servers import Server
@@ -63,7 +63,7 @@ class Rounds:
                     figures = {**measured.figures, "busy_before_share": others}
                     self._journal.add(Measurement(cell, figures))
                     progress.measured(cell, figures)
-        except (StartFailed, RequestFailed, Unreachable, WrongAnswer) as error:
+        except (StartFailed, RequestFailed, Unreachable) as error:
             self._fault(server, error, progress.tell)
 
     @contextmanager

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.cells import PREFILL, START, STREAMS, closed_loop
+from benchmarks.peers.cells import PREFILL, START, STREAMS, TEXT, closed_loop
 from benchmarks.peers.servers import Server
 from benchmarks.peers.summary import Best, Summary
 from benchmarks.peers.targets import Limits, Target
-
-_RATES = frozenset(["output_throughput", "prefill_throughput", "prompt_throughput_beside"])
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,9 @@ def _others(report: Report) -> str:
         (STREAMS, "p99_itl_beside_ms", 1),
         (STREAMS, "prompt_throughput_beside", 0),
         (START, "start_s", 1),
+        (TEXT, "right_answers", 0),
     ]
-    return _table([*head, "start-up s"], _rows(report, figures))
+    return _table([*head, "start-up s", "Paris"], _rows(report, figures))
 
 
 def _rows(report: Report, figures: Sequence[tuple[str, str, int]]) -> Iterator[list[str]]:

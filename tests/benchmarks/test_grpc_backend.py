@@ -52,6 +52,15 @@ async def test_reads_the_servers_own_times() -> None:
     assert figures["median_server_prefill_ms"] == pytest.approx(40)
 
 
+async def test_tells_of_output_while_it_comes() -> None:
+    seen: list[float] = []
+    async with serving(ScriptedService(itl=0.01)) as address:
+        backend = GrpcBackend(address, Asking(on_output=seen.append))
+        reply = await backend.send(REQUEST)
+        await backend.close()
+    assert tuple(seen) == reply.arrivals
+
+
 async def test_counts_tokens_of_messages_with_several() -> None:
     service = ScriptedService(itl=0.05, per_message=3)
     figures = measure(await ran(service, 2, 1), None, exact_lengths=True).figures

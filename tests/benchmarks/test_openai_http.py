@@ -97,6 +97,12 @@ async def test_gives_up_at_its_time_limit() -> None:
     assert measure(run, None, exact_lengths=True).errors == {"TIMEOUT": 1}
 
 
+async def test_tells_of_output_while_it_comes() -> None:
+    seen: list[float] = []
+    reply = await one(ScriptedHttp(itl=0.01), REQUEST, "completions", Asking(on_output=seen.append))
+    assert tuple(seen) == reply.arrivals
+
+
 async def test_asks_completions_with_token_ids() -> None:
     script = ScriptedHttp()
     reply = await one(script, REQUEST, "completions", Asking(extra_body={"top_k": 1, "stream_options": None}))
