@@ -16,6 +16,7 @@ from gateway.config import GatewaySettings
 from gateway.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
 from gateway.live_requests import LiveRequests
+from gateway.openai.door import OpenAIDoor
 from gateway.served_model import ServedModel
 from gateway.service import SERVICE, add_inference_service
 from gateway.session_events import Role
@@ -39,6 +40,8 @@ class Gateway:
     ) -> None:
         """``incarnation_id`` sets several gateways in one process apart; default is the process's own."""
         self._settings = settings
+        self._model = model
+        self._digest = digest
         self.registry: CollectorRegistry = new_registry()
         self.metrics = GatewayMetrics(self.registry)
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
@@ -91,6 +94,8 @@ class Gateway:
             registry=self.registry,
             ready=lambda: self.ready,
             insecure=settings.insecure,
+            door=OpenAIDoor(calls, self.generator, self._text, self._model, self._digest),
+            max_body_bytes=limits.MAX_BODY_BYTES,
         )
         self.http_port = self._http.port
         await self.mirror.start()

@@ -1,45 +1,47 @@
-"""The HTTP port for operators: /metrics (Prometheus), /health (alive), /ready (able to serve).
+"""The HTTP port of every program: /metrics (Prometheus), /health (alive), /ready (able to serve), /version.
 
-Answers GET and HEAD of these three paths on the program's own event loop, one request a connection,
-so /health also says that the loop turns. Written by hand in place of a web framework: it parses one
-request line and ignores the headers.
+It runs on the program's own event loop, so /health also says that the loop turns. Whatever else is asked goes
+to the program's door, if it has one: the gateway's speaks OpenAI's API.
+
+What a client can do to the port is bounded here: the number of connections, the size of heads and bodies, and
+the time that a connection may sit without a whole request. A client that goes away cancels its handler.
 """
 
 import asyncio
-import contextlib
+import importlib.metadata
+import json
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Any
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from runtime.bind_address import require_safe_bind
 
-_READ_TIMEOUT_S = 5.0
-_HEAD_LIMIT = 16 << 10
-_MAX_CONNECTIONS = 64
-_TEXT = "text/plain; charset=utf-8"
+IDLE_S = 30.0
+"""Seconds for the head of a request, and between two requests on one connection."""
+_MAX_CONNECTIONS = 1024
+_MAX_BODY_BYTES = 64 << 10
+_BACKLOG = 512
+_GRACE_S = 0.5
+_TEXT = "text/plain"
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _Answer:
-    status: HTTPStatus
-    body: bytes
-    content_type: str = _TEXT
+Door = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpEdge:
     """Make it with `HttpEdge.start`; `port` is the one it listens on."""
 
-    def __init__(self, registry: CollectorRegistry, ready: Callable[[], bool]) -> None:
+    def __init__(self, registry: CollectorRegistry, ready: Callable[[], bool], door: Door | None) -> None:
         self._registry = registry
         self._ready = ready
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._door = door
+        self._runner: web.ServerRunner | None = None
         self.port = 0
 
     @classmethod
@@ -51,6 +53,8 @@ class HttpEdge:
         registry: CollectorRegistry,
         ready: Callable[[], bool],
         insecure: bool = False,
+        door: Door | None = None,
+        max_body_bytes: int = _MAX_BODY_BYTES,
     ) -> "HttpEdge":
         """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503.
 
@@ -58,60 +62,97 @@ class HttpEdge:
         port is taken.
         """
         require_safe_bind(host, encrypted=False, insecure=insecure)
-        edge = cls(registry, ready)
-        edge._server = await asyncio.start_server(edge._on_connection, host, port, limit=_HEAD_LIMIT)
-        edge.port = edge._server.sockets[0].getsockname()[1]
+        edge = cls(registry, ready, door)
+        server = _Server(edge._answer, max_body_bytes)
+        edge._runner = web.ServerRunner(server, shutdown_timeout=_GRACE_S)
+        await edge._runner.setup()
+        try:
+            await web.TCPSite(edge._runner, host, port, backlog=_BACKLOG).start()
+        except OSError:
+            await edge._runner.cleanup()
+            raise
+        edge.port = edge._runner.addresses[0][1]
         return edge
 
     async def close(self) -> None:
         """Stops listening and drops open connections."""
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a connection is handled outside a task")
-        self._tasks.add(task)
-        try:
-            if len(self._tasks) <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(_READ_TIMEOUT_S):
-                    await self._serve(reader, writer)
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            _log.debug("an HTTP client went away or sent no request")
-        finally:
-            self._tasks.discard(task)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        operator = _OPERATOR.get(request.path)
+        if operator is None:
+            if self._door is not None:
+                return await self._door(request)
+            return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
+        if request.method not in ("GET", "HEAD"):
+            return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})
+        return operator(self)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        method, _, rest = head.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
-        answer = self._answer(method, path)
-        writer.write(
-            f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
-            f"Content-Type: {answer.content_type}\r\n"
-            f"Content-Length: {len(answer.body)}\r\n"
-            "Connection: close\r\n\r\n".encode("latin-1")
+    def _health(self) -> web.Response:
+        return _text(HTTPStatus.OK, "alive\n")
+
+    def _readiness(self) -> web.Response:
+        if self._ready():
+            return _text(HTTPStatus.OK, "ready\n")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
+
+    def _metrics(self) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
         )
-        if method != "HEAD":
-            writer.write(answer.body)
-        await writer.drain()
 
-    def _answer(self, method: str, path: str) -> _Answer:
-        if method not in ("GET", "HEAD"):
-            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, b"only GET and HEAD\n")
-        if path == "/health":
-            return _Answer(HTTPStatus.OK, b"alive\n")
-        if path == "/ready":
-            if self._ready():
-                return _Answer(HTTPStatus.OK, b"ready\n")
-            return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
-        if path == "/metrics":
-            return _Answer(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4)
-        return _Answer(HTTPStatus.NOT_FOUND, b"/metrics, /health or /ready\n")
+    def _version(self) -> web.Response:
+        body = json.dumps({"version": importlib.metadata.version("diptych")})
+        return web.Response(text=body, content_type="application/json")
+
+
+_OPERATOR: dict[str, Callable[[HttpEdge], web.Response]] = {
+    "/health": HttpEdge._health,
+    "/ready": HttpEdge._readiness,
+    "/metrics": HttpEdge._metrics,
+    "/version": HttpEdge._version,
+}
+
+
+def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, text=body, content_type=_TEXT, headers=headers)
+
+
+class _Server(web.Server):
+    """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
+
+    def __init__(self, handler: Door, max_body_bytes: int) -> None:
+        super().__init__(
+            handler,
+            request_factory=self._request,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=IDLE_S,
+            lingering_time=1.0,
+            # A compressed body could be a thousand times its size; nobody sends one.
+            auto_decompress=False,
+        )
+        self._max_body_bytes = max_body_bytes
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            _log.debug("too many HTTP connections")
+            transport.abort()
+
+    def _request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"
+    ) -> web.BaseRequest:
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, self._loop, client_max_size=self._max_body_bytes
+        )
+
+
+async def read_body(request: web.BaseRequest, timeout_s: float) -> bytes:
+    """The whole body. Raises HTTPRequestEntityTooLarge, RequestPayloadError (malformed) and TimeoutError."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # what was sent is no part of the response
+    async with asyncio.timeout(timeout_s):
+        return await request.read()

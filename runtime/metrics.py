@@ -87,6 +87,13 @@ class GatewayMetrics(RoleMetrics):
             buckets=_DURATION,
             registry=registry,
         )
+        self.http_duration = Histogram(
+            "http_server_request_duration_seconds",
+            "Duration of incoming HTTP requests for output, whole streams",
+            ["http_route", "http_response_status_code"],
+            buckets=_DURATION,
+            registry=registry,
+        )
         self.input_tokens = Counter("diptych_input_tokens", "Prompt tokens of requests", registry=registry)
         self.output_tokens = Counter("diptych_output_tokens", "Tokens sent to clients", registry=registry)
         self.route_decisions = Counter(

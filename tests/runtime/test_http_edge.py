@@ -1,5 +1,7 @@
 import asyncio
 import contextlib
+import importlib.metadata
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -25,7 +27,7 @@ class Edge:
         return int(head.split(b" ")[1]), body
 
     async def get(self, path: str, method: str = "GET") -> tuple[int, bytes]:
-        return await self.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        return await self.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
 
 
 @pytest_asyncio.fixture
@@ -54,13 +56,13 @@ async def test_health_ready_and_metrics(edge: Edge) -> None:
     [
         ("GET /nothing HTTP/1.1", 404),
         ("POST /metrics HTTP/1.1", 405),
-        ("GET", 404),
-        ("", 405),
-        ("\x00\xff garbage", 405),
+        ("GET", 400),
+        ("\x00\xff garbage", 400),
     ],
 )
 async def test_other_requests_get_a_plain_refusal(edge: Edge, request_line: str, status: int) -> None:
-    assert (await edge.send(request_line.encode("latin-1") + b"\r\n\r\n"))[0] == status
+    rest = "\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert (await edge.send((request_line + rest).encode("latin-1")))[0] == status
     assert (await edge.get("/health"))[0] == 200
 
 
@@ -73,10 +75,46 @@ async def test_too_long_a_head_and_silent_clients_do_no_harm(edge: Edge) -> None
     reader, writer = await asyncio.open_connection("127.0.0.1", edge.edge.port)
     writer.write(b"GET /" + b"a" * 100_000)
     with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(reader.read(), 10) == b""
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.0 400")
     writer.close()
     assert (await edge.get("/health"))[0] == 200
     silent.close()
+
+
+async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.http_edge.IDLE_S", 0.3)
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")
+    closed = asyncio.ensure_future(reader.read())
+    for _ in range(20):  # a byte now and then keeps nothing alive
+        if not closed.done():
+            writer.write(b"a")
+            await asyncio.sleep(0.1)
+    assert closed.done()
+    assert closed.exception() is not None or closed.result() == b""
+    writer.close()
+    await http.close()
+
+
+async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.http_edge._MAX_CONNECTIONS", 2)
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
+    kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+    kept[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(kept[0][0].readline(), 2)
+    for _, other in kept:
+        other.close()
+    await http.close()
+
+
+async def test_the_version_is_told(edge: Edge) -> None:
+    status, body = await edge.get("/version")
+    assert (status, json.loads(body)) == (200, {"version": importlib.metadata.version("diptych")})
 
 
 async def test_close_ends_open_connections() -> None:

@@ -1,0 +1,136 @@
+"""What both kinds of answers share: the envelope, the numbering of choices, usage, and why a choice ended.
+
+Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
+from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.openai.draft import Asked
+
+DONE: Final = "data: [DONE]\n\n"
+# OpenAI has the first two and tool_calls; the others are the words of its neighbours.
+_FINISH: Final = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TIME_LIMIT: "time_limit",
+    pb.FINISH_REASON_CANCELLED: "abort",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    pb.FINISH_REASON_REPETITION: "repetition",
+}
+
+
+class Answer(ABC):
+    """The answer to one HTTP request.
+
+    Args:
+        model: the served name, which the client may have called otherwise.
+        fingerprint: of model and program.
+        created: Unix time in seconds.
+    """
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    event_object: ClassVar[str]
+
+    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+        self._asked = asked
+        self._model = model
+        self._fingerprint = fingerprint
+        self._created = created
+        self._usage = pb.Usage()
+        self._head = self._tail = ""
+
+    def events(self, prompt: int, message: pb.GenerateResponse) -> str:
+        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none."""
+        if message.HasField("usage"):
+            self._add(message.usage)
+        choices = [
+            self.event_choice(self._number(prompt, output.index), output) for output in message.outputs
+        ]
+        if message.HasField("prompt"):
+            choices[:0] = self.opening(prompt, message.prompt)
+        return "".join([f"{self._head}{choice}{self._tail}" for choice in choices])
+
+    def begin(self, request_id: str) -> None:
+        """Name the answer, before its first event."""
+        opened = json.dumps(self._envelope(self.event_object, request_id))
+        self._head = f'data: {opened[:-1]}, "choices":['
+        self._tail = '],"usage":null}\n\n' if self._asked.with_usage else "]}\n\n"
+
+    def last_events(self) -> str:
+        """After all choices of all prompts."""
+        if not self._asked.with_usage:
+            return DONE
+        return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
+
+    def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> bytes:
+        """The one JSON object; ``messages`` are whole answers, one for each prompt."""
+        choices = []
+        for prompt, message in enumerate(messages):
+            self._add(message.usage)
+            for output in sorted(message.outputs, key=lambda output: output.index):
+                number = self._number(prompt, output.index)
+                choices.append(self.whole_choice(number, prompt, message.prompt, output))
+        made = self._envelope(self.whole_object, request_id)
+        return json.dumps({**made, "choices": choices, "usage": usage(self._usage)}).encode()
+
+    @abstractmethod
+    def opening(self, prompt: int, info: pb.PromptInfo) -> list[str]:
+        """JSON of what comes ahead of a prompt's first output."""
+
+    @abstractmethod
+    def event_choice(self, number: int, output: pb.OutputDelta) -> str:
+        """JSON of one choice in an event: what is new of it."""
+
+    @abstractmethod
+    def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
+    ) -> dict[str, Any]:
+        """One choice of a whole answer."""
+
+    def _number(self, prompt: int, index: int) -> int:
+        return prompt * self._asked.choices + index
+
+    def _add(self, more: pb.Usage) -> None:
+        self._usage.prompt_tokens += more.prompt_tokens
+        self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
+        self._usage.cached_prompt_tokens += more.cached_prompt_tokens
+
+    def _envelope(self, kind: str, request_id: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+
+def usage(total: pb.Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": total.prompt_tokens,
+        "completion_tokens": total.completion_tokens,
+        "total_tokens": total.prompt_tokens + total.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
+    }
+
+
+def ending(output: pb.OutputDelta) -> dict[str, Any]:
+    """Why a choice ended. ``stop_reason`` is vLLM's: the string or the token id that ended it."""
+    kind = output.WhichOneof("stop_match")
+    return {
+        "finish_reason": _FINISH[output.finish_reason],
+        "stop_reason": None if kind is None else getattr(output, kind),
+    }
+
+
+def event_ending(output: pb.OutputDelta) -> str:
+    """The same as members of an event; nearly every event ends nothing."""
+    return json.dumps(ending(output))[1:-1] if output.finish_reason else '"finish_reason":null'

@@ -1,0 +1,82 @@
+"""Answers of ``/v1/chat/completions``: a message, or its pieces; tool calls as whole pieces of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.openai.answer import Answer, ending, event_ending
+from gateway.openai.draft import Asked
+from gateway.openai.logprobs import chat_logprobs
+
+
+class ChatAnswer(Answer):
+    """The first piece of each choice says whose turn it is."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole_object: ClassVar[str] = "chat.completion"
+    event_object: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+        super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
+        self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry says that it was opened
+        self._prompt_ids: list[int] = []
+
+    def opening(self, prompt: int, info: pb.PromptInfo) -> list[str]:
+        self._prompt_ids = list(info.token_ids)
+        return []
+
+    def event_choice(self, number: int, output: pb.OutputDelta) -> str:
+        opens = number not in self._calls
+        extra = ""
+        if self._asked.token_ids:
+            extra = f',"token_ids":{json.dumps(list(output.token_ids))}'
+            if opens:
+                extra += f',"prompt_token_ids":{json.dumps(self._prompt_ids)}'
+        logprobs = json.dumps(chat_logprobs(output.logprobs)) if self._asked.logprobs else "null"
+        return (
+            f'{{"index":{number},"delta":{self._delta(number, output, opens)},"logprobs":{logprobs},'
+            f"{event_ending(output)}{extra}}}"
+        )
+
+    def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
+    ) -> dict[str, Any]:
+        # With calls and no words of its own the content is null, as OpenAI has it.
+        content = output.text if output.text or not output.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if output.tool_calls:
+            message["tool_calls"] = [_call(call) for call in output.tool_calls]
+        choice = {
+            "index": number,
+            "message": message,
+            "logprobs": chat_logprobs(output.logprobs) if self._asked.logprobs else None,
+            **ending(output),
+        }
+        if self._asked.token_ids:
+            choice["token_ids"] = list(output.token_ids)
+            choice["prompt_token_ids"] = list(info.token_ids)
+        return choice
+
+    def _delta(self, number: int, output: pb.OutputDelta, opens: bool) -> str:
+        content = json.dumps(output.text)
+        if not opens and not output.tool_calls:
+            return f'{{"content":{content}}}' if output.text or not output.finish_reason else "{}"
+        members = [f'"content":{content}'] if output.text or not output.tool_calls else []
+        if opens:
+            members.insert(0, '"role":"assistant"')
+        sent = self._calls.get(number, 0)
+        if output.tool_calls:
+            calls = [{"index": sent + i, **_call(call)} for i, call in enumerate(output.tool_calls)]
+            members.append(f'"tool_calls":{json.dumps(calls)}')
+        self._calls[number] = sent + len(output.tool_calls)
+        return f"{{{','.join(members)}}}"
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments_json},
+    }

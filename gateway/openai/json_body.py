@@ -1,0 +1,41 @@
+"""The body of a request: bytes → the members of one JSON object, or `InvalidParameter`.
+
+Strict where Python's parser is not: only UTF-8, no NaN or Infinity, an object on top. What its limits refuse
+(nesting beyond the interpreter's stack, integers of thousands of digits) is the client's fault as well.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from runtime.errors import InvalidParameter
+
+BODY = "body"
+"""What errors call the body as a whole."""
+
+
+def parse_body(data: bytes) -> dict[str, object]:
+    """The top-level members. Raises `InvalidParameter` naming the body."""
+    try:
+        found = _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidParameter(BODY, "is not UTF-8") from error
+    except RecursionError as error:
+        raise InvalidParameter(BODY, "is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise InvalidParameter(
+            BODY, f"is not valid JSON: wrong at line {error.lineno}, column {error.colno}"
+        ) from error
+    except ValueError as error:  # an integer with more digits than Python reads, NaN, Infinity
+        raise InvalidParameter(BODY, "holds a number that is none or has too many digits") from error
+    if not isinstance(found, dict):
+        raise InvalidParameter(BODY, "must be a JSON object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,0 +1,81 @@
+"""Log-probabilities of tokens in OpenAI's two shapes: parallel lists for completions, records for chats.
+
+A token that is no whole UTF-8 is called ``bytes:\\xe2\\x96``, as OpenAI calls it: its replacement character
+would be the name of many tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from diptych.v1 import inference_pb2 as pb
+
+_LOWEST: Final = -9999.0  # JSON has no infinity
+
+
+def completion_logprobs(items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+    """
+    Args:
+        items: of consecutive tokens.
+        offset: characters of text before the first of them.
+
+    Returns:
+        ``tokens``, ``token_logprobs``, ``top_logprobs`` and ``text_offset``, one entry a token; and the
+        offset after the last one. Each of ``top_logprobs`` has the token itself too; it is null where there
+        is no logprob, which is at the first token of a prompt.
+    """
+    offsets: list[int] = []
+    for item in items:
+        offsets.append(offset)
+        offset += 0 if _broken(item) else len(_text(item))
+    return {
+        "tokens": [token_name(item) for item in items],
+        "token_logprobs": [_logprob(item) for item in items],
+        "top_logprobs": [_top(item) for item in items],
+        "text_offset": offsets,
+    }, offset
+
+
+def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
+    """``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
+    content = [{**_record(item), "top_logprobs": [_record(top) for top in item.top]} for item in items]
+    return {"content": content, "refusal": None}
+
+
+def token_name(item: pb.TokenLogprob) -> str:
+    if _broken(item):
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in item.utf8)
+    return _text(item)
+
+
+def _text(item: pb.TokenLogprob) -> str:
+    return item.text or item.utf8.decode("utf-8")
+
+
+def _broken(item: pb.TokenLogprob) -> bool:
+    """Whether the token's bytes are no text of their own."""
+    if not item.utf8:
+        return False
+    try:
+        item.utf8.decode("utf-8")
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _top(item: pb.TokenLogprob) -> dict[str, float] | None:
+    if not item.HasField("logprob"):
+        return None
+    top = {token_name(other): max(other.logprob, _LOWEST) for other in item.top}
+    top.setdefault(token_name(item), max(item.logprob, _LOWEST))
+    return top
+
+
+def _record(item: pb.TokenLogprob) -> dict[str, Any]:
+    data = item.utf8 or item.text.encode("utf-8")
+    return {"token": token_name(item), "logprob": _logprob(item), "bytes": list(data)}
+
+
+def _logprob(item: pb.TokenLogprob) -> float | None:
+    return max(item.logprob, _LOWEST) if item.HasField("logprob") else None
