@@ -27,6 +27,7 @@ class Ticket:
 
     tokens: int
     priority: int
+    sequences: int = 1  # that the workers run for it at once
     admitted: bool = False
     prefilled: bool = False
 
@@ -35,7 +36,8 @@ class AdmissionQueue:
     """Higher priority first, then first come, first served.
 
     Args:
-        max_running: requests that may be with the workers at once.
+        max_running: sequences that may be with the workers at once; a request counts as many as it makes. One
+            request is always let through when nothing runs, however many that are.
         max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers. One
             request is always taken when nothing waits, however long it is.
     """
@@ -49,7 +51,8 @@ class AdmissionQueue:
         self._tokens_per_s: float | None = None
         self._window_start = 0.0
         self._window_tokens = 0
-        self.running = 0
+        self.running = 0  # requests
+        self.sequences = 0  # of these
         self.waiting_tokens = 0
 
     @property
@@ -58,7 +61,13 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def offer(
-        self, prompt_tokens: int, *, priority: int = 0, time_left_s: float | None = None, now: float
+        self,
+        prompt_tokens: int,
+        *,
+        sequences: int = 1,
+        priority: int = 0,
+        time_left_s: float | None = None,
+        now: float,
     ) -> Ticket:
         """Take a request in; ``ticket.admitted`` says whether it may go on at once.
 
@@ -70,12 +79,12 @@ class AdmissionQueue:
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_waiting_tokens:
             raise QueueFull(retry_after_s=self.retry_hint_s())
         ahead_s = self._drain_s()
-        queued = self.running >= self._max_running
+        queued = not self._has_room(sequences)
         if queued and time_left_s is not None and ahead_s is not None and ahead_s > time_left_s:
             raise DeadlineUnattainable(retry_after_s=self.retry_hint_s())
         if not self.waiting_tokens:  # idle time is no measure of speed
             self._window_start, self._window_tokens = now, 0
-        ticket = Ticket(tokens, priority)
+        ticket = Ticket(tokens, priority, sequences)
         self.waiting_tokens += tokens
         self._waiting.add(ticket)
         heapq.heappush(self._heap, (-priority, self._arrivals, ticket))
@@ -104,6 +113,7 @@ class AdmissionQueue:
             self.waiting_tokens -= ticket.tokens
         if ticket.admitted:
             self.running -= 1
+            self.sequences -= ticket.sequences
         self._waiting.discard(ticket)
         return self._admit()
 
@@ -114,24 +124,32 @@ class AdmissionQueue:
 
     def invariants(self) -> None:
         """Raises AssertionError when the counts do not add up; for tests and idle checks."""
-        assert 0 <= self.running <= self._max_running, "too many requests run"
+        assert 0 <= self.running <= self.sequences or not self.sequences, "a request runs without a sequence"
+        assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
         assert self.waiting_tokens >= 0, "tokens were given back twice"
-        assert not self._waiting or self.running == self._max_running, "a place is empty while requests wait"
+        head = min((entry for entry in self._heap if entry[2] in self._waiting), default=None)
+        assert head is None or not self._has_room(head[2].sequences), "there is room while requests wait"
 
     def _drain_s(self) -> float | None:
         return None if self._tokens_per_s is None else self.waiting_tokens / self._tokens_per_s
 
     def _admit(self) -> list[Ticket]:
         admitted = []
-        while self._heap and self.running < self._max_running:
-            ticket = heapq.heappop(self._heap)[2]
-            if ticket not in self._waiting:
-                continue  # it left while it waited
-            self._waiting.remove(ticket)
-            ticket.admitted = True
-            self.running += 1
-            admitted.append(ticket)
+        while self._heap:
+            ticket = self._heap[0][2]
+            if ticket in self._waiting:  # else it left while it waited
+                if not self._has_room(ticket.sequences):
+                    break  # those behind it do not pass: a large request would never come in
+                self._waiting.remove(ticket)
+                ticket.admitted = True
+                self.running += 1
+                self.sequences += ticket.sequences
+                admitted.append(ticket)
+            heapq.heappop(self._heap)
         return admitted
+
+    def _has_room(self, sequences: int) -> bool:
+        return not self.running or self.sequences + sequences <= self._max_running
 
 
 class AdmissionGate:
@@ -146,13 +164,16 @@ class AdmissionGate:
         self,
         prompt_tokens: int,
         *,
+        sequences: int = 1,
         priority: int,
         time_left_s: float | None,
         on_admitted: Callable[[], None],
     ) -> Ticket:
         """As `AdmissionQueue.offer`. ``on_admitted`` is called once, now or later; `leave` is owed."""
         now = self._clock()
-        ticket = self.queue.offer(prompt_tokens, priority=priority, time_left_s=time_left_s, now=now)
+        ticket = self.queue.offer(
+            prompt_tokens, sequences=sequences, priority=priority, time_left_s=time_left_s, now=now
+        )
         if ticket.admitted:
             on_admitted()
         else:

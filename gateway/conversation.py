@@ -1,8 +1,8 @@
-"""The driver of one request: feeds its session, does what the session asks for, keeps what the client gets.
+"""The driver of one request: feeds its choices, does what they ask for, keeps what the client gets.
 
-Events come from the links (tokens, last words, lost workers), from timers and from the RPC handler; all on
-the event loop's thread. What is for the client lies in ``records`` until the handler takes it: pieces of
-output, and one last record. The queue is bounded by the request's own max_tokens.
+Events come from the links (tokens, last words, lost workers), from timers and from the handler; all on the
+event loop's thread. What is for the client lies in the choices' outputs and in ``outgoing`` until the handler
+takes it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from diptych.worker.v1 import work_pb2
+from gateway.choices import Choices
 from gateway.links import LinkDown
-from gateway.output import Delta, OutputStream
-from gateway.phase_times import Phases
+from gateway.outgoing import Outgoing
+from gateway.output import OutputStream
+from gateway.phase_times import PhaseBook, Phases
 from gateway.placement import Placement
+from gateway.prompt_scores import PromptScores
 from gateway.router import NoWorker, RouteRequest
-from gateway.session import Session
 from gateway.session_events import (
     Action,
     Attach,
@@ -36,6 +39,7 @@ from gateway.session_events import (
     Finish,
     FinishReason,
     NoRoute,
+    PrefillCommitted,
     Role,
     Routed,
     StopMatched,
@@ -43,8 +47,9 @@ from gateway.session_events import (
     TokensArrived,
     WorkerGone,
 )
+from gateway.wires import News, PromptScored
 from gateway.work import Job, build_work
-from runtime.errors import DiptychError, Internal
+from runtime.errors import Internal
 
 _log = logging.getLogger(__name__)
 
@@ -55,48 +60,74 @@ class Workers(Protocol):
     def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker: ...
     def attach(self, worker_id: str, work: work_pb2.Work) -> None: ...
     def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
-    def cancel(self, role: Role, worker_id: str, work_id: str, attempt: int) -> None: ...
+    def cancel(
+        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChoice:
+    """One choice of a route: when (monotonic seconds), and what came of it; None when there was no worker."""
+
+    start: float
+    end: float
+    placement: Placement | None
 
 
 class Conversation:
     """One request from its arrival to its end.
 
     Args:
-        output: turns tokens into pieces.
+        outputs: turn tokens into pieces, one for each choice.
         workers: where attempts go.
-        on_first_token: called once, when the first token of the output is there.
+        hold: nothing is sent before the end.
+
+    ``on_first_token`` is called once, when the first token of any output is there.
     """
 
     def __init__(
         self,
         job: Job,
-        output: OutputStream,
+        outputs: Sequence[OutputStream],
         workers: Workers,
         *,
         clock: Callable[[], float],
-        on_first_token: Callable[[], None],
+        hold: bool = False,
     ) -> None:
+        request = job.request
         self.job = job
-        self.output = output
-        self.session = Session(job.request.prompt_ids, job.max_tokens, now=clock())
-        self.records: asyncio.Queue[Delta | FinishReason | DiptychError] = asyncio.Queue()
-        self.placements: list[Placement] = []
+        self.outputs = outputs
+        self.choices = Choices(request.prompt_ids, job.max_tokens, len(outputs), now=clock())
+        self.prompt_scores = PromptScores(
+            len(request.prompt_ids) if request.prompt_logprobs is not None else 0
+        )
+        self._hold = hold
+        self.outgoing = Outgoing(held=hold or not self.prompt_scores.complete)
+        self.routes: list[RouteChoice] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
-        self._phases: dict[int, Phases] = {}
+        self._phases = PhaseBook()
         self._work = work_pb2.Work()
+        self._namespaces: dict[str, bytes] = {}  # of the workers that were chosen
         self._workers = workers
         self.clock = clock
-        self._on_first_token = on_first_token
+        self.on_first_token: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
         self._feeding = False
         self._timers: list[asyncio.TimerHandle] = []
 
     @property
     def phases(self) -> Phases:
-        """Summed over the attempts so far."""
-        return sum(self._phases.values(), Phases())
+        """Summed over the attempts at the choice that took longest."""
+        sessions = self.choices.sessions
+        longest = max(sessions, key=lambda session: session.transitions[-1][1])
+        return self._phases.of(longest.choice, longest.attempts)
+
+    @property
+    def billed(self) -> int:
+        """Output tokens of all choices."""
+        return sum(output.billed for output in self.outputs)
 
     def start_timers(self, time_limit_s: float | None) -> None:
         """Arm the call's deadline and the request's own soft limit, which counts from now."""
@@ -110,30 +141,25 @@ class Conversation:
     def feed(self, event: Event) -> None:
         """Apply an event and all that follows from it. An error here ends this request and no other."""
         self._events.append(event)
-        if self._feeding:
-            return
-        self._feeding = True
-        try:
-            while self._events:
-                for action in self.session.handle(self._events.popleft(), self.clock()):
-                    self._perform(action)
-        except Exception:
-            _log.exception("request %s: the gateway failed on it", self.job.request.request_id)
-            self._events.clear()
-            for action in self.session.handle(Broken(Internal()), self.clock()):
-                self._perform(action)
-        finally:
-            self._feeding = False
+        self._run()
 
-    def on_tokens(self, event: TokensArrived, cached_tokens: int) -> None:
-        """Tokens from the decode worker; ``cached_tokens`` counts with the first of an attempt."""
-        if self.cached_tokens is None and event.attempt == 1:
-            self.cached_tokens = cached_tokens
-        self.feed(event)
-
-    def on_phases(self, attempt: int, phases: Phases) -> None:
-        """Where the time of an attempt went; a later report replaces an earlier one."""
-        self._phases[attempt] = phases
+    def hear(self, news: Sequence[News]) -> None:
+        """What a worker said at one moment; likewise."""
+        for item in news:
+            event = item.event
+            if item.phases is not None:
+                self._phases.note(item.attempt, item.choice, item.phases)
+            if isinstance(event, TokensArrived):
+                if self.cached_tokens is None and event.attempt == 1:
+                    self.cached_tokens = item.cached_tokens
+                self._events.append(event)
+            elif isinstance(event, PromptScored):
+                self._prompt_scored(event)
+            elif isinstance(event, PrefillCommitted) and self._lacks_scores(event.attempt):
+                self._events.append(Broken(Internal()))  # they were promised before it
+            else:
+                self._events.append(event)
+        self._run()
 
     def close(self) -> None:
         """The handler is done, for whatever reason: workers that are still busy with it are told to stop."""
@@ -141,33 +167,63 @@ class Conversation:
             timer.cancel()
         self.feed(ClientGone())
 
+    def _run(self) -> None:
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            self._apply_events()
+        except Exception:
+            _log.exception("request %s: the gateway failed on it", self.job.request.request_id)
+            self._events.clear()
+            self._events.append(Broken(Internal()))
+            self._apply_events()
+        finally:
+            self._feeding = False
+
+    def _apply_events(self) -> None:
+        """All that waits, and what follows from it; then what the workers are to be told, and so on."""
+        choices, events = self.choices, self._events
+        while True:
+            while events:
+                for action in choices.handle(events.popleft(), self.clock()):
+                    self._perform(action)
+            left = choices.settle(self.clock())
+            if not left:
+                return
+            for action in left:
+                self._perform(action)
+
     def _perform(self, action: Action) -> None:
         match action:
-            case ChooseRoute(token_ids, avoid):
-                self._events.append(self._route(token_ids, avoid))
+            case Emit():
+                self._emit(action)
+            case ChooseRoute():
+                self._events.append(self._route(action))
             case Attach(worker_id, attempt):
-                namespace = self.placements[-1].cache_namespace
-                self._work = build_work(self.job, attempt, namespace, self.clock())
+                self._work = build_work(self.job, attempt, self._namespaces[worker_id], self.clock())
                 self._send(worker_id, partial(self._workers.attach, worker_id, self._work))
             case Dispatch(worker_id, decode_id, _):  # of the attempt that was attached just now
                 self._send(worker_id, partial(self._workers.dispatch, worker_id, decode_id, self._work))
-            case Cancel(role, worker_id, number):
-                self._workers.cancel(role, worker_id, self.job.work_id, number)
-            case Emit(_, token_ids):
-                self._emit(token_ids)
-            case Finish(reason):
-                self._finish(reason)
+            case Cancel(role, worker_id, number, choices):
+                self._workers.cancel(role, worker_id, self.job.work_id, number, choices)
+            case Finish(reason, choice):
+                self._finish(choice, reason)
             case Fail(error):
-                self.records.put_nowait(error)
+                self.outgoing.end(error)
 
-    def _route(self, token_ids: tuple[int, ...], avoid: frozenset[str]) -> Routed | NoRoute:
+    def _route(self, wanted: ChooseRoute) -> Event:
+        start = self.clock()
         affinity = self.job.request.session_id or self.job.work_id
-        request = RouteRequest(affinity, len(token_ids), self.job.worst_case_tokens, avoid)
-        placement = self._workers.place(request, self.job, token_ids)
+        worst_case = self.job.worst_case_tokens
+        request = RouteRequest(affinity, len(wanted.token_ids), worst_case, wanted.avoid)
+        placement = self._workers.place(request, self.job, wanted.token_ids)
         if isinstance(placement, NoWorker):
-            return NoRoute(placement.role)
-        self.placements.append(placement)
-        return Routed(placement.prefill_id, placement.decode_id)
+            self.routes.append(RouteChoice(start, self.clock(), None))
+            return NoRoute(placement.role, wanted.choices)
+        self.routes.append(RouteChoice(start, self.clock(), placement))
+        self._namespaces[placement.decode_id] = placement.cache_namespace
+        return Routed(placement.prefill_id, placement.decode_id, wanted.choices)
 
     def _send(self, worker_id: str, send: Callable[[], None]) -> None:
         try:
@@ -175,22 +231,33 @@ class Conversation:
         except LinkDown:
             self._events.append(WorkerGone(worker_id))
 
-    def _emit(self, token_ids: tuple[int, ...]) -> None:
+    def _emit(self, new: Emit) -> None:
         self.last_token_at = self.clock()
         if self.first_token_at is None:
             self.first_token_at = self.last_token_at
-            self._on_first_token()
-        if self.output.push(token_ids):
-            self._events.append(StopMatched(self.output.billed))
-            return
-        delta = self.output.take()
-        if delta is not None:
-            self.records.put_nowait(delta)
+            self.on_first_token()
+        output = self.outputs[new.choice]
+        if output.push(new.token_ids, new.scores):
+            self._events.append(StopMatched(output.billed, new.choice))
+        elif output.due:
+            self.outgoing.put(new.choice)
 
-    def _finish(self, reason: FinishReason) -> None:
-        delta = self.output.finish()
-        match = self.output.stop_match
-        if match is not None and match.text is not None:
+    def _finish(self, choice: int, reason: FinishReason) -> None:
+        output = self.outputs[choice]
+        output.finish()
+        if output.stopped_by_text:
             reason = FinishReason.STOP  # also when the match was complete only with the last held-back text
-        self.records.put_nowait(delta)
-        self.records.put_nowait(reason)
+        self.outgoing.finished[choice] = reason
+        self.outgoing.put(choice)
+        if len(self.outgoing.finished) == len(self.outputs):
+            self.outgoing.end()
+
+    def _prompt_scored(self, event: PromptScored) -> None:
+        """They go out with the first piece, which waits for the last of them. A gap is a worker's bug."""
+        if not self.prompt_scores.add(event.first, event.scores):
+            self._events.append(Broken(Internal()))
+        elif self.prompt_scores.complete and not self._hold:
+            self.outgoing.release()
+
+    def _lacks_scores(self, attempt: int) -> bool:
+        return attempt == self.choices.attempts and not self.prompt_scores.complete

@@ -41,7 +41,7 @@ class Directory(Protocol):
 class FleetListener(Protocol):
     """Who handles what the workers say."""
 
-    def deliver(self, news: News) -> None: ...
+    def deliver(self, news: Sequence[News]) -> None: ...
     def worker_gone(self, worker_id: str) -> None: ...
 
 
@@ -196,7 +196,7 @@ class Fleet:
     def attach(self, worker_id: str, work: work_pb2.Work) -> None:
         worker = self._linked(worker_id)
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
-        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids))
+        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), len(work.choices))
 
     def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
         worker, target = self._linked(worker_id), self._linked(decode_id).record
@@ -212,14 +212,18 @@ class Fleet:
         )
         worker.given(work.id.request_id, work.id.attempt, len(work.token_ids))
 
-    def cancel(self, role: Role, worker_id: str, work_id: str, attempt: int) -> None:
-        """Losing a link cancels what came over it, so a worker that is gone needs no message."""
+    def cancel(
+        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int] = ()
+    ) -> None:
+        """Without ``choices``: all that the worker still has of the attempt. Losing a link cancels what came
+        over it, so a worker that is gone needs no message.
+        """
         worker = self._workers.get(worker_id)
         if worker is None:
             return
-        worker.done(work_id, attempt)
+        worker.done(work_id, attempt, len(choices) or None)
         if worker.link.up:
-            worker.link.send(self._wires[role.value].cancel(work_id, attempt))
+            worker.link.send(self._wires[role.value].cancel(work_id, attempt, choices))
 
     # --- gateway.links.LinkListener -------------------------------------------------------------------
 
@@ -240,10 +244,10 @@ class Fleet:
         worker = self._workers.get(worker_id)
         for item in news:
             if item.last_word and worker is not None:
-                worker.done(item.work_id, item.attempt)
+                worker.done(item.work_id, item.attempt, 1)
             if item.detail:
                 _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
-            self._listener.deliver(item)
+        self._listener.deliver(news)
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
@@ -18,12 +19,13 @@ from gateway.conversation import Conversation
 from gateway.detokenizer import Detokenizer
 from gateway.fleet import Fleet
 from gateway.live_requests import LiveRequests
-from gateway.output import Delta, OutputStream
+from gateway.output import OutputStream
 from gateway.parsed_request import ParsedRequest
+from gateway.ranking import best
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
-from gateway.responses import response
+from gateway.responses import Responses, add_account
 from gateway.served_model import ServedModel
-from gateway.session_events import Admitted, FinishReason
+from gateway.session_events import Admitted
 from gateway.stop_strings import StopStrings
 from gateway.validation import parse_request
 from gateway.work import Job, TraceParent, work_id
@@ -47,6 +49,7 @@ class Generator:
         clock: Callable[[], float],
     ) -> None:
         self._model = model
+        self._responses = Responses(model.tokenizer)
         self._fleet = fleet
         self._live = live
         self._gate = gate
@@ -67,11 +70,7 @@ class Generator:
 
     async def whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         """The same in one message, which is returned and not written. Raises as `stream`, never ABORTED."""
-        try:
-            return await self._run(request, call, one_message=True)
-        except (WorkerLost, KvTransferFailed) as error:
-            # Tokens had come to this process, but nothing went out to the client: safe to replay.
-            raise type(error)() from error
+        return await self._run(request, call, one_message=True)
 
     async def _run(
         self, message: pb.GenerateRequest, call: Call, *, one_message: bool
@@ -126,17 +125,19 @@ class Generator:
         ticket: Ticket | None = None
         conversation: Conversation | None = None
         try:
-            conversation = self._start(request, call, limit, lambda: self._gate.prefilled(_owed(ticket)))
+            conversation = self._start(request, call, limit, one_message=one_message)
+            conversation.on_first_token = lambda: self._gate.prefilled(_owed(ticket))
             report.conversation = conversation
             self._live.add(conversation)
             ticket = self._gate.enter(
                 len(request.prompt_ids),
+                sequences=request.beam_width or request.choices,
                 priority=request.priority,
                 time_left_s=call.time_left_s(self._clock()),
                 on_admitted=partial(conversation.feed, Admitted()),
             )
             conversation.start_timers(request.time_limit_s)
-            return await self._answer(conversation, call, report, one_message=one_message)
+            return await self._answer(conversation, call, one_message=one_message)
         finally:
             if conversation is not None:
                 conversation.close()
@@ -144,9 +145,7 @@ class Generator:
                 self._gate.leave(ticket)
             self._live.release(request.request_id)
 
-    def _start(
-        self, request: ParsedRequest, call: Call, limit: int, on_first_token: Callable[[], None]
-    ) -> Conversation:
+    def _start(self, request: ParsedRequest, call: Call, limit: int, *, one_message: bool) -> Conversation:
         stop_ids = request.worker_stop_ids(self._model.card.eos_token_ids)
         job = Job(
             work_id=work_id(request.request_id),
@@ -156,55 +155,64 @@ class Generator:
             deadline=call.deadline,
             trace=TraceParent(*call.span.child_headers(OPERATION_KEY)),
         )
+        outputs = [self._output(request, frozenset(stop_ids)) for _ in range(request.choices)]
+        hold = one_message or request.best_of is not None
+        return Conversation(job, outputs, self._fleet, clock=self._clock, hold=hold)
+
+    def _output(self, request: ParsedRequest, stop_ids: frozenset[int]) -> OutputStream:
         needs_text = request.want_text or request.stop
-        output = OutputStream(
+        return OutputStream(
             Detokenizer(self._model.tokenizer, request.skip_special) if needs_text else None,
             StopStrings(request.stop, request.include_stop) if request.stop else None,
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_ids,
             include_stop=request.include_stop,
             min_tokens=request.min_tokens,
             interval=request.stream_interval,
             want_text=request.want_text,
             want_token_ids=request.want_token_ids,
+            want_scores=request.logprobs is not None,
         )
-        return Conversation(job, output, self._fleet, clock=self._clock, on_first_token=on_first_token)
 
     async def _answer(
-        self, conversation: Conversation, call: Call, report: RequestReport, *, one_message: bool
+        self, conversation: Conversation, call: Call, *, one_message: bool
     ) -> pb.GenerateResponse:
         """Write pieces until the end; returns the last message (written already, unless ``one_message``)."""
-        first = True
-        delta = Delta()
+        outgoing, first = conversation.outgoing, True
         while True:
-            record = await conversation.records.get()
-            reason: FinishReason | None = None
-            while True:  # what piled up meanwhile goes into one message
-                if isinstance(record, Delta):
-                    delta += record
-                elif isinstance(record, FinishReason):
-                    reason = record
-                else:
-                    if delta.tokens and not one_message:  # what was promised as delivered is delivered
-                        await call.write(_message(conversation, delta, None, first, call))
-                    raise record
-                if conversation.records.empty():
-                    break
-                record = conversation.records.get_nowait()
-            if reason is None and one_message:
-                continue
-            message = _message(conversation, delta, reason, first, call)
-            if not one_message:
-                await call.write(message)
-            if reason is not None:
-                report.reason = reason
-                return message
-            first, delta = False, Delta()
+            await outgoing.ready()
+            if outgoing.error is not None:
+                await self._deliver_rest(conversation, call, first=first)
+            if outgoing.complete:
+                break
+            await call.write(self._responses.message(conversation, outgoing.take(), first=first))
+            first = False
+        message = self._last_message(conversation, first=first)
+        add_account(message, conversation, call.received_at)
+        if not one_message:
+            await call.write(message)
+        return message
 
+    def _last_message(self, conversation: Conversation, *, first: bool) -> pb.GenerateResponse:
+        request = conversation.job.request
+        if request.best_of is None:
+            return self._responses.message(conversation, conversation.outgoing.take(), first=first)
+        ranked = best([output.logprob for output in conversation.outputs], request.n)
+        return self._responses.best(conversation, ranked)
 
-def _message(
-    conversation: Conversation, delta: Delta, reason: FinishReason | None, first: bool, call: Call
-) -> pb.GenerateResponse:
-    return response(conversation, delta, reason, first=first, received_at=call.received_at)
+    async def _deliver_rest(self, conversation: Conversation, call: Call, *, first: bool) -> NoReturn:
+        """The request failed. What was promised as delivered is delivered, unless nothing goes out at all."""
+        outgoing = conversation.outgoing
+        if outgoing.error is None:
+            raise RuntimeError("the request did not fail")
+        if outgoing.held:
+            if isinstance(outgoing.error, WorkerLost | KvTransferFailed):
+                # Tokens had come to this process, but nothing went out to the client: safe to replay.
+                raise type(outgoing.error)() from outgoing.error
+            raise outgoing.error
+        pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
+        if pending:
+            await call.write(self._responses.message(conversation, pending, first=first))
+        raise outgoing.error
 
 
 def _owed(ticket: Ticket | None) -> Ticket:

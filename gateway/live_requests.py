@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from gateway.conversation import Conversation
-from gateway.session_events import CancelAsked, Event, ShuttingDown, TokensArrived, WorkerGone
+from gateway.session_events import CancelAsked, Event, ShuttingDown, WorkerGone
 from gateway.wires import News
 from runtime.errors import DuplicateRequest
 
@@ -46,22 +47,23 @@ class LiveRequests:
     def cancel(self, request_id: str) -> bool:
         """Finish a request with CANCELLED. False: there is none of this id that still runs."""
         conversation = self._by_request.get(request_id)
-        if conversation is None or conversation.session.over:
+        if conversation is None or conversation.choices.over:
             return False
         conversation.feed(CancelAsked())
         return True
 
-    def deliver(self, news: News) -> None:
-        """Hand what a worker said to its conversation; nobody waits for news of a request that is over."""
-        conversation = self._by_work.get(news.work_id)
-        if conversation is None:
-            return
-        if news.phases is not None:
-            conversation.on_phases(news.attempt, news.phases)
-        if isinstance(news.event, TokensArrived):
-            conversation.on_tokens(news.event, news.cached_tokens)
-        else:
-            conversation.feed(news.event)
+    def deliver(self, news: Sequence[News]) -> None:
+        """Hand what a worker said to those it is about; nobody waits for news of a request that is over.
+
+        What one message says about a request is heard together: choices that fail at once go on together.
+        """
+        heard: dict[str, list[News]] = {}
+        for item in news:
+            heard.setdefault(item.work_id, []).append(item)
+        for work_id, items in heard.items():
+            conversation = self._by_work.get(work_id)
+            if conversation is not None:
+                conversation.hear(items)
 
     def worker_gone(self, worker_id: str) -> None:
         """Every request that this worker had part in learns it now."""

@@ -1,4 +1,4 @@
-"""Output tokens of one request → the pieces that its client gets: text, ids, stops, coalescing, the bill.
+"""Output tokens of one choice → the pieces that its client gets: text, ids, stops, coalescing, the bill.
 
 What stops the output:
 
@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.detokenizer import Detokenizer
+from gateway.session_events import TokenScore
 from gateway.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What is new since the last piece. ``tokens`` counts it even when ids are not wanted."""
+class Delta(NamedTuple):
+    """What is new since the last piece. ``tokens`` counts it even when ids are not wanted.
 
-    text: str = field(default="", repr=False)
-    token_ids: tuple[int, ...] = field(default=(), repr=False)
+    ``scores`` are of the same tokens as ``token_ids``, one each, or none at all.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
     tokens: int = 0
-
-    def __add__(self, later: Delta) -> Delta:
-        return Delta(self.text + later.text, self.token_ids + later.token_ids, self.tokens + later.tokens)
+    scores: Sequence[tuple[int, TokenScore]] = ()  # (token id, score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class StopMatch:
 
 
 class OutputStream:
-    """The output of one request.
+    """The output of one choice.
 
     Args:
         detokenizer: a fresh one; None when the client wants no text and set no stop strings.
@@ -48,6 +50,7 @@ class OutputStream:
         include_stop: show what stopped the output.
         min_tokens: until there are this many, stop strings are text like any other.
         interval: tokens per piece, at least 1. The first token and the last piece go at once.
+        want_scores: pieces carry what the model thought of their tokens, if the worker says it.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class OutputStream:
         interval: int,
         want_text: bool,
         want_token_ids: bool,
+        want_scores: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -70,45 +74,73 @@ class OutputStream:
         self._interval = interval
         self._want_text = want_text
         self._want_token_ids = want_token_ids
+        self._want_scores = want_scores
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._pending = 0  # tokens since the last piece
+        self._scores: list[tuple[int, TokenScore]] = []
+        self.pending = 0  # tokens since the last piece was taken
         self.billed = 0
+        self.logprob = 0.0  # of all billed tokens together, where the worker gives scores
         self.stop_match: StopMatch | None = None
 
-    def push(self, token_ids: Sequence[int]) -> bool:
-        """Take new tokens in. True: a stop string is complete after ``billed`` tokens; drop the rest."""
+    def push(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> bool:
+        """Take new tokens in, with a score each or none.
+
+        True: a stop string is complete after ``billed`` tokens; the rest of them was dropped.
+        """
         if self._stops is None:  # nothing to find between two tokens: detokenise them in one go
-            self._push_all(token_ids)
+            self._push_all(token_ids, scores)
             return False
-        for token_id in token_ids:
-            self._push_all((token_id,))
-            if self.stop_match is not None and self.stop_match.text is not None:
+        for index, token_id in enumerate(token_ids):
+            self._push_all((token_id,), scores[index : index + 1])
+            if self.stopped_by_text:
                 return True
         return False
 
-    def take(self) -> Delta | None:
-        """The next piece, if one is due."""
-        due = self.billed == self._pending or self._pending >= self._interval
+    @property
+    def due(self) -> bool:
+        """Whether a piece should go out now."""
+        if not self.pending or (self.pending < self._interval and self.billed != self.pending):
+            return False
         # Half a character, or a possible stop string, is no news to a client that wants text alone.
-        empty = not self._want_token_ids and not self._text
-        return self._take() if due and self._pending and not empty else None
+        return self._want_token_ids or bool(self._text) or bool(self._scores)
 
-    def finish(self) -> Delta:
-        """The last piece: what was held back, unless a stop string swallowed it."""
-        if self._detokenizer is not None and not self._stopped_by_text():
-            tail = self._detokenizer.flush()
-            if self._stops is not None:
-                self._text_found(tail)
-                tail = "" if self._stopped_by_text() else self._stops.flush()
-            if tail:
-                self._text.append(tail)
-        return self._take()
+    @property
+    def stopped_by_text(self) -> bool:
+        """Whether a stop string ended the output."""
+        return self.stop_match is not None and self.stop_match.text is not None
 
-    def _push_all(self, token_ids: Sequence[int]) -> None:
+    def finish(self) -> None:
+        """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
+        if self._detokenizer is None or self.stopped_by_text:
+            return
+        tail = self._detokenizer.flush()
+        if self._stops is not None:
+            self._text_found(tail)
+            tail = "" if self.stopped_by_text else self._stops.flush()
+        if tail:
+            self._text.append(tail)
+
+    def take(self) -> Delta:
+        """All that is new, due or not; possibly nothing."""
+        delta = Delta(
+            "".join(self._text) if self._want_text else "",
+            self._token_ids if self._want_token_ids else (),
+            self.pending,
+            self._scores,
+        )
+        self._text, self._token_ids, self._scores = [], [], []
+        self.pending = 0
+        return delta
+
+    def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> None:
         self._token_ids.extend(token_ids)
-        self._pending += len(token_ids)
+        self.pending += len(token_ids)
         self.billed += len(token_ids)
+        if scores:
+            self.logprob += sum(score.logprob for score in scores)
+            if self._want_scores:
+                self._scores.extend(zip(token_ids, scores, strict=True))
         if token_ids and token_ids[-1] in self._stop_ids:
             self.stop_match = StopMatch(token_id=token_ids[-1])
             if not self._include_stop:
@@ -129,17 +161,3 @@ class OutputStream:
             self._text.append(result.text_to_emit)
         if result.matched is not None:
             self.stop_match = StopMatch(text=result.matched)
-
-    def _stopped_by_text(self) -> bool:
-        return self.stop_match is not None and self.stop_match.text is not None
-
-    def _take(self) -> Delta:
-        delta = Delta(
-            "".join(self._text) if self._want_text else "",
-            tuple(self._token_ids) if self._want_token_ids else (),
-            self._pending,
-        )
-        self._text.clear()
-        self._token_ids.clear()
-        self._pending = 0
-        return delta

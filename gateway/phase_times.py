@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
 from diptych.worker.v1 import work_pb2
 
@@ -23,6 +24,30 @@ class Phases:
 
     def __add__(self, other: Phases) -> Phases:
         return Phases(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class PhaseBook:
+    """What the workers reported of a request's attempts, choice by choice."""
+
+    def __init__(self) -> None:
+        self._reports: dict[tuple[int, int], Phases] = {}
+
+    def note(self, attempt: int, choice: int, phases: Phases) -> None:
+        """A later report of the same choice replaces an earlier one."""
+        self._reports[attempt, choice] = phases
+
+    def of(self, choice: int, attempts: Iterable[int]) -> Phases:
+        """Of one choice over its attempts. Where nothing was reported of it, another choice of the same
+        attempt tells all but the decode phase.
+        """
+        return sum((self._one(attempt, choice) for attempt in attempts), Phases())
+
+    def _one(self, attempt: int, choice: int) -> Phases:
+        own = self._reports.get((attempt, choice))
+        if own is not None:
+            return own
+        other = next((p for (number, _), p in self._reports.items() if number == attempt), Phases())
+        return replace(other, decode=0.0)
 
 
 def read_phases(times: work_pb2.PhaseTimes) -> Phases:

@@ -17,6 +17,7 @@ from runtime.errors import (
     Internal,
     KvTransferFailed,
     NoReadyWorker,
+    NothingAllowed,
     WorkerLost,
 )
 
@@ -74,6 +75,8 @@ def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
             return GiveUp(DeadlineExceeded(phase))
         case Cause.INCOMPATIBLE:
             return GiveUp(_lost_unless(history, NoReadyWorker("decode")))
+        case Cause.NOTHING_ALLOWED:
+            return GiveUp(NothingAllowed())
         case Cause.INTERNAL:
             return GiveUp(Internal())
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.conversation import Conversation
-from gateway.responses import admission_s, decode_s, phase_of_end
+from gateway.responses import admission_s, decode_s
 from gateway.session import State
-from gateway.session_events import FinishReason
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 
@@ -32,7 +31,6 @@ class RequestReport:
     model: str = ""
     tokenized: tuple[float, float] | None = None
     conversation: Conversation | None = None
-    reason: FinishReason | None = None
 
     def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
         """Make the spans and count the metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
@@ -59,19 +57,15 @@ class RequestReport:
             spans.append(PhaseSpan("tokenize", *self.tokenized))
         if self.conversation is None:
             return spans
-        transitions = self.conversation.session.transitions
-        ends = [at for _, at in transitions[1:]] + [now]
-        failed_in = phase_of_end(self.conversation) if error is not None else None
-        routes = iter(self.conversation.placements)
-        for (state, start), end in zip(transitions, ends, strict=True):
-            if state is State.QUEUED:
-                failed = error if failed_in is state else None
-                spans.append(PhaseSpan("admission.wait", start, end, error=failed))
-            elif state is State.ROUTING:
-                placement = next(routes, None)
-                attributes = {} if placement is None else dict(placement.attributes)
-                failed = error if failed_in is state and placement is None else None
-                spans.append(PhaseSpan("route", start, end, attributes=attributes, error=failed))
+        choices = self.conversation.choices
+        failed_in = choices.phase if error is not None else None
+        (_, queued_at), *moved = choices.sessions[0].transitions  # they wait together
+        failed = error if failed_in is State.QUEUED else None
+        spans.append(PhaseSpan("admission.wait", queued_at, moved[0][1] if moved else now, error=failed))
+        for route in self.conversation.routes:
+            attributes = {} if route.placement is None else dict(route.placement.attributes)
+            failed = error if failed_in is State.ROUTING and route.placement is None else None
+            spans.append(PhaseSpan("route", route.start, route.end, attributes=attributes, error=failed))
         return spans
 
     def _attributes(self, now: float) -> dict[str, AttributeValue]:
@@ -95,7 +89,7 @@ class RequestReport:
             "gen_ai.request.frequency_penalty": request.sampling.frequency_penalty,
             "gen_ai.request.presence_penalty": request.sampling.presence_penalty,
             "gen_ai.usage.input_tokens": conversation.job.prompt_tokens,
-            "gen_ai.usage.output_tokens": conversation.output.billed,
+            "gen_ai.usage.output_tokens": conversation.billed,
             "gen_ai.usage.cache_read.input_tokens": conversation.cached_tokens or 0,
             "gen_ai.latency.e2e": now - self.call.received_at,
             "gen_ai.latency.time_in_queue": admission_s(conversation)
@@ -103,21 +97,24 @@ class RequestReport:
             + phases.grant_wait,
             "gen_ai.latency.time_in_model_prefill": phases.prefill,
             "gen_ai.latency.time_in_model_decode": decode_s(conversation, phases),
-            "diptych.attempts": conversation.session.attempt,
-            "diptych.preemptions": conversation.session.history.preemptions,
+            "diptych.attempts": conversation.choices.attempts,
+            "diptych.preemptions": conversation.choices.preemptions,
         }
         if conversation.first_token_at is not None:
             attributes["gen_ai.latency.time_to_first_token"] = (
                 conversation.first_token_at - self.call.received_at
             )
-        if self.reason is not None:
-            attributes["gen_ai.response.finish_reasons"] = [self.reason.value]
+        if len(conversation.outputs) > 1:
+            attributes["gen_ai.request.choice.count"] = len(conversation.outputs)
+        if conversation.outgoing.complete:
+            finished = sorted(conversation.outgoing.finished.items())
+            attributes["gen_ai.response.finish_reasons"] = [reason.value for _, reason in finished]
         return attributes
 
     def _count(
         self, metrics: GatewayMetrics, conversation: Conversation, error: str | None, now: float
     ) -> None:
-        billed, history = conversation.output.billed, conversation.session.history
+        billed = conversation.billed
         metrics.request_duration.labels(self.operation, self.model, error or "").observe(
             now - self.call.received_at
         )
@@ -129,19 +126,16 @@ class RequestReport:
             metrics.time_to_first_token.labels(self.operation, self.model).observe(
                 first - self.call.received_at
             )
-            if billed > 1:
-                per_token = (last - first) / (billed - 1)
+            each = billed / len(conversation.outputs)
+            if each > 1:
+                per_token = (last - first) / (each - 1)
                 metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
-        for cause, count in (
-            ("preempted", history.preemptions),
-            ("kv_transfer_failed", history.transfer_failures),
-            ("draining", history.refusals),
-        ):
-            if count:
-                metrics.retries.labels(cause).inc(count)
-        for placement in conversation.placements:
-            metrics.route_decisions.labels(placement.policy, placement.route.reason).inc()
-            metrics.predicted_hits.inc(placement.predicted_tokens)
+        for cause, count in conversation.choices.retries.items():
+            metrics.retries.labels(cause.value).inc(count)
+        for route in conversation.routes:
+            if route.placement is not None:
+                metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
+                metrics.predicted_hits.inc(route.placement.predicted_tokens)
 
 
 def operation_of(request: pb.GenerateRequest) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.conversation import Conversation
-from gateway.output import Delta, StopMatch
+from gateway.output import StopMatch
 from gateway.phase_times import Phases
-from gateway.session import State
-from gateway.session_events import FinishReason
+from gateway.session_events import Cause, FinishReason
+from gateway.token_logprobs import TokenLogprobs
+from runtime.tokenizer.tokenizer import Tokenizer
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -21,31 +23,68 @@ _FINISH = {
 }
 
 
-def response(
-    conversation: Conversation, delta: Delta, reason: FinishReason | None, *, first: bool, received_at: float
-) -> pb.GenerateResponse:
-    """One message of the stream; with ``first`` and a ``reason`` it is the whole answer.
+class Responses:
+    """Makes the messages of all requests.
 
-    Args:
-        received_at: when the call came, on the conversation's clock.
+    What a door gets: the first message of a request has ``request_id``, ``model`` and ``prompt``; each has
+    the choices with something new, in order, one `OutputDelta` each; a choice's last one has its
+    ``finish_reason``; the last message has ``usage`` and ``timings``. A whole answer is one message that is
+    first and last.
     """
-    message = pb.GenerateResponse()
-    request = conversation.job.request
-    output = message.outputs.add(text=delta.text, token_ids=delta.token_ids)
-    if first:
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._logprobs = TokenLogprobs(tokenizer)
+
+    def message(
+        self, conversation: Conversation, choices: Iterable[int], *, first: bool
+    ) -> pb.GenerateResponse:
+        """What is new of ``choices``, which is taken out of the conversation."""
+        message = pb.GenerateResponse()
+        for choice in choices:
+            self._add(message, conversation, choice, choice)
+        if first:
+            self._add_head(message, conversation)
+        return message
+
+    def best(self, conversation: Conversation, kept: Sequence[int]) -> pb.GenerateResponse:
+        """The whole answer from some of the choices, numbered anew in this order."""
+        message = pb.GenerateResponse()
+        for index, choice in enumerate(kept):
+            self._add(message, conversation, choice, index)
+        self._add_head(message, conversation)
+        return message
+
+    def _add(self, message: pb.GenerateResponse, conversation: Conversation, choice: int, index: int) -> None:
+        stream = conversation.outputs[choice]
+        delta = stream.take()
+        output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
+        if delta.scores:
+            output.logprobs.extend(self._logprobs.of_output(delta.scores))
+        reason = conversation.outgoing.finished.get(choice)
+        if reason is None:
+            return
+        output.finish_reason = _FINISH[reason]
+        if reason is FinishReason.STOP and stream.stop_match is not None:
+            _set_stop(output, stream.stop_match)
+
+    def _add_head(self, message: pb.GenerateResponse, conversation: Conversation) -> None:
+        request = conversation.job.request
         message.request_id = request.request_id
         message.model = request.model
         message.prompt.token_count = len(request.prompt_ids)
         message.prompt.cached_token_count = conversation.cached_tokens or 0
-    if reason is None:
-        return message
-    output.finish_reason = _FINISH[reason]
-    if reason is FinishReason.STOP and conversation.output.stop_match is not None:
-        _set_stop(output, conversation.output.stop_match)
+        if request.echo:
+            message.prompt.token_ids.extend(request.prompt_ids)
+        if request.prompt_logprobs is not None:
+            scores = conversation.prompt_scores.scores
+            message.prompt.logprobs.extend(self._logprobs.of_prompt(request.prompt_ids, scores))
+
+
+def add_account(message: pb.GenerateResponse, conversation: Conversation, received_at: float) -> None:
+    """Usage and timings, for the last message. ``received_at``: when the call came (the gateway's clock)."""
     message.usage.CopyFrom(_usage(conversation))
-    if request.want_timings:
+    if conversation.job.request.want_timings:
         message.timings.CopyFrom(timings(conversation, received_at))
-    return message
 
 
 def _set_stop(output: pb.OutputDelta, match: StopMatch) -> None:
@@ -56,7 +95,8 @@ def _set_stop(output: pb.OutputDelta, match: StopMatch) -> None:
 
 
 def _usage(conversation: Conversation) -> pb.Usage:
-    prompt, completion = conversation.job.prompt_tokens, conversation.output.billed
+    """All that was generated is billed, also what ``best_of`` threw away."""
+    prompt, completion = conversation.job.prompt_tokens, conversation.billed
     return pb.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -66,10 +106,12 @@ def _usage(conversation: Conversation) -> pb.Usage:
 
 
 def timings(conversation: Conversation, received_at: float) -> pb.Timings:
-    """Phases as the workers measured them, summed over attempts; the ends by the gateway's clock."""
+    """Phases as the workers measured them, summed over the attempts at the choice that took longest; the ends
+    by the gateway's clock.
+    """
     now = conversation.clock()
     phases = conversation.phases
-    history = conversation.session.history
+    choices = conversation.choices
     result = pb.Timings(
         queue=_duration(admission_s(conversation) + phases.prefill_queue + phases.grant_wait),
         prefill=_duration(phases.prefill),
@@ -78,8 +120,8 @@ def timings(conversation: Conversation, received_at: float) -> pb.Timings:
         decode=_duration(decode_s(conversation, phases)),
         total=_duration(now - received_at),
         kv_bytes_transferred=phases.kv_bytes_transferred,
-        preemptions=history.preemptions,
-        retries=max(conversation.session.attempt - 1 - history.preemptions, 0),
+        preemptions=choices.preemptions,
+        retries=choices.retries.total() - choices.retries[Cause.PREEMPTED],
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if conversation.first_token_at is not None:
@@ -89,7 +131,7 @@ def timings(conversation: Conversation, received_at: float) -> pb.Timings:
 
 def admission_s(conversation: Conversation) -> float:
     """Seconds that the request waited in the gateway's own queue."""
-    transitions = conversation.session.transitions
+    transitions = conversation.choices.sessions[0].transitions  # they wait together
     queued_at = transitions[0][1]
     left_at = transitions[1][1] if len(transitions) > 1 else conversation.clock()
     return left_at - queued_at
@@ -100,12 +142,6 @@ def decode_s(conversation: Conversation, phases: Phases) -> float:
     if phases.decode or conversation.first_token_at is None or conversation.last_token_at is None:
         return phases.decode
     return conversation.last_token_at - conversation.first_token_at
-
-
-def phase_of_end(conversation: Conversation) -> State:
-    """Where the request was when it ended (or is now)."""
-    states = [state for state, _ in conversation.session.transitions]
-    return states[-2] if conversation.session.over else states[-1]
 
 
 def _duration(seconds: float) -> Duration:

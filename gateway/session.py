@@ -1,8 +1,8 @@
-"""One client request over all its attempts, as a state machine without I/O and without a clock.
+"""One choice of a client's request over all its attempts, as a state machine without I/O and without a clock.
 
-The life of a request:
+The life of a choice (a request has one, or ``n``, see `gateway.choices`):
 
-1. QUEUED: it waits in the gateway's own bounded queue, and no worker knows of it.
+1. QUEUED: its request waits in the gateway's own bounded queue, and no worker knows of it.
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
 3. PREFILLING: the decode worker was told to expect the attempt, and the prefill worker to compute it.
@@ -17,34 +17,31 @@ The life of a request:
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 from enum import Enum
 
 from gateway.recovery import GiveUp, History, Retry, decide, no_route, shutting_down
 from gateway.session_events import (
     Action,
     Admitted,
-    Attach,
-    Attempt,
     AttemptFailed,
     Broken,
     Cancel,
     CancelAsked,
     Cause,
-    ChooseRoute,
     ClientGone,
     DeadlinePassed,
     DecodeFinished,
-    Dispatch,
     Emit,
     Event,
     Fail,
     Finish,
     FinishReason,
+    Launched,
+    NeedRoute,
     NoRoute,
     PrefillCommitted,
     Role,
-    Routed,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
@@ -83,28 +80,37 @@ class IllegalMove(Exception):
     """The session was asked to do what its table forbids: a bug in the caller or in the table."""
 
 
+class Tally:
+    """What all choices of a request have in common: its sizes, and how many tokens its client has."""
+
+    def __init__(self, prompt_tokens: int, max_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens  # of one choice
+        self.delivered = 0  # over all choices
+
+
 class Session:
-    """The state of one request; see the module's docstring.
+    """The state of one choice; see the module's docstring.
 
     Args:
-        prompt_ids: the client's prompt as token ids, at least one.
-        max_tokens: most output tokens the workers may produce, at least 1.
+        tally: shared with the request's other choices.
         now: seconds on a monotonic clock, as in every `handle`.
+        choice: its index in the request.
     """
 
-    def __init__(self, prompt_ids: tuple[int, ...], max_tokens: int, *, now: float) -> None:
-        self.prompt_ids = prompt_ids
+    def __init__(self, tally: Tally, *, now: float, choice: int = 0) -> None:
+        self.choice = choice
         self.output_ids: list[int] = []
-        self.attempt = 0
-        self.history = History(prompt_tokens=len(prompt_ids), max_tokens=max_tokens)
+        self.attempt = 0  # the one it is or was part of
+        self.attempts: list[int] = []  # all of them
+        self.failures: Counter[Cause] = Counter()
+        self.lost_by: Cause | None = None  # why its last attempt ended; None before the second one
         self.transitions: list[tuple[State, float]] = [(State.QUEUED, now)]
-        self._reserve = False
-        self._avoid: frozenset[str] = frozenset()
+        self.state = State.QUEUED
+        self.reserve = False  # its next attempt needs room for the worst case
+        self.avoid: frozenset[str] = frozenset()
+        self._tally = tally
         self._working: dict[Role, str] = {}  # who has not said the last word on the current attempt
-
-    @property
-    def state(self) -> State:
-        return self.transitions[-1][0]
 
     @property
     def over(self) -> bool:
@@ -115,25 +121,37 @@ class Session:
         """The workers that may still be busy with the current attempt."""
         return dict(self._working)
 
+    @property
+    def history(self) -> History:
+        """What `recovery.decide` goes by."""
+        return History(
+            self._tally.prompt_tokens,
+            self._tally.max_tokens,
+            delivered=self._tally.delivered,
+            preemptions=self.failures[Cause.PREEMPTED],
+            transfer_failures=self.failures[Cause.KV_TRANSFER_FAILED],
+            refusals=self.failures[Cause.DRAINING],
+        )
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event. After the end every event is without effect.
 
         Raises:
-            IllegalMove: the event cannot come in this state (`Admitted` or `Routed` out of turn).
+            IllegalMove: the event cannot come in this state (`Admitted` or `Launched` out of turn).
         """
         if self.over:
             return []
         match event:
+            case TokensArrived():
+                return self._tokens(event, now) if self._runs(event.attempt) else []
             case Admitted():
                 if self.state is not State.QUEUED:
                     raise IllegalMove("admitted twice")
-                return self._choose_route(now)
-            case Routed(prefill_id, decode_id):
-                return self._launch(prefill_id, decode_id, now)
+                return self._need_route(now)
+            case Launched(attempt, prefill_id, decode_id):
+                return self._launch(attempt, prefill_id, decode_id, now)
             case NoRoute(role):
                 return self._fail(no_route(role.value, self.history), now)
-            case TokensArrived() if self._runs(event.attempt):
-                return self._tokens(event, now)
             case PrefillCommitted(attempt) if self._runs(attempt):
                 self._working.pop(Role.PREFILL, None)
                 return []
@@ -145,6 +163,12 @@ class Session:
             case WorkerGone(worker_id) if worker_id in self._working.values():
                 self._working = {r: w for r, w in self._working.items() if w != worker_id}
                 return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
+            case _:
+                return self._interrupt(event, now)
+
+    def _interrupt(self, event: Event, now: float) -> list[Action]:
+        """What ends a choice whatever its workers do. The rest is of an earlier attempt, or of strangers."""
+        match event:
             case StopMatched(output_tokens):
                 del self.output_ids[output_tokens:]
                 return self._finish(FinishReason.STOP, now)
@@ -160,49 +184,52 @@ class Session:
                 return self._fail(error, now)
             case ClientGone():
                 return self._end(State.ABANDONED, now)
-            case _:  # of an earlier attempt, or from a worker that has nothing of this request
+            case _:
                 return []
 
     def move(self, to: State, now: float) -> None:
         """The one place where the state changes: checks the table and stamps the time."""
         if to not in LEGAL[self.state]:
             raise IllegalMove(f"{self.state.name} → {to.name}")
+        self.state = to
         self.transitions.append((to, now))
 
     def _runs(self, attempt: int) -> bool:
         """Whether it is the attempt that the workers are on: between two attempts there is none."""
         return attempt == self.attempt and self.state in _RUNNING
 
-    def _choose_route(self, now: float) -> list[Action]:
+    def _need_route(self, now: float) -> list[Action]:
         self.move(State.ROUTING, now)
-        return [ChooseRoute((*self.prompt_ids, *self.output_ids), self._avoid)]
+        return [NeedRoute(self.choice)]
 
-    def _launch(self, prefill_id: str, decode_id: str, now: float) -> list[Action]:
+    def _launch(self, attempt: int, prefill_id: str, decode_id: str, now: float) -> list[Action]:
         self.move(State.PREFILLING, now)
-        self.attempt += 1
+        self.attempt = attempt
+        self.attempts.append(attempt)
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
-        attempt = Attempt(self.attempt, (*self.prompt_ids, *self.output_ids), self._reserve)
-        return [Attach(decode_id, attempt), Dispatch(prefill_id, decode_id, attempt)]
+        return []
 
     def _tokens(self, event: TokensArrived, now: float) -> list[Action]:
         have = len(self.output_ids)
-        if event.index > have:
+        if event.position > have:
             return self._fail(Internal(), now)  # a token is missing: what follows would be another text
-        fresh = event.token_ids[have - event.index :]
-        if have + len(fresh) > self.history.max_tokens:
+        skip = have - event.position
+        fresh = event.token_ids[skip:] if skip else event.token_ids
+        if have + len(fresh) > self._tally.max_tokens:
             return self._fail(Internal(), now)
         if self.state is not State.DECODING:
             self.move(State.DECODING, now)
         if not fresh:
             return []
         self.output_ids.extend(fresh)
-        self.history = replace(self.history, delivered=len(self.output_ids))
-        return [Emit(have, fresh)]
+        self._tally.delivered += len(fresh)
+        return [Emit(have, fresh, self.choice, event.scores[skip:])]
 
     def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
         if worker_id is None:
             return []  # it had its last word already
-        self.history = _remember(self.history, cause)
+        self.failures[cause] += 1
+        self.lost_by = cause
         verdict = decide(cause, self.history, phase=self.state.value)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
@@ -210,15 +237,15 @@ class Session:
 
     def _retry(self, verdict: Retry, worker_id: str, now: float) -> list[Action]:
         cancels = self._cancel_working()
-        if len(self.output_ids) >= self.history.max_tokens:  # only the word that it is complete was lost
+        if len(self.output_ids) >= self._tally.max_tokens:  # only the word that it is complete was lost
             return [*cancels, *self._finish(FinishReason.LENGTH, now)]
-        self._reserve = verdict.reserve_worst_case
+        self.reserve = verdict.reserve_worst_case
         if verdict.avoid_worker:
-            self._avoid |= {worker_id}
-        return [*cancels, *self._choose_route(now)]
+            self.avoid |= {worker_id}
+        return [*cancels, *self._need_route(now)]
 
     def _finish(self, reason: FinishReason, now: float) -> list[Action]:
-        return [*self._end(State.FINISHED, now), Finish(reason)]
+        return [*self._end(State.FINISHED, now), Finish(reason, self.choice)]
 
     def _fail(self, error: DiptychError, now: float) -> list[Action]:
         return [*self._end(State.FAILED, now), Fail(error)]
@@ -230,16 +257,4 @@ class Session:
     def _cancel_working(self) -> list[Action]:
         """Decode first: it stops the tokens, and aborts the grant under the prefill worker."""
         working, self._working = self._working, {}
-        return [Cancel(role, worker_id, self.attempt) for role, worker_id in working.items()]
-
-
-def _remember(history: History, cause: Cause) -> History:
-    match cause:
-        case Cause.PREEMPTED:
-            return replace(history, preemptions=history.preemptions + 1)
-        case Cause.KV_TRANSFER_FAILED:
-            return replace(history, transfer_failures=history.transfer_failures + 1)
-        case Cause.DRAINING:
-            return replace(history, refusals=history.refusals + 1)
-        case _:
-            return history
+        return [Cancel(role, worker_id, self.attempt, (self.choice,)) for role, worker_id in working.items()]

@@ -1,13 +1,15 @@
 """What goes into a session and what comes out of it: plain frozen values, no protobuf, no clock.
 
 Everything about an attempt carries its number. A message of an attempt that is no longer the current one is
-recognised by that number and dropped, however late it comes.
+recognised by that number and dropped, however late it comes. What concerns one choice of a request carries
+its index; everything else concerns all of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from runtime.errors import DiptychError
 
@@ -30,6 +32,7 @@ class Cause(Enum):
     NEVER_FITS = "never_fits"
     DEADLINE = "deadline"
     INCOMPATIBLE = "incompatible"
+    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules leave no token
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
 
 
@@ -40,6 +43,15 @@ class FinishReason(Enum):
     LENGTH = "length"
     TIME_LIMIT = "time_limit"
     CANCELLED = "cancelled"  # by CancelRequest: the caller's own cancel ends the RPC instead
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """What the model thought of a token; natural logarithms, see ``diptych.worker.v1.Score``."""
+
+    logprob: float
+    rank: int  # 1 = the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
 # --- events ---------------------------------------------------------------------------------------------
@@ -56,6 +68,7 @@ class Routed:
 
     prefill_id: str
     decode_id: str
+    choices: tuple[int, ...] = (0,)  # those that were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +76,33 @@ class NoRoute:
     """The answer to `ChooseRoute` when no worker of this role can take the attempt."""
 
     role: Role
+    choices: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
-class TokensArrived:
-    """Tokens of the output from position ``index`` on. Positions count over all attempts."""
+class Launched:
+    """A choice is part of attempt ``attempt`` from now on."""
 
     attempt: int
-    index: int
-    token_ids: tuple[int, ...] = field(repr=False)
+    prefill_id: str
+    decode_id: str
+
+
+class TokensArrived(NamedTuple):
+    """Tokens of a choice's output from ``position`` on. Positions count over all attempts.
+
+    ``scores``: one for each token, or none at all. (A NamedTuple: it is made for every token, four times as
+    fast as a frozen dataclass.)
+    """
+
+    attempt: int
+    position: int
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"TokensArrived({self.attempt}, {self.position}, {len(self.token_ids)} ids, {self.choice})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +114,24 @@ class PrefillCommitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFinished:
-    """The decode worker's last word when the request is complete."""
+    """The decode worker's last word on a choice that is complete."""
 
     attempt: int
     reason: FinishReason
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """The last word of the worker in ``role``: it cannot complete this attempt. Preemption comes here too."""
+    """The last word of the worker in ``role``: it cannot complete this attempt. Preemption comes here too.
+
+    A decode worker says it of each choice; a prefill worker (``choice`` None) of the whole attempt.
+    """
 
     attempt: int
     role: Role
     cause: Cause
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +143,10 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class StopMatched:
-    """A stop string is complete after the first ``output_tokens`` tokens of the output."""
+    """A stop string is complete after the first ``output_tokens`` tokens of a choice's output."""
 
     output_tokens: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +185,7 @@ Event = (
     Admitted
     | Routed
     | NoRoute
+    | Launched
     | TokensArrived
     | PrefillCommitted
     | DecodeFinished
@@ -166,11 +204,19 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
+class NeedRoute:
+    """A choice needs an attempt."""
+
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChooseRoute:
     """Pick a prefill and a decode worker for these tokens; answer with `Routed` or `NoRoute`."""
 
     token_ids: tuple[int, ...] = field(repr=False)  # prompt, then what was delivered
     avoid: frozenset[str]  # workers that refused this request
+    choices: tuple[int, ...] = (0,)  # that share the attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,26 +248,32 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell a worker to drop an attempt that it may still be working on."""
+    """Tell a worker to drop (some choices of) an attempt that it may still be working on."""
 
     role: Role
     worker_id: str
     attempt: int
+    choices: tuple[int, ...] = ()  # empty = all that it still has
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """New tokens for the client, each exactly once and in order."""
+class Emit(NamedTuple):
+    """New tokens of a choice for the client, each exactly once and in order."""
 
-    index: int
-    token_ids: tuple[int, ...] = field(repr=False)
+    position: int
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Emit({self.position}, {len(self.token_ids)} ids, {self.choice})"
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request is complete."""
+    """A choice is complete."""
 
     reason: FinishReason
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,4 +283,4 @@ class Fail:
     error: DiptychError
 
 
-Action = ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+Action = NeedRoute | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail

@@ -5,8 +5,9 @@ Protobuf of ``diptych.worker.v1`` ends here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -22,6 +23,7 @@ from gateway.session_events import (
     PrefillCommitted,
     Role,
     TokensArrived,
+    TokenScore,
 )
 
 _CAUSES = {
@@ -33,6 +35,7 @@ _CAUSES = {
     work_pb2.FAILURE_REASON_NEVER_FITS: Cause.NEVER_FITS,
     work_pb2.FAILURE_REASON_DEADLINE: Cause.DEADLINE,
     work_pb2.FAILURE_REASON_INCOMPATIBLE: Cause.INCOMPATIBLE,
+    work_pb2.FAILURE_REASON_NOTHING_ALLOWED: Cause.NOTHING_ALLOWED,
 }
 _FINISHES = {
     work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -68,14 +71,21 @@ class Beat:
     busy: bool
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """What a worker says about one attempt."""
+class PromptScored(NamedTuple):
+    """Scores of the prompt's tokens from position ``first`` on; of the first token there is none."""
+
+    first: int
+    scores: tuple[TokenScore, ...]
+
+
+class News(NamedTuple):
+    """What a worker says about one attempt. (A NamedTuple: one is made for every token.)"""
 
     work_id: str
     attempt: int
-    event: Event
-    last_word: bool = False  # nothing more comes of this attempt from this worker
+    event: Event | PromptScored
+    last_word: bool = False  # nothing more comes of this choice (or attempt) from this worker
+    choice: int = 0
     cached_tokens: int = 0
     phases: Phases | None = None
     detail: str = ""  # of a failure, for the log
@@ -95,7 +105,7 @@ class Wire(Protocol):
 
     def hello(self) -> Message: ...
     def heartbeat(self, progress: int) -> Message: ...
-    def cancel(self, work_id: str, attempt: int) -> Message: ...
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
     def read(self, message: Any) -> Heard: ...
 
 
@@ -116,13 +126,15 @@ class PrefillWire:
     def heartbeat(self, progress: int) -> Message:
         return prefill_pb2.PrefillServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
 
-    def cancel(self, work_id: str, attempt: int) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt))
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
 
     def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
         if kind == "ended":
             return [_prefill_ended(message.ended)]
+        if kind == "prompt_scores":
+            return [_prompt_scores(message.prompt_scores)]
         return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
 
 
@@ -143,8 +155,8 @@ class DecodeWire:
     def heartbeat(self, progress: int) -> Message:
         return decode_pb2.DecodeServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
 
-    def cancel(self, work_id: str, attempt: int) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt))
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
 
     def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
@@ -154,8 +166,8 @@ class DecodeWire:
         return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
 
 
-def _cancel(work_id: str, attempt: int) -> work_pb2.Cancel:
-    return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt))
+def _cancel(work_id: str, attempt: int, choices: Sequence[int]) -> work_pb2.Cancel:
+    return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt), choices=choices)
 
 
 def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
@@ -171,33 +183,40 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
 
 
 def _tokens(tokens: decode_pb2.Tokens) -> News:
-    attempt = tokens.id.attempt
+    name, ids, choice = tokens.id, tuple(tokens.token_ids), tokens.choice
+    attempt = name.attempt
     phases = None
     if tokens.HasField("times"):  # the decode phase has only begun: what it has so far says nothing
         phases = replace(read_phases(tokens.times), decode=0.0)
-    return News(
-        tokens.id.request_id,
-        attempt,
-        TokensArrived(attempt, tokens.index, tuple(tokens.token_ids)),
-        cached_tokens=tokens.cached_tokens,
-        phases=phases,
-    )
+    scores = tuple(map(_score, tokens.scores)) if tokens.scores else ()
+    event = TokensArrived(attempt, tokens.index, ids, choice, scores)
+    return News(name.request_id, attempt, event, False, choice, tokens.cached_tokens, phases)
+
+
+def _score(score: work_pb2.Score) -> TokenScore:
+    return TokenScore(score.logprob, score.rank, tuple((a.token_id, a.logprob) for a in score.top))
+
+
+def _prompt_scores(said: prefill_pb2.PromptScores) -> News:
+    event = PromptScored(said.first_position, tuple(map(_score, said.scores)))
+    return News(said.id.request_id, said.id.attempt, event)
 
 
 def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
-    attempt, outcome = ended.id.attempt, ended.WhichOneof("outcome")
+    attempt, outcome, choice = ended.id.attempt, ended.WhichOneof("outcome"), ended.choice
     event: Event
     if outcome == "finished" and ended.finished in _FINISHES:
-        event = DecodeFinished(attempt, _FINISHES[ended.finished])
+        event = DecodeFinished(attempt, _FINISHES[ended.finished], choice)
     elif outcome == "preempted":
-        event = AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED)
+        event = AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED, choice)
     else:
-        event = AttemptFailed(attempt, Role.DECODE, _cause(ended.failure))
+        event = AttemptFailed(attempt, Role.DECODE, _cause(ended.failure), choice)
     return News(
         ended.id.request_id,
         attempt,
         event,
         last_word=True,
+        choice=choice,
         phases=read_phases(ended.times) if ended.HasField("times") else None,
         detail=ended.failure.message,
     )

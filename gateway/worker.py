@@ -16,15 +16,23 @@ from runtime.directory.records import WorkerRecord
 
 
 @dataclass(slots=True)
+class Given:
+    """An attempt that a worker has: tokens to compute, and how many of its choices had no last word yet."""
+
+    tokens: int
+    choices: int
+
+
+@dataclass(slots=True)
 class Worker:
-    """``outstanding``: tokens of each attempt that has not had its last word, by (work id, attempt)."""
+    """``outstanding``: the attempts that have not had their last word, by (work id, attempt)."""
 
     record: WorkerRecord
     link: Link
     load: Load
     leased: bool = True
-    outstanding: dict[tuple[str, int], int] = field(default_factory=dict)
-    fresh: dict[tuple[str, int], int] = field(default_factory=dict)  # of these, since the last load report
+    outstanding: dict[tuple[str, int], Given] = field(default_factory=dict)
+    fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report
 
     @property
     def kv_format(self) -> str:
@@ -37,15 +45,19 @@ class Worker:
         """Most tokens, prompt and output together, that one request may have here."""
         return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
 
-    def given(self, work_id: str, attempt: int, tokens: int) -> None:
+    def given(self, work_id: str, attempt: int, tokens: int, choices: int = 1) -> None:
         """An attempt went to this worker; ``tokens`` is what it costs there."""
-        self.outstanding[work_id, attempt] = tokens
-        self.fresh[work_id, attempt] = tokens
+        self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = Given(tokens, choices)
 
-    def done(self, work_id: str, attempt: int) -> None:
-        """The attempt had its last word, or was cancelled."""
-        self.outstanding.pop((work_id, attempt), None)
-        self.fresh.pop((work_id, attempt), None)
+    def done(self, work_id: str, attempt: int, choices: int | None = None) -> None:
+        """So many choices of the attempt had their last word or were cancelled; None is all of them."""
+        given = self.outstanding.get((work_id, attempt))
+        if given is None:
+            return
+        given.choices -= given.choices if choices is None else choices
+        if given.choices <= 0:
+            del self.outstanding[work_id, attempt]
+            self.fresh.pop((work_id, attempt), None)
 
     def reported(self, load: Load) -> None:
         self.load = load
@@ -58,22 +70,22 @@ class Worker:
         self.fresh.clear()
 
     def as_prefill(self) -> PrefillCandidate:
-        waiting = self.load.waiting_tokens + sum(self.fresh.values())
-        return PrefillCandidate(
-            self.record.worker_id, self.kv_format, max(waiting, sum(self.outstanding.values()))
-        )
+        waiting = self.load.waiting_tokens + sum(given.tokens for given in self.fresh.values())
+        outstanding = sum(given.tokens for given in self.outstanding.values())
+        return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
 
     def as_decode(self, cached_blocks: int) -> DecodeCandidate:
         size = self.record.block_size
-        promised = sum(-(-tokens // size) for tokens in self.fresh.values())
-        sequences = self.load.running + self.load.waiting + len(self.fresh)
+        # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
+        promised = sum(-(-given.tokens // size) + given.choices - 1 for given in self.fresh.values())
+        sequences = self.load.running + self.load.waiting + sum(g.choices for g in self.fresh.values())
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,
             block_size=size,
             max_tokens=self.max_tokens,
             free_blocks=max(self.load.free_blocks - promised, 0),
-            sequences=max(sequences, len(self.outstanding)),
+            sequences=max(sequences, sum(given.choices for given in self.outstanding.values())),
             cached_blocks=cached_blocks,
         )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.detokenizer import Detokenizer
 from gateway.output import Delta, OutputStream
 from gateway.served_model import ServedModel
+from gateway.session_events import TokenScore
 from gateway.stop_strings import StopStrings
 
 TEXT = "Once upon a time, in Málaga 😀😃, a naïve robot said: stop here! And then it went on."
@@ -26,6 +27,7 @@ def stream(
     stop_ids: frozenset[int] = frozenset(),
     want_text: bool = True,
     want_token_ids: bool = True,
+    want_scores: bool = False,
 ) -> OutputStream:
     return OutputStream(
         Detokenizer(model.tokenizer, True),
@@ -36,6 +38,7 @@ def stream(
         interval=interval,
         want_text=want_text,
         want_token_ids=want_token_ids,
+        want_scores=want_scores,
     )
 
 
@@ -43,14 +46,23 @@ def run(output: OutputStream, steps: list[list[int]]) -> tuple[Delta, list[Delta
     """All pieces as one, and one by one."""
     pieces = []
     for step in steps:
-        stopped = output.push(step)
-        if stopped:
+        if output.push(step, [score(i) for i in step]):
             break
-        piece = output.take()
-        if piece is not None:
-            pieces.append(piece)
-    pieces.append(output.finish())
-    return sum(pieces, Delta()), pieces
+        if output.due:
+            pieces.append(output.take())
+    output.finish()
+    pieces.append(output.take())
+    whole = Delta(
+        "".join(piece.text for piece in pieces),
+        [i for piece in pieces for i in piece.token_ids],
+        sum(piece.tokens for piece in pieces),
+        [scored for piece in pieces for scored in piece.scores],
+    )
+    return whole, pieces
+
+
+def score(token_id: int) -> TokenScore:
+    return TokenScore(-0.25, token_id)
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
@@ -65,11 +77,14 @@ def test_cuts_and_interval_change_nothing(
     bundled: ServedModel, sizes: list[int], interval: int, stop: tuple[str, ...]
 ) -> None:
     ids = bundled.tokenizer.encode(TEXT)
-    whole, _ = run(stream(bundled, stop), [[i] for i in ids])
-    output = stream(bundled, stop, interval=interval)
+    whole, _ = run(stream(bundled, stop, want_scores=True), [[i] for i in ids])
+    output = stream(bundled, stop, interval=interval, want_scores=True)
     same, pieces = run(output, cut(ids, sizes))
     assert same == whole
     assert output.billed == same.tokens == len(same.token_ids)
+    assert same.scores == [(i, score(i)) for i in same.token_ids]  # nothing beyond a stop string
+    assert output.logprob == -0.25 * output.billed
+    assert all([i for i, _ in piece.scores] == list(piece.token_ids) for piece in pieces)
     matched = next((s for s in stop if s in TEXT), None)
     assert same.text == (TEXT if matched is None else TEXT[: TEXT.index(matched)])
     if matched is not None:
@@ -124,3 +139,19 @@ def test_ids_alone_need_no_text(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)
     whole, _ = run(stream(bundled, want_text=False), [ids])
     assert (whole.text, list(whole.token_ids)) == ("", ids)
+
+
+def test_scores_are_summed_but_not_shown_unless_wanted(bundled: ServedModel) -> None:
+    ids = bundled.tokenizer.encode(TEXT)
+    output = stream(bundled)
+    whole, _ = run(output, [ids])
+    assert not whole.scores
+    assert output.logprob == -0.25 * len(ids)
+
+
+def test_without_text_or_ids_scores_are_still_news(bundled: ServedModel) -> None:
+    ids = bundled.tokenizer.encode(TEXT)
+    _, pieces = run(
+        stream(bundled, want_text=False, want_token_ids=False, want_scores=True), [[i] for i in ids]
+    )
+    assert [len(piece.scores) for piece in pieces] == [1] * len(ids) + [0]

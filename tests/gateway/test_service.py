@@ -111,7 +111,7 @@ async def test_a_bug_in_one_request_spares_the_others(
         calls = [stack.stub.StreamGenerate(stack.request(request_id=name)) for name in ("bad", "good")]
         works = {w.id.request_id.split("~")[0]: w for w in await decode.wait_for("attach", 2)}
         bad = stack.gateway.live._by_request["bad"]
-        monkeypatch.setattr(bad.output, "push", None)  # the worst row imaginable
+        monkeypatch.setattr(bad.outputs[0], "push", None)  # the worst row imaginable
         for name in ("bad", "good"):
             decode.tokens(works[name], 0, [1, 2])
             decode.finish(works[name])

@@ -9,33 +9,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.session import LEGAL, IllegalMove, Session, State
+from gateway.session import LEGAL, IllegalMove, Session, State, Tally
 from gateway.session_events import (
     Action,
     Admitted,
-    Attach,
     AttemptFailed,
     Cancel,
     CancelAsked,
     Cause,
-    ChooseRoute,
     ClientGone,
     DeadlinePassed,
     DecodeFinished,
-    Dispatch,
     Emit,
     Event,
     Fail,
     Finish,
     FinishReason,
+    Launched,
+    NeedRoute,
     NoRoute,
     PrefillCommitted,
     Role,
-    Routed,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
     TokensArrived,
+    TokenScore,
     WorkerGone,
 )
 from runtime.errors import Internal, KvTransferFailed, NoReadyWorker, WorkerLost
@@ -43,21 +42,18 @@ from runtime.errors import Internal, KvTransferFailed, NoReadyWorker, WorkerLost
 PROMPT = (7, 8, 9)
 
 
-def started(max_tokens: int = 10) -> Session:
-    session = Session(PROMPT, max_tokens, now=0.0)
+def started(max_tokens: int = 10, tally: Tally | None = None, choice: int = 0) -> Session:
+    session = Session(tally or Tally(len(PROMPT), max_tokens), now=0.0, choice=choice)
     session.handle(Admitted(), 1.0)
-    session.handle(Routed("p", "d"), 2.0)
+    session.handle(Launched(1, "p", "d"), 2.0)
     return session
 
 
-def test_attach_comes_before_dispatch_and_both_carry_the_same_attempt() -> None:
-    session = Session(PROMPT, 10, now=0.0)
-    assert session.handle(Admitted(), 1.0) == [ChooseRoute(PROMPT, frozenset())]
-    attach, dispatch = session.handle(Routed("p", "d"), 2.0)
-    assert isinstance(attach, Attach)
-    assert isinstance(dispatch, Dispatch)
-    assert attach.attempt == dispatch.attempt
-    assert (attach.worker_id, dispatch.worker_id, dispatch.decode_id) == ("d", "p", "d")
+def test_the_way_to_the_workers() -> None:
+    session = Session(Tally(len(PROMPT), 10), now=0.0, choice=3)
+    assert session.handle(Admitted(), 1.0) == [NeedRoute(3)]
+    assert session.handle(Launched(1, "p", "d"), 2.0) == []
+    assert session.working == {Role.PREFILL: "p", Role.DECODE: "d"}
     assert session.transitions == [(State.QUEUED, 0.0), (State.ROUTING, 1.0), (State.PREFILLING, 2.0)]
 
 
@@ -66,7 +62,25 @@ def test_events_out_of_turn_are_refused() -> None:
     with pytest.raises(IllegalMove):
         session.handle(Admitted(), 3.0)
     with pytest.raises(IllegalMove):
-        session.handle(Routed("p", "d"), 3.0)
+        session.handle(Launched(2, "p", "d"), 3.0)
+
+
+def test_an_error_counts_what_all_choices_delivered() -> None:
+    tally = Tally(len(PROMPT), 10)
+    first, second = started(tally=tally), started(tally=tally, choice=1)
+    first.handle(TokensArrived(1, 0, (1, 2)), 3.0)
+    failed = second.handle(AttemptFailed(1, Role.DECODE, Cause.WORKER_LOST), 4.0)[-1]
+    assert isinstance(failed, Fail)
+    assert failed.error.code.name == "ABORTED"
+    assert failed.error.metadata == {"tokens_emitted": "2"}
+
+
+def test_scores_go_with_their_tokens() -> None:
+    session = started()
+    scores = tuple(TokenScore(-1.0, rank) for rank in range(4))
+    session.handle(TokensArrived(1, 0, (10, 11), scores=scores[:2]), 3.0)
+    (emit,) = session.handle(TokensArrived(1, 1, (11, 12, 13), scores=scores[1:]), 4.0)
+    assert emit == Emit(2, (12, 13), 0, scores[2:])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,7 @@ def test_failures_that_end_a_request(delivered: int, cause: Cause, error: Except
     if delivered:
         session.handle(TokensArrived(1, 0, tuple(range(delivered))), 3.0)
     *cancels, failed = session.handle(AttemptFailed(1, Role.DECODE, cause), 4.0)
-    assert cancels == [Cancel(Role.PREFILL, "p", 1)]
+    assert cancels == [Cancel(Role.PREFILL, "p", 1, (0,))]
     assert isinstance(failed, Fail)
     assert type(failed.error) is type(error)
     assert failed.error.code is error.code  # type: ignore[attr-defined]
@@ -94,11 +108,9 @@ def test_failures_that_end_a_request(delivered: int, cause: Cause, error: Except
 
 def test_a_second_failed_hand_over_ends_the_request_with_the_right_code() -> None:
     session = started()
-    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 3.0)[-1] == ChooseRoute(
-        PROMPT, frozenset()
-    )
+    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 3.0)[-1] == NeedRoute(0)
     assert session.handle(AttemptFailed(1, Role.PREFILL, Cause.KV_TRANSFER_FAILED), 3.0) == []  # its echo
-    session.handle(Routed("p", "d"), 4.0)
+    session.handle(Launched(2, "p", "d"), 4.0)
     failed = session.handle(AttemptFailed(2, Role.DECODE, Cause.KV_TRANSFER_FAILED), 5.0)[-1]
     assert isinstance(failed, Fail)
     assert isinstance(failed.error, KvTransferFailed)
@@ -135,13 +147,12 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now = 0.0
-        self.session = Session(PROMPT, len(self.TEXT), now=0.0)
+        self.session = Session(Tally(len(PROMPT), len(self.TEXT)), now=0.0)
         self.client: list[int] = []
         self.busy: dict[tuple[str, int], bool] = {}  # (worker, attempt) → not cancelled, no last word
         self.attempts = 0
         self.want_route = False
         self.end: Action | None = None
-        self.names = iter(range(10_000))
 
     def feed(self, event: Event) -> None:
         self.now += 1.0
@@ -154,23 +165,16 @@ class SessionMachine(RuleBasedStateMachine):
     def perform(self, action: Action) -> None:
         assert self.end is None, "an action after the last one"
         match action:
-            case ChooseRoute(token_ids, _):
-                assert token_ids == (*PROMPT, *self.client), "a token would be lost or doubled"
+            case NeedRoute():
+                assert self.session.output_ids == self.client, "a token would be lost or doubled"
                 assert not any(self.busy.values()), "two attempts at once"
+                assert self.session.reserve == (self.session.history.preemptions >= 2)
                 self.want_route = True
-            case Attach(worker, attempt):
-                assert attempt.number == self.attempts + 1
-                assert attempt.token_ids == (*PROMPT, *self.client)
-                assert attempt.reserve_worst_case == (self.session.history.preemptions >= 2)
-                self.attempts = attempt.number
-                self.busy[worker, attempt.number] = True
-            case Dispatch(worker, _, attempt):
-                self.busy[worker, attempt.number] = True
-            case Cancel(_, worker, number):
+            case Cancel(_, worker, number, (0,)):
                 assert self.busy[worker, number], "a cancel for nothing"
                 self.busy[worker, number] = False
-            case Emit(index, token_ids):
-                assert index == len(self.client)
+            case Emit(position, token_ids):
+                assert position == len(self.client)
                 assert token_ids
                 self.client.extend(token_ids)
             case Finish() | Fail():
@@ -192,8 +196,9 @@ class SessionMachine(RuleBasedStateMachine):
     def route(self, found: int) -> None:
         self.want_route = False
         if found:
-            number = next(self.names)
-            self.feed(Routed(f"p{number}", f"d{number}"))
+            self.attempts = number = self.attempts + found
+            self.busy[f"p{number}", number] = self.busy[f"d{number}", number] = True
+            self.feed(Launched(number, f"p{number}", f"d{number}"))
         else:
             self.feed(NoRoute(Role.PREFILL))
 
