@@ -208,3 +208,16 @@ async def test_what_a_choice_has_said_is_found_in_the_prefix_cache():
             assert decode.ended[-1].times.cached_tokens == (len(PROMPT) + 20 - 1) // BLOCK * BLOCK
         assert await made.empty() == []
         await gateway.close()
+
+
+async def test_more_choices_than_a_step_has_rows_take_turns():
+    async with house("shared_memory", blocks=120) as made:  # eight rows a step
+        gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+        heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 8, choices=range(20), sampling=SAMPLED))
+        await heard.ended.wait()
+        assert heard.last_words == ["decode finished"] * 20
+        assert [heard.outputs[c] for c in range(20)] == [
+            ids(answer) for answer in oracle.choices(PROMPT, 20, 8, **SAMPLED)
+        ]
+        assert await made.empty() == []
+        await gateway.close()
