@@ -14,12 +14,14 @@ from typing import Any
 
 from benchmarks.peers.servers import Server
 
-TEXT, PREFILL, STREAMS, START = "text", "prefill", "streams", "start"
+TEXT, PREFILL, STREAMS = "text", "prefill", "streams"
+START, PEAK = "start", "peak"  # noted beside what is asked for
+MACHINE = "machine"  # stands for the server in measurements of PEAK
 
 
 @dataclass(frozen=True)
 class Cell:
-    """`load` is TEXT, PREFILL, STREAMS, START (not asked for, but noted) or what `closed_loop` names."""
+    """`load` is one of the names above, or what `closed_loop` gives."""
 
     round: int
     server: str

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.peers import environment, install, servers, table
 from benchmarks.peers.cells import Journal, all_cells
 from benchmarks.peers.install import InstallFailed
+from benchmarks.peers.interference import LONG_PROMPT
 from benchmarks.peers.model import find_model
 from benchmarks.peers.options import Options, parse
 from benchmarks.peers.rounds import Rounds
 from benchmarks.peers.servers import Server
 from benchmarks.peers.summary import Summary
-from benchmarks.peers.targets import Limits, targets
-
-_PROMPT_LEN = 512
+from benchmarks.peers.targets import targets
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,11 +48,9 @@ def _compare(options: Options) -> int:
     if options.fresh:
         path.unlink(missing_ok=True)
     journal = Journal(path, question)
-    config = options.places.folder("bf16") / "config.json"
-    limits = environment.limits(len(environment.cores()), config, _PROMPT_LEN)
     rounds = Rounds(made, journal, options.sizes, options.places.logs)
     rounds.run(all_cells(made, options.concurrencies, options.rounds), tell)
-    write(options, made, journal, limits, rounds.faults)
+    write(options, made, journal, rounds.faults)
     path.replace(path.with_suffix(".done.jsonl"))
     return 1 if rounds.faults else 0
 
@@ -76,16 +74,16 @@ def prepare(options: Options) -> list[Server]:
     if options.llama:
         install.install_llama(places, tell)
         for kind in options.llama:
-            gguf = install.make_gguf(places, model, kind, tell)
+            # The shipped file as it is, where it is of that type.
+            gguf = model if kind in model.name else install.make_gguf(places, model, kind, tell)
             made.append(servers.llama_cpp(kind, gguf, places, len(cores)))
     return made
 
 
-def write(
-    options: Options, made: Sequence[Server], journal: Journal, limits: Limits, faults: dict[str, str]
-) -> None:
+def write(options: Options, made: Sequence[Server], journal: Journal, faults: Mapping[str, str]) -> None:
     """The table for people and the figures of every round for programs, beside each other."""
     summary = Summary(journal.measured)
+    limits = environment.limits(summary, options.places.folder("bf16") / "config.json", LONG_PROMPT)
     judged = targets(made, summary, limits)
     now = datetime.now(UTC)
     described = {"date": now.isoformat(timespec="minutes"), **environment.machine(), **environment.versions()}
@@ -100,21 +98,34 @@ def write(
         limits=limits,
         faults=faults,
     )
-    base = options.results / f"{now:%Y-%m-%d}-{options.label}"
-    base.parent.mkdir(parents=True, exist_ok=True)
-    base.with_suffix(".md").write_text(table.markdown(report))
     record = {
         "environment": described,
         "sizes": asdict(options.sizes),
-        "limits": asdict(limits),
+        "limits": None if limits is None else asdict(limits),
         "servers": [asdict(one) for one in made],
         "targets": [{**asdict(one), "ratio": one.ratio, "met": one.met} for one in judged],
-        "faults": faults,
+        "faults": dict(faults),
         "measurements": [asdict(one) for one in journal.measured],
     }
-    base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    tell(table.markdown(report))
+    base = options.results / f"{now:%Y-%m-%d}-{options.label}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    page = _without_paths(table.markdown(report), options)
+    Path(f"{base}.md").write_text(page)
+    Path(f"{base}.json").write_text(_without_paths(json.dumps(record, indent=1), options) + "\n")
+    tell(page)
     tell(f"written: {base}.md and .json")
+
+
+def _without_paths(text: str, options: Options) -> str:
+    """Results are read elsewhere: where this machine keeps things does not matter there."""
+    known = {
+        str(options.places.root): "$PEERS",
+        str(find_model(options.model).parent): "$MODEL",
+        sys.executable: "python",
+    }
+    for path, name in known.items():
+        text = text.replace(path, name)
+    return text
 
 
 def tell(line: str) -> None:

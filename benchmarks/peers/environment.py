@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import recipes
+from benchmarks.peers.cells import MACHINE, PEAK
+from benchmarks.peers.summary import Summary
 from benchmarks.peers.targets import Limits
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -50,11 +52,18 @@ def parse_cpu_info(text: str) -> tuple[str, list[str]]:
     return fields.get("model name", platform.machine()), [flag for flag in _FLAGS if flag in has]
 
 
-def limits(threads: int, config: Path, prompt_len: int) -> Limits:
-    """Measures the arithmetic peak in a process of its own (seconds), and counts a prompt's operations."""
-    command = [sys.executable, "-m", "benchmarks.peers.peak", str(threads)]
-    peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Limits(float(peak), prompt_flops(json.loads(config.read_text()), prompt_len))
+def bf16_peak() -> float:
+    """FLOP/s on all cores, measured now in a process of its own; takes seconds."""
+    command = [sys.executable, "-m", "benchmarks.peers.peak", str(len(cores()))]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def limits(summary: Summary, config: Path, prompt_len: int) -> Limits | None:
+    """The highest peak of all rounds, and what a prompt of a Hugging Face config.json costs."""
+    peak = summary.spread(MACHINE, PEAK, "bf16_flops")
+    if peak is None:
+        return None
+    return Limits(peak.highest, prompt_flops(json.loads(config.read_text()), prompt_len))
 
 
 def prompt_flops(config: Mapping[str, Any], length: int) -> float:

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.backends import Unreachable
-from benchmarks.peers.cells import START, Cell, Journal, Measurement
+from benchmarks.peers.cells import MACHINE, PEAK, START, Cell, Journal, Measurement
 from benchmarks.peers.cpu_time import busy_now
+from benchmarks.peers.environment import bf16_peak
 from benchmarks.peers.measure import Sizes, measure_cell, warm_up
 from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.peers.progress import Progress
@@ -30,10 +31,11 @@ class Rounds:
     def run(self, cells: Sequence[Cell], tell: Callable[[str], None]) -> None:
         """A server that fails is left out from there on; the others go on."""
         missing = self._journal.missing(cells)
-        progress = Progress(len(missing), tell)
         with ExitStack() as stack:
             self._start_parked(missing, stack, tell)
+            progress = Progress(len(missing), tell)
             for number in sorted({cell.round for cell in missing}):
+                self._journal.add(Measurement(Cell(number, MACHINE, PEAK), {"bf16_flops": bf16_peak()}))
                 for server in self._servers:
                     turn = [cell for cell in missing if (cell.round, cell.server) == (number, server.name)]
                     if turn and server.name not in self.faults:
@@ -49,14 +51,14 @@ class Rounds:
                 except (StartFailed, RequestFailed, Unreachable) as error:
                     self._fault(server, error, tell)
                     continue
-                self._journal.add(Measurement(Cell(0, server.name, START), {"start_s": running.start_s}))
+                self._note_start(running, 0)
                 running.park()
                 self._parked[server.name] = running
 
     def _turn(self, server: Server, cells: Sequence[Cell], progress: Progress) -> None:
         others = busy_now()
         try:
-            with self._up(server) as running:
+            with self._up(server, cells[0].round) as running:
                 warm_up(running, self._sizes)
                 for cell in cells:
                     measured = measure_cell(running, cell, self._sizes)
@@ -67,10 +69,11 @@ class Rounds:
             self._fault(server, error, progress.tell)
 
     @contextmanager
-    def _up(self, server: Server) -> Iterator[RunningServer]:
+    def _up(self, server: Server, number: int) -> Iterator[RunningServer]:
         running = self._parked.get(server.name)
         if running is None:
             with RunningServer(server, self._logs) as started:
+                self._note_start(started, number)
                 yield started
             return
         running.wake()
@@ -79,6 +82,9 @@ class Rounds:
             yield running
         finally:
             running.park()
+
+    def _note_start(self, running: RunningServer, number: int) -> None:
+        self._journal.add(Measurement(Cell(number, running.server.name, START), {"start_s": running.start_s}))
 
     def _fault(self, server: Server, error: Exception, tell: Callable[[str], None]) -> None:
         self.faults[server.name] = str(error)
