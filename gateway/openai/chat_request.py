@@ -41,6 +41,7 @@ def read_chat(members: dict[str, object]) -> Asked:
     if max_tokens is not None:
         request.stopping.max_tokens = max_tokens
     logprobs = _logprobs(body, draft)
+    request.chat.SetInParent()  # also without a message
     read_messages(body, request.chat)
     read_tools(body, request.chat)
     _template(body, draft)
