@@ -1,0 +1,180 @@
+"""OpenAI's own client against the whole system, with the bundled model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from diptych.client import Client
+from tests.end_to_end.stack import Stack, running_stack
+
+PROMPT = "The capital of France is"
+USER: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with running_stack("--dtype", "fp32", "--kv-memory-mib", "256") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    root = f"http://127.0.0.1:{stack.account['gateway']['http_port']}"
+    with openai.OpenAI(base_url=f"{root}/v1", api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_the_door_says_what_grpc_says(stack: Stack, client: openai.OpenAI, model: str) -> None:
+    with Client(stack.address) as grpc:
+        expected = grpc.generate(PROMPT, max_tokens=12, temperature=0.0)
+    asked: Any = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**asked)
+    pieces = [piece.choices[0].text for piece in client.completions.create(**asked, stream=True)]
+    assert whole.choices[0].text == "".join(pieces) == expected.text
+    assert len(pieces) > 3
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def test_a_chat_knows_paris(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=USER, max_completion_tokens=16)
+    stream = client.chat.completions.create(
+        model=model,
+        messages=USER,
+        max_completion_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *pieces, last = stream
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == whole.choices[0].message.content
+    assert "Paris" in text
+    assert last.usage is not None
+    assert last.usage.prompt_tokens_details is not None
+    # The second time the prompt's whole blocks are in the prefix cache.
+    assert (last.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+
+
+def test_n_choices_and_seeds(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "prompt": "Once", "max_tokens": 8, "temperature": 1.0, "seed": 5}
+    four = client.completions.create(**asked, n=4)
+    one = client.completions.create(**asked)
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+    assert four.choices[0].text == one.choices[0].text
+    assert len({choice.text for choice in four.choices}) > 1
+    texts = ["", "", "", ""]
+    for event in client.completions.create(**asked, n=4, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in four.choices]
+    chats = client.chat.completions.create(
+        model=model, messages=USER, n=3, max_tokens=4, temperature=1.0, seed=5
+    )
+    assert [choice.index for choice in chats.choices] == [0, 1, 2]
+
+
+def test_best_of(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "prompt": "Once", "max_tokens": 8, "temperature": 1.0, "seed": 5}
+    best = client.completions.create(**asked, best_of=4, logprobs=0).choices[0]
+    all_four = client.completions.create(**asked, n=4, logprobs=0).choices
+    assert best.logprobs is not None
+    assert best.logprobs.token_logprobs is not None
+    sums = [sum(choice.logprobs.token_logprobs) for choice in all_four]  # type: ignore[union-attr, arg-type]
+    assert best.text == all_four[sums.index(max(sums))].text
+
+
+def test_logprobs_of_both_shapes(client: openai.OpenAI, model: str) -> None:
+    completion = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=3
+    )
+    scored = completion.choices[0].logprobs
+    assert scored is not None
+    assert scored.tokens is not None
+    assert scored.token_logprobs is not None
+    assert scored.top_logprobs is not None
+    assert "".join(scored.tokens) == completion.choices[0].text
+    assert scored.text_offset == [sum(map(len, scored.tokens[:i])) for i in range(6)]
+    for token, logprob, top in zip(scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True):
+        assert len(top) == 3
+        assert max(top, key=top.__getitem__) == token  # greedy
+        assert top[token] == logprob
+        assert sum(math.exp(value) for value in top.values()) <= 1.0001
+    ids = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=6, temperature=0, stream=True, logprobs=3
+    )
+    streamed = [event.choices[0].logprobs for event in ids]
+    assert [token for part in streamed if part for token in part.tokens or ()] == scored.tokens
+    assert [at for part in streamed if part for at in part.text_offset or ()] == scored.text_offset
+    chat = client.chat.completions.create(
+        model=model, messages=USER, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert "".join(record.token for record in content) == chat.choices[0].message.content
+    assert all(len(record.top_logprobs) == 2 for record in content)
+    assert all(bytes(record.bytes or ()).decode() == record.token for record in content)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_echo_scores_the_prompt(client: openai.OpenAI, model: str, max_tokens: int) -> None:
+    """As lm-eval asks: the prompt's own logprobs, its first token without one."""
+    asked: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "logprobs": 1, "echo": True}
+    whole = client.completions.create(**asked, max_tokens=max_tokens).choices[0]
+    assert whole.text.startswith(PROMPT)
+    assert (whole.text == PROMPT) is (max_tokens == 0)
+    scored = whole.logprobs
+    assert scored is not None
+    assert scored.token_logprobs is not None
+    assert scored.top_logprobs is not None
+    assert scored.tokens is not None
+    assert "".join(scored.tokens) == whole.text
+    assert scored.token_logprobs[0] is None
+    assert scored.top_logprobs[0] is None
+    assert all(value is not None and value <= 0 for value in scored.token_logprobs[1:])
+    text, tokens = "", []
+    for event in client.completions.create(**asked, max_tokens=max_tokens, stream=True):
+        text += event.choices[0].text
+        tokens += (event.choices[0].logprobs.tokens or []) if event.choices[0].logprobs else []
+    assert (text, tokens) == (whole.text, scored.tokens)
+
+
+def test_a_list_of_prompts_scored_at_once(client: openai.OpenAI, model: str) -> None:
+    prompts = ["One two", "Paris is in France", "a"]
+    asked: Any = {"model": model, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    together = client.completions.create(**asked, prompt=prompts)
+    alone = [client.completions.create(**asked, prompt=prompt).choices[0] for prompt in prompts]
+    for one, other in zip(together.choices, alone, strict=True):
+        assert one.text == other.text
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert (
+            one.logprobs.token_logprobs[1:]
+            == pytest.approx(  # type: ignore[index]
+                other.logprobs.token_logprobs[1:],  # type: ignore[index]
+                abs=1e-4,
+            )
+        )
+
+
+def test_what_a_client_does_wrong(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=model, prompt="x", max_tokens=1_000_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model=model, messages=USER, top_p=3)
+    assert (wrong.value.param, wrong.value.code) == ("top_p", "invalid_parameter")
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-4o", prompt="x")
+    with pytest.raises(openai.BadRequestError) as embedding:
+        client.embeddings.create(model=model, input="x")
+    assert embedding.value.code == "unsupported_feature"
