@@ -153,6 +153,6 @@ async def test_200_requests_leave_nothing_behind(
                 assert not peer._asks
     ours = [record for record in caplog.records if record.name.split(".")[0] in OUR_LOGGERS]
     assert ours == [], [record.getMessage() for record in ours]
-    assert walk.outcomes["decode finished"] > 40, walk.outcomes
+    assert walk.outcomes["decode finished"] > 20, walk.outcomes  # two in five on a quiet machine
     assert walk.outcomes["cancelled"] > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
