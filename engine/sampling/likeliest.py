@@ -8,7 +8,7 @@ import numpy.typing as npt
 from engine.sampling.rule import Scores
 
 _GROUP = 64
-"""Entries a group. 49,152 logits make 768 groups, of whose maxima a partition is quick."""
+"""Entries a group: 49,152 logits make 768 groups."""
 
 
 def likeliest(logits: Scores, count: int) -> list[tuple[int, float]]:
@@ -36,19 +36,21 @@ def largest(row: Scores, count: int) -> npt.NDArray[np.int64]:
     """
     if count <= 0:
         return np.empty(0, np.int64)
-    bound = _at_most_the_smallest_of(row, count)
-    places = np.flatnonzero(row >= bound if bound > -np.inf else row > -np.inf)
+    places = reaching(row, count)
     return places[np.argsort(-row[places], kind="stable")[:count]]
 
 
-def _at_most_the_smallest_of(row: Scores, count: int) -> np.float32:
-    """A bound that the `count` largest entries reach, and few others do.
+def reaching(row: Scores, count: int) -> npt.NDArray[np.int64]:
+    """Indices, in order, of the `count` largest entries of a row and of some more: all those above a bound.
 
-    `count` groups have a maximum of at least the bound, so at least so many entries have.
+    The bound is the `count`-th largest of the maxima of groups of entries: so many entries reach it at least,
+    and hardly more. Minus infinity is no entry.
     """
     groups = len(row) // _GROUP
     if count > groups:
-        return np.float32(-np.inf) if count >= len(row) else np.partition(row, -count)[-count]
-    maxima = row[: groups * _GROUP].reshape(groups, _GROUP).max(axis=-1)
-    bound: np.float32 = np.partition(maxima, -count)[-count]
-    return bound
+        bound = -np.inf if count >= len(row) else np.partition(row, -count)[-count]
+    else:
+        # Entries of a group lie far apart, so that all groups' maxima are found side by side.
+        maxima = row[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+        bound = np.partition(maxima, -count)[-count]
+    return np.flatnonzero(row >= bound if bound > -np.inf else row > -np.inf)

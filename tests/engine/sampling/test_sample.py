@@ -62,7 +62,7 @@ def test_the_distribution_is_that_of_transformers(params: SamplingParams) -> Non
             expected = MinPLogitsWarper(params.min_p)(None, expected)
         ids, weights = distribution(scores[0].numpy(), params)
         got = torch.zeros(VOCAB, dtype=torch.float64)
-        got[torch.from_numpy(ids)] = torch.from_numpy(weights / weights.sum())
+        got[torch.tensor(ids)] = torch.from_numpy(weights / weights.sum())
         torch.testing.assert_close(got, torch.softmax(expected[0], -1).double(), atol=1e-6, rtol=1e-4)
 
 
