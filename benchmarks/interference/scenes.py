@@ -1,0 +1,122 @@
+"""What is played on a running system: streams alone, prompts alone, both together, and a prefix again.
+
+Every scene has prompts of its own, so that no prefix is found in a cache but where that is the scene.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.backends import Backend
+from benchmarks.datasets.synthetic import RandomLengths, SharedPrefix
+from benchmarks.drive import Run, drive
+from benchmarks.interference.systems import APART, LENDING
+from benchmarks.load import Load
+from benchmarks.measurement import Figures, latencies
+from benchmarks.peers.interference import LONG_PROMPT, STREAM_PROMPT, STREAMS, Connect, watch
+from benchmarks.request import BenchRequest, Outcome
+
+PREFIX = 2000
+_SUFFIX = 8
+_SETTLE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long each scene is: streams are watched for `alone_s`, then for `beside_s` beside prompts."""
+
+    stream_tokens: int = 96
+    prompts: int = 10
+    prefixes: int = 3
+    alone_s: float = 4.0
+    beside_s: float = 8.0
+
+
+class Incomplete(Exception):
+    """A request of a scene failed, or was not what the scene is about; a figure would be of another load."""
+
+
+async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figures:
+    """The figures of one round on one system. Raises Incomplete or RequestFailed."""
+    figures: Figures = {}
+    async with connect(lambda moment: None) as backend:
+        await _warm_up(backend, seed)
+        if system == APART:
+            figures |= (await watch(connect, seed, sizes.alone_s, sizes.beside_s)).figures()
+            await asyncio.sleep(_SETTLE_S)  # the streams were left in the middle: their steps end first
+        else:
+            figures |= await _streams_alone(backend, seed + 10, STREAMS, sizes.stream_tokens, "itl_alone")
+            figures |= await _streams_alone(backend, seed + 11, 1, sizes.stream_tokens, "itl_one")
+        figures |= await _prompts_alone(backend, seed + 20, sizes.prompts)
+        if system == LENDING:
+            figures |= await _prefix_again(backend, seed + 30, sizes.prefixes)
+    return figures
+
+
+async def _warm_up(backend: Backend, seed: int) -> None:
+    """Connections, buffers and threads of both phases; the longest prompt comes first, buffers only grow."""
+    for prompt, answer in ((PREFIX, 4), (LONG_PROMPT, 4)):
+        await _closed(backend, RandomLengths(prompt, answer), 1, 1, seed + 40)
+    await _closed(backend, RandomLengths(STREAM_PROMPT, 16), STREAMS, STREAMS, seed + 41)
+
+
+async def _streams_alone(backend: Backend, seed: int, streams: int, tokens: int, name: str) -> Figures:
+    """Gaps of streams that all decode: those of prompts that are still being read do not count."""
+    run = await _closed(backend, RandomLengths(STREAM_PROMPT, tokens), streams, streams, seed)
+    arrivals = [one.reply.arrivals for one in run.outcomes if one.reply is not None]
+    begin, end = max(one[0] for one in arrivals), min(one[-1] for one in arrivals)
+    gaps = [gap for one in arrivals for gap in _gaps_within(one, begin, end)]
+    return latencies(name, gaps)
+
+
+def _gaps_within(moments: tuple[float, ...], begin: float, end: float) -> list[float]:
+    return [
+        later - earlier for earlier, later in itertools.pairwise(moments) if begin <= earlier and later <= end
+    ]
+
+
+async def _prompts_alone(backend: Backend, seed: int, prompts: int) -> Figures:
+    """One client that sends a prompt, takes its first token, and sends the next."""
+    run = await _closed(backend, RandomLengths(LONG_PROMPT, 1), 1, prompts, seed)
+    return {
+        **latencies("ttft_prompt", [one.ttft for one in run.outcomes]),
+        "prompt_throughput_alone": prompts * LONG_PROMPT / run.duration,
+    }
+
+
+async def _prefix_again(backend: Backend, seed: int, prefixes: int) -> Figures:
+    """A long prefix that nobody has seen, then the same one before another question."""
+    tails = RandomLengths(_SUFFIX, 1)
+    cold: list[float] = []
+    warm: list[float] = []
+    for number in range(prefixes):
+        first, again = SharedPrefix(PREFIX, 1, tails).requests(2, seed + number)
+        cold.append((await _one(backend, first, cached=0)).ttft)
+        warm.append((await _one(backend, again, cached=PREFIX)).ttft)
+    return {
+        "median_ttft_cold_ms": 1000 * statistics.median(cold),
+        "median_ttft_cached_ms": 1000 * statistics.median(warm),
+    }
+
+
+async def _one(backend: Backend, request: BenchRequest, cached: int) -> Outcome:
+    """Raises Incomplete when other tokens than the `cached` first ones came out of a cache."""
+    run = _complete(await drive(backend, Load(max_concurrency=1), [request], 0))
+    (outcome,) = run.outcomes
+    if outcome.reply is not None and outcome.reply.cached_tokens != cached:
+        raise Incomplete(f"{outcome.reply.cached_tokens} tokens were cached, not {cached}")
+    return outcome
+
+
+async def _closed(backend: Backend, dataset: RandomLengths, clients: int, count: int, seed: int) -> Run:
+    return _complete(await drive(backend, Load(max_concurrency=clients), dataset.requests(count, seed), seed))
+
+
+def _complete(run: Run) -> Run:
+    for one in run.outcomes:
+        if one.error is not None:
+            raise Incomplete(str(one.error))
+    return run
