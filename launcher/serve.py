@@ -50,7 +50,10 @@ def _welcome(console: Console, stack: Stack, show_secrets: bool) -> None:
     def say(markup: str) -> None:
         console.print(markup, highlight=False, soft_wrap=True)
 
-    say(f"[bold green]Diptych serves[/]  gRPC {stack.address}   HTTP {stack.http_url}/metrics")
+    say(
+        f"[bold green]Diptych serves[/]  gRPC {stack.address}   OpenAI API {stack.http_url}/v1   "
+        f"metrics {stack.http_url}/metrics"
+    )
     say(f'  diptych generate "What is the capital of France?" --stream --timings --address {stack.address}')
     if show_secrets:
         say("  another gateway joins with:")
