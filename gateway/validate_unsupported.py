@@ -1,7 +1,6 @@
 """Fields of the protocol that this build does not implement.
 
-A request that sets one is refused by name: ignoring it would answer a question that nobody asked. A field
-set to the value it has when absent (``n`` of 1, ``echo_prompt`` false) asks for nothing and passes.
+A request that sets one is refused by name: ignoring it would answer a question that nobody asked.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ def refuse_unsupported_chat(chat: pb.ChatPrompt) -> None:
 
 
 def _simple(request: pb.GenerateRequest) -> dict[str, bool]:
-    params, response = request.sampling, request.response
     return {
-        "sampling.n": params.n > 1,
-        "sampling.best_of": params.best_of > 1,
-        "sampling.beam_width": params.HasField("beam_width"),
-        "response.logprobs": response.HasField("logprobs"),
-        "response.prompt_logprobs": response.HasField("prompt_logprobs"),
-        "response.echo_prompt": response.echo_prompt,
         "lora": bool(request.lora),
         "resume_token": bool(request.resume_token),
         "received_token_ids": bool(request.received_token_ids),
