@@ -32,6 +32,7 @@ from gateway.session_events import (
     ChooseRoute,
     ClientGone,
     DeadlinePassed,
+    DecodeFinished,
     Dispatch,
     Emit,
     Event,
@@ -101,8 +102,7 @@ class Conversation:
         self.prompt_scores = PromptScores(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
-        self._hold = hold
-        self.outgoing = Outgoing(held=hold or not self.prompt_scores.complete)
+        self.outgoing = Outgoing(held=hold)
         self.routes: list[RouteChoice] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
         self.first_token_at: float | None = None
@@ -114,6 +114,7 @@ class Conversation:
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
+        self._early: list[Event] = []  # output that came before the scores of the prompt
         self._feeding = False
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -149,13 +150,15 @@ class Conversation:
             event = item.event
             if item.phases is not None:
                 self._phases.note(item.attempt, item.choice, item.phases)
-            if isinstance(event, TokensArrived):
-                if self.cached_tokens is None and event.attempt == 1:
-                    self.cached_tokens = item.cached_tokens
-                self._events.append(event)
-            elif isinstance(event, PromptScored):
+            if isinstance(event, TokensArrived) and self.cached_tokens is None and event.attempt == 1:
+                self.cached_tokens = item.cached_tokens
+            if isinstance(event, PromptScored):
                 self._prompt_scored(event)
-            elif isinstance(event, PrefillCommitted) and self._lacks_scores(event.attempt):
+            elif self.prompt_scores.complete:
+                self._events.append(event)
+            elif isinstance(event, TokensArrived | DecodeFinished):
+                self._early.append(event)
+            elif isinstance(event, PrefillCommitted) and event.attempt == self.choices.attempts:
                 self._events.append(Broken(Internal()))  # they were promised before it
             else:
                 self._events.append(event)
@@ -253,11 +256,9 @@ class Conversation:
             self.outgoing.end()
 
     def _prompt_scored(self, event: PromptScored) -> None:
-        """They go out with the first piece, which waits for the last of them. A gap is a worker's bug."""
+        """A gap is a worker's bug."""
         if not self.prompt_scores.add(event.first, event.scores):
             self._events.append(Broken(Internal()))
-        elif self.prompt_scores.complete and not self._hold:
-            self.outgoing.release()
-
-    def _lacks_scores(self, attempt: int) -> bool:
-        return attempt == self.choices.attempts and not self.prompt_scores.complete
+        elif self.prompt_scores.complete:
+            self._events.extend(self._early)
+            self._early.clear()

@@ -13,7 +13,7 @@ from runtime.errors import DiptychError
 
 
 class Outgoing:
-    """One request's. ``held``: nothing is ready before the end, or before `release`."""
+    """One request's. ``held``: nothing is ready before the end."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.held = held
@@ -33,12 +33,6 @@ class Outgoing:
         """Nothing more comes: all choices are complete, or the request failed."""
         self.complete, self.error = error is None, error
         self._wake()
-
-    def release(self) -> None:
-        """Hold back no longer."""
-        self.held = False
-        if self.due:
-            self._wake()
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
