@@ -130,3 +130,30 @@ async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
         decode.loop.attempts.cancel(("r", 1))
         assert await made.empty() == []
         await gateway.close()
+
+
+async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypatch):
+    """What happens to a whole step when one of its rows raises."""
+    async with house("shared_memory", blocks=80) as made:
+        gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+        step, alone = decode.loop._runner.step, 0
+
+        def fussy(sequences, abort):
+            nonlocal alone
+            if len(sequences) > 1:
+                raise RuntimeError("too many for me")
+            alone += 1
+            return step(sequences, abort)
+
+        monkeypatch.setattr(decode.loop._runner, "step", fussy)
+        beams = work(("b", 1), PROMPT, 9, choices=range(2), sampling={"beam_width": 3})
+        heard = gateway.start(decode, prefill, beams)
+        plain = gateway.start(decode, prefill, work(("p", 1), PROMPT, 9))
+        await heard.ended.wait()
+        await plain.ended.wait()
+        assert alone > 20
+        best = oracle.beams(PROMPT, 3, 2, 9)
+        assert list(heard.outputs.values()) == [list(beam.token_ids) for beam in best]
+        assert plain.tokens == list(greedy(PROMPT, 9))
+        assert await made.empty() == []
+        await gateway.close()
