@@ -2,6 +2,7 @@
 #   make demo       install, start everything, stream one answer, show where its time went, stop
 #   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
 #   make test       the suite          make test-full   the suite in its long forms
+#   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible door, in an environment of its own
 #   make check      lint, types, import arrows, stubs current, protocol lint
 #   make stubs      regenerate diptych/ from protos/
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
@@ -25,7 +26,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
-.PHONY: help install demo serve test test-full check lint types arrows stubs stubs-check protos-lint format peers
+.PHONY: help install demo serve test test-full test-lm-eval check lint types arrows stubs stubs-check protos-lint format peers
 
 help:
 	@sed -n '2,9s/^# \{0,1\}//p' Makefile
@@ -57,6 +58,17 @@ test-full: install
 
 peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+# The harness needs dozens of packages that nothing else here does, so it gets an environment of its own.
+LM_EVAL_VENV ?= .venv-lm-eval
+
+$(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
+	$(BIN)/python -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"lm_eval[api]==0.4.13" "transformers>=5.17,<6"
+
+test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
+	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
 check: lint types arrows stubs-check protos-lint
 
