@@ -1,0 +1,56 @@
+"""Any gRPC service of the gateway: its RPCs as plain functions, with everything around them.
+
+Requests arrive as bytes and are parsed inside the handlers: what gRPC's own deserializers answer to garbage
+is UNKNOWN with an exception's text. Handlers write to the context instead of yielding, which costs a task
+less and puts the outermost catch in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from gateway.call import Calls
+from gateway.grpc_call import Context, GrpcCall, serve
+from gateway.validation import parse_message
+
+Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
+"""One RPC: takes its parsed request, returns the answer; a streaming one writes and returns nothing of use."""
+
+
+def add_service(
+    server: grpc.aio.Server, calls: Calls, service: ServiceDescriptor, bodies: Mapping[str, Body]
+) -> None:
+    """Register ``bodies`` by the names of their RPCs. Raises RuntimeError unless there is one for each."""
+    declared = {method.name: method for method in service.methods}
+    if bodies.keys() != declared.keys():
+        raise RuntimeError(f"RPCs without a handler, or the reverse: {bodies.keys() ^ declared.keys()}")
+    handlers = {name: _handler(declared[name], calls, body) for name, body in bodies.items()}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _handler(rpc: MethodDescriptor, calls: Calls, body: Body) -> grpc.RpcMethodHandler[Any, Any]:
+    method = f"{rpc.containing_service.full_name}/{rpc.name}"
+    kind = GetMessageClass(rpc.input_type)
+
+    async def handle(data: bytes, context: Context) -> Any:
+        call = GrpcCall(method, context, calls.clock())
+
+        async def answer() -> Message | None:
+            return await body(parse_message(kind, data), call)
+
+        return await serve(calls, call, answer)
+
+    make = (
+        grpc.unary_stream_rpc_method_handler if rpc.server_streaming else grpc.unary_unary_rpc_method_handler
+    )
+    return make(handle, response_serializer=_serialize)
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
