@@ -27,6 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway import limits
+from gateway.tools.tool import Tool, ToolCall
 from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 
 
@@ -40,11 +41,13 @@ class RenderRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. ``name`` is empty when the caller gave none."""
+    """One turn. What the caller did not give is empty."""
 
     role: str
     content: str
     name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()  # of assistant turns
+    tool_call_id: str = ""  # of tool turns
 
 
 class ChatTemplate:
@@ -76,6 +79,7 @@ class ChatTemplate:
             raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
         self._variables = frozenset(meta.find_undeclared_variables(tree))
         self._keys = _keys(tree)
+        self.source = source
 
     def reads_variable(self, name: str) -> bool:
         """Whether the template looks at a top-level variable (a template keyword argument)."""
@@ -90,6 +94,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
+        tools: Sequence[Tool] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> tuple[ControlToken | str, ...]:
         """The prompt as control tokens and plain text, for `Tokenizer.encode_parts`.
@@ -98,7 +103,7 @@ class ChatTemplate:
         """
         context = {
             **self._names,
-            "tools": None,
+            "tools": [self._defused_value(tool.as_template_value()) for tool in tools] or None,
             "documents": None,
             **(kwargs or {}),
             "messages": [self._defused(message) for message in messages],
@@ -106,9 +111,28 @@ class ChatTemplate:
         }
         return self._control_tokens.split(self._write(context))
 
-    def _defused(self, message: Message) -> dict[str, str]:
-        fields = {"role": message.role, "content": self._control_tokens.defuse(message.content)}
-        return fields | ({"name": message.name} if message.name else {})
+    def _defused(self, message: Message) -> dict[str, object]:
+        fields: dict[str, object] = {
+            "role": message.role,
+            "content": self._control_tokens.defuse(message.content),
+        }
+        if message.name:
+            fields["name"] = message.name
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                self._defused_value(one.as_template_value()) for one in message.tool_calls
+            ]
+        if message.tool_call_id:
+            fields["tool_call_id"] = message.tool_call_id
+        return fields
+
+    def _defused_value(self, value: object) -> object:
+        """As `defuse`, for all text inside lists and objects, names of fields included."""
+        if isinstance(value, str):
+            return self._control_tokens.defuse(value)
+        if isinstance(value, Mapping):
+            return {self._control_tokens.defuse(key): self._defused_value(one) for key, one in value.items()}
+        return [self._defused_value(one) for one in value] if isinstance(value, list) else value
 
     def _write(self, context: Mapping[str, object]) -> str:
         written: list[str] = []

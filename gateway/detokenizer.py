@@ -19,9 +19,11 @@ _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """One output's text. Not thread-safe; one per request."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()) -> None:
+        """``shown``: control tokens whose text is not left out even so."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._decoder = _Utf8Decoder("replace")
         self._at_start = tokenizer.strips_first_space
 
@@ -29,7 +31,8 @@ class Detokenizer:
         """The text that ``token_ids`` complete; possibly empty."""
         tokenizer = self._tokenizer
         if self._skip_special:
-            token_ids = [token_id for token_id in token_ids if not tokenizer.is_special(token_id)]
+            shown = self._shown
+            token_ids = [one for one in token_ids if not tokenizer.is_special(one) or one in shown]
         return self._strip(self._decoder.decode(b"".join(map(tokenizer.piece, token_ids))))
 
     def flush(self) -> str:

@@ -18,6 +18,7 @@ from gateway.call import Call
 from gateway.conversation import Conversation
 from gateway.detokenizer import Detokenizer
 from gateway.fleet import Fleet
+from gateway.grammar_check import GrammarCheck
 from gateway.live_requests import LiveRequests
 from gateway.output import OutputStream
 from gateway.parsed_request import ParsedRequest
@@ -57,7 +58,12 @@ class Generator:
         self._metrics = metrics
         self._clock = clock
         self._context = model.card.max_context
+        self._grammars = GrammarCheck()
         self.draining = False
+
+    async def close(self) -> None:
+        """No call is running any more."""
+        await self._grammars.close()
 
     async def stream(self, request: pb.GenerateRequest, call: Call) -> None:
         """One message per piece to ``call.write``, the last one with usage and timings.
@@ -108,6 +114,8 @@ class Generator:
         # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
         large = message.ByteSize() >= limits.INLINE_PARSE_BYTES
         request = await asyncio.to_thread(parse) if large else parse()
+        if request.constraint is not None:
+            await request.constraint.verify(self._grammars)
         report.tokenized = (started, self._clock())
         report.model = request.model
         call.name(request.request_id)
@@ -160,9 +168,11 @@ class Generator:
         return Conversation(job, outputs, self._fleet, clock=self._clock, hold=hold)
 
     def _output(self, request: ParsedRequest, stop_ids: frozenset[int]) -> OutputStream:
-        needs_text = request.want_text or request.stop
+        parser = self._model.tools.parser(request.tools)
+        shown = self._model.tools.shown if parser is not None else frozenset()
+        needs_text = request.want_text or request.stop or parser is not None
         return OutputStream(
-            Detokenizer(self._model.tokenizer, request.skip_special) if needs_text else None,
+            Detokenizer(self._model.tokenizer, request.skip_special, shown) if needs_text else None,
             StopStrings(request.stop, request.include_stop) if request.stop else None,
             stop_ids=stop_ids,
             include_stop=request.include_stop,
@@ -171,6 +181,7 @@ class Generator:
             want_text=request.want_text,
             want_token_ids=request.want_token_ids,
             want_scores=request.logprobs is not None,
+            calls=parser,
         )
 
     async def _answer(

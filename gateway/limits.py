@@ -65,3 +65,12 @@ MAX_LOGPROBS: Final = 20  # alternatives beside each token
 
 # --- tokenize and detokenize ---------------------------------------------------------------------
 MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context
+
+# --- structured output and tools -------------------------------------------------------------------
+MAX_GRAMMAR_BYTES: Final = 64 * 1024  # a schema, a regular expression, a grammar, all choices together
+MAX_SCHEMA_DEPTH: Final = 64  # objects and arrays inside one another
+MAX_CHOICES: Final = 1024
+MAX_TOOLS: Final = 128
+MAX_TOOL_NAME_CHARS: Final = 64
+MAX_TOOL_CALLS: Final = 128  # of one assistant turn
+MAX_TOOL_CALL_ID_CHARS: Final = 64

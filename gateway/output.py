@@ -1,4 +1,4 @@
-"""Output tokens of one choice → the pieces that its client gets: text, ids, stops, coalescing, the bill.
+"""Output tokens of one choice → its client's pieces: text, calls, ids, stops, coalescing, the bill.
 
 What stops the output:
 
@@ -18,6 +18,8 @@ from typing import NamedTuple
 from gateway.detokenizer import Detokenizer
 from gateway.session_events import TokenScore
 from gateway.stop_strings import StopStrings
+from gateway.tools.parser import Parsed, ToolCallParser
+from gateway.tools.tool import ToolCall
 
 
 class Delta(NamedTuple):
@@ -30,6 +32,7 @@ class Delta(NamedTuple):
     token_ids: Sequence[int] = ()
     tokens: int = 0
     scores: Sequence[tuple[int, TokenScore]] = ()  # (token id, score)
+    tool_calls: Sequence[ToolCall] = ()  # what the model wrote for them is not in ``text``
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class OutputStream:
         min_tokens: until there are this many, stop strings are text like any other.
         interval: tokens per piece, at least 1. The first token and the last piece go at once.
         want_scores: pieces carry what the model thought of their tokens, if the worker says it.
+        calls: a fresh parser of tool calls; None when the client offered no tools.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class OutputStream:
         want_text: bool,
         want_token_ids: bool,
         want_scores: bool = False,
+        calls: ToolCallParser | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -75,13 +80,16 @@ class OutputStream:
         self._want_text = want_text
         self._want_token_ids = want_token_ids
         self._want_scores = want_scores
+        self._calls = calls
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[tuple[int, TokenScore]] = []
+        self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
         self.billed = 0
         self.logprob = 0.0  # of all billed tokens together, where the worker gives scores
         self.stop_match: StopMatch | None = None
+        self.called = False  # whether the output has called a tool
 
     def push(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> bool:
         """Take new tokens in, with a score each or none.
@@ -103,7 +111,7 @@ class OutputStream:
         if not self.pending or (self.pending < self._interval and self.billed != self.pending):
             return False
         # Half a character, or a possible stop string, is no news to a client that wants text alone.
-        return self._want_token_ids or bool(self._text) or bool(self._scores)
+        return self._want_token_ids or bool(self._text) or bool(self._scores) or bool(self._tool_calls)
 
     @property
     def stopped_by_text(self) -> bool:
@@ -112,14 +120,14 @@ class OutputStream:
 
     def finish(self) -> None:
         """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
-        if self._detokenizer is None or self.stopped_by_text:
-            return
-        tail = self._detokenizer.flush()
-        if self._stops is not None:
-            self._text_found(tail)
-            tail = "" if self.stopped_by_text else self._stops.flush()
-        if tail:
-            self._text.append(tail)
+        if self._detokenizer is not None and not self.stopped_by_text:
+            tail = self._detokenizer.flush()
+            if self._stops is not None:
+                self._text_found(tail)
+                tail = "" if self.stopped_by_text else self._stops.flush()
+            self._show(tail)
+        if self._calls is not None:
+            self._show_parsed(self._calls.finish())
 
     def take(self) -> Delta:
         """All that is new, due or not; possibly nothing."""
@@ -128,8 +136,9 @@ class OutputStream:
             self._token_ids if self._want_token_ids else (),
             self.pending,
             self._scores,
+            self._tool_calls,
         )
-        self._text, self._token_ids, self._scores = [], [], []
+        self._text, self._token_ids, self._scores, self._tool_calls = [], [], [], []
         self.pending = 0
         return delta
 
@@ -150,14 +159,29 @@ class OutputStream:
         text = self._detokenizer.push(token_ids)
         if self._stops is not None and self.billed >= self._min_tokens:
             self._text_found(text)
-        elif text:
-            self._text.append(text)
+        else:
+            self._show(text)
 
     def _text_found(self, text: str) -> None:
         if self._stops is None or not text:
             return
         result = self._stops.push(text)
-        if result.text_to_emit:
-            self._text.append(result.text_to_emit)
+        self._show(result.text_to_emit)
         if result.matched is not None:
             self.stop_match = StopMatch(text=result.matched)
+
+    def _show(self, text: str) -> None:
+        """The client is to see this text, or the calls in it."""
+        if not text:
+            return
+        if self._calls is None:
+            self._text.append(text)
+        else:
+            self._show_parsed(self._calls.push(text))
+
+    def _show_parsed(self, parsed: Parsed) -> None:
+        if parsed.text:
+            self._text.append(parsed.text)
+        if parsed.calls:
+            self._tool_calls.extend(parsed.calls)
+            self.called = True

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gateway.constraint import Constraint
+from gateway.tools.tool import Toolbox
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -58,6 +61,8 @@ class ParsedRequest:
     logprobs: int | None = None  # alternatives beside each output token; None = no scores
     prompt_logprobs: int | None = None  # likewise for the prompt's tokens
     echo: bool = False  # the prompt's ids come back with the first message
+    constraint: Constraint | None = None  # what the output must match
+    tools: Toolbox | None = None  # that the output may call
 
     @property
     def choices(self) -> int:
@@ -76,6 +81,9 @@ class ParsedRequest:
         return left if self.max_tokens is None else min(left, self.max_tokens)
 
     def worker_stop_ids(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Ids at which a worker stops: the client's, and the model's end-of-sequence ids unless ignored."""
-        eos = () if self.ignore_eos else tuple(eos_token_ids)
+        """Ids at which a worker stops: the client's, and the model's end-of-sequence ids unless ignored.
+
+        A constrained output ends where its grammar ends: that cannot be ignored.
+        """
+        eos = () if self.ignore_eos and self.constraint is None else tuple(eos_token_ids)
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))

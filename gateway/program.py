@@ -125,6 +125,7 @@ class Gateway:
         if self._server is not None:
             await self._server.stop(grace=0.5)
         await self.fleet.close()
+        await self.generator.close()
         await self.mirror.close()
         if self._http is not None:
             await self._http.close()

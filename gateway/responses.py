@@ -60,10 +60,14 @@ class Responses:
         output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
         if delta.scores:
             output.logprobs.extend(self._logprobs.of_output(delta.scores))
+        for call in delta.tool_calls:
+            output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
         reason = conversation.outgoing.finished.get(choice)
         if reason is None:
             return
         output.finish_reason = _FINISH[reason]
+        if reason is FinishReason.STOP and stream.called:
+            output.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         if reason is FinishReason.STOP and stream.stop_match is not None:
             _set_stop(output, stream.stop_match)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gateway.chat_template import ChatTemplate
 from gateway.model_card import ModelCard
+from gateway.tools.support import ToolSupport
 from runtime.tokenizer.tokenizer import Tokenizer
 
 
@@ -17,6 +18,7 @@ class ServedModel:
     card: ModelCard
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tools: ToolSupport
 
     @classmethod
     def load(cls, path: Path, name: str | None = None) -> ServedModel:
@@ -31,4 +33,5 @@ class ServedModel:
             if source is None
             else ChatTemplate(source, tokenizer.control_tokens, tokenizer.template_names)
         )
-        return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template)
+        tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
+        return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template, tools)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits, validate_names
 from gateway.served_model import ServedModel
-from gateway.validate_prompt import chat_parts, check_text, given_ids
+from gateway.validate_prompt import chat_parts, chat_tools, check_text, given_ids
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 
@@ -34,7 +34,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
         raise UnsupportedFeature("add_special_tokens", "the chat template writes its own special tokens")
     if request.return_offsets:
         raise UnsupportedFeature("return_offsets", "a chat prompt has no text to give positions in")
-    ids = model.tokenizer.encode_parts(chat_parts(request.chat, model))
+    ids = model.tokenizer.encode_parts(chat_parts(request.chat, model, chat_tools(request.chat, model)))
     tokens = [model.tokenizer.token_text(token_id) for token_id in ids] if request.return_tokens else []
     return Tokenized(ids, tokens, [])
 

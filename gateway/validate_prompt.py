@@ -11,14 +11,15 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.served_model import ServedModel
+from gateway.tools.tool import Toolbox
 from gateway.validate_names import message_name
 from gateway.validate_stopping import TokenBudget
-from gateway.validate_unsupported import refuse_unsupported_chat
+from gateway.validate_tools import tool_call_id, tool_calls, toolbox
 from runtime.errors import InvalidParameter, UnsupportedFeature
 from runtime.tokenizer.control_tokens import ControlToken
 
 # A template pastes the role between control tokens, so a free role would be a way to write there.
-ROLES: Final = ("system", "developer", "user", "assistant")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 # Keyword arguments that templates of the served families know, with the values that mean something.
 TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
     "enable_thinking": (True, False),
@@ -27,8 +28,10 @@ TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
 }
 
 
-def prompt_ids(request: pb.GenerateRequest, model: ServedModel, budget: TokenBudget) -> tuple[int, ...]:
-    """Token ids of the prompt, never empty, within ``budget``.
+def prompt_ids(
+    request: pb.GenerateRequest, model: ServedModel, budget: TokenBudget, tools: Toolbox | None = None
+) -> tuple[int, ...]:
+    """Token ids of the prompt, never empty, within ``budget``. ``tools`` are those of `chat_tools`.
 
     Raises `InvalidParameter`, `UnsupportedFeature` or `ContextLengthExceeded`; a prompt that is certainly too
     long is refused before it is tokenized.
@@ -41,7 +44,7 @@ def prompt_ids(request: pb.GenerateRequest, model: ServedModel, budget: TokenBud
         budget.check(model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
         ids = model.tokenizer.encode(request.text, add_special=True)
     elif kind == "chat":
-        parts = chat_parts(request.chat, model)
+        parts = chat_parts(request.chat, model, tools)
         num_bytes = sum(len(part.encode("utf-8")) for part in parts if isinstance(part, str))
         budget.check(model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode_parts(parts)
@@ -71,7 +74,14 @@ def check_text(field: str, text: str) -> None:
     _check_size(field, len(text), len(text.encode("utf-8")))
 
 
-def chat_parts(chat: pb.ChatPrompt, model: ServedModel) -> tuple[ControlToken | str, ...]:
+def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
+    """The tools of a conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    return toolbox(chat, model.tools) if model.chat_template is not None else None
+
+
+def chat_parts(
+    chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None
+) -> tuple[ControlToken | str, ...]:
     """The rendered conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
     template = model.chat_template
     if template is None:
@@ -80,16 +90,29 @@ def chat_parts(chat: pb.ChatPrompt, model: ServedModel) -> tuple[ControlToken | 
         raise InvalidParameter("chat.messages", "must not be empty")
     if len(chat.messages) > limits.MAX_MESSAGES:
         raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
-    refuse_unsupported_chat(chat)
-    num_bytes = sum(len(message.content.encode("utf-8")) for message in chat.messages)
+    num_bytes = sum(map(_bytes_of, chat.messages))
     _check_size("chat.messages", num_bytes, num_bytes)
-    messages = [_message(index, message, template) for index, message in enumerate(chat.messages)]
+    tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
+    _check_size("chat.tools", tool_bytes, tool_bytes)
+    messages = [_message(index, message, model, template) for index, message in enumerate(chat.messages)]
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
-        return template.render(messages, add_generation_prompt=add_prompt, kwargs=kwargs)
+        parts = template.render(
+            messages,
+            add_generation_prompt=add_prompt,
+            tools=() if tools is None else tools.tools,
+            kwargs=kwargs,
+        )
     except RenderRefused as error:
         raise InvalidParameter("chat.messages", f"the model's chat template refused: {error}") from error
+    return (*parts, *model.tools.prompt_suffix) if tools is not None and tools.forced else parts
+
+
+def _bytes_of(message: pb.ChatMessage) -> int:
+    """What the template is given of a turn."""
+    calls = sum(call.ByteSize() for call in message.tool_calls)
+    return len(message.content.encode("utf-8")) + calls
 
 
 def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
@@ -97,15 +120,21 @@ def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
         raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
 
 
-def _message(index: int, message: pb.ChatMessage, template: ChatTemplate) -> Message:
+def _message(index: int, message: pb.ChatMessage, model: ServedModel, template: ChatTemplate) -> Message:
     field = f"chat.messages[{index}]"
-    if message.role == "tool":
-        raise UnsupportedFeature(f"{field}.role", "tool turns are not supported by this server")
     if message.role not in ROLES:
         raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
-    if message.name and not template.reads_key("name"):
+    answers = tool_call_id(field, message, model.tools)
+    # A tool's turn names the tool as OpenAI's API has it; the template need not look.
+    if message.name and message.role != "tool" and not template.reads_key("name"):
         raise UnsupportedFeature(f"{field}.name", "this model's chat template has no names")
-    return Message(message.role, message.content, message_name(f"{field}.name", message.name))
+    return Message(
+        message.role,
+        message.content,
+        message_name(f"{field}.name", message.name),
+        tool_calls(field, message, model.tools),
+        answers,
+    )
 
 
 def _template_kwargs(given: Struct, template: ChatTemplate) -> dict[str, object]:

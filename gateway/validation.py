@@ -21,12 +21,14 @@ from gateway import limits, validate_names
 from gateway.parsed_request import ParsedRequest
 from gateway.served_model import ServedModel
 from gateway.validate_outputs import outputs
-from gateway.validate_prompt import prompt_ids
+from gateway.validate_prompt import chat_tools, prompt_ids
 from gateway.validate_sampling import sampling
 from gateway.validate_stopping import budget, stopping
+from gateway.validate_structured import structured_output
 from gateway.validate_token_rules import check_something_may_come, token_rules
+from gateway.validate_tools import constraint_of
 from gateway.validate_unsupported import refuse_unsupported
-from runtime.errors import InvalidParameter
+from runtime.errors import InvalidParameter, UnsupportedFeature
 
 M = TypeVar("M", bound=Message)
 
@@ -73,6 +75,11 @@ def parse_request(
     rules = token_rules(request.sampling, model.tokenizer)
     check_something_may_come(rules, stops, card.eos_token_ids)
     knobs = sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
+    constraint = structured_output(request.structured_output)
+    tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
+    constraint = constraint_of(tools, model.tools, constraint)
+    if constraint is not None and not card.eos_token_ids:
+        raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
     interval = _stream_interval(response)
     salt = validate_names.label("cache.salt", cache.salt, limits.MAX_SALT_BYTES)
     session_id = validate_names.label("session_id", request.session_id, limits.MAX_SESSION_ID_BYTES)
@@ -80,7 +87,7 @@ def parse_request(
     return ParsedRequest(
         request_id=request_id,
         model=name,
-        prompt_ids=prompt_ids(request, model, budget(stops, limit)),
+        prompt_ids=prompt_ids(request, model, budget(stops, limit), tools),
         sampling=knobs,
         max_tokens=stops.max_tokens,
         min_tokens=stops.min_tokens,
@@ -106,6 +113,8 @@ def parse_request(
         logprobs=made.logprobs,
         prompt_logprobs=made.prompt_logprobs,
         echo=made.echo,
+        constraint=constraint,
+        tools=tools,
     )
 
 

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from diptych.worker.v1 import work_pb2
 from gateway.parsed_request import ParsedRequest
 from gateway.session_events import Attempt
+from runtime.grammar.grammar import Kind
+
+_KINDS = {
+    Kind.JSON_SCHEMA: work_pb2.Grammar.KIND_JSON_SCHEMA,
+    Kind.REGEX: work_pb2.Grammar.KIND_REGEX,
+    Kind.LARK: work_pb2.Grammar.KIND_LARK,
+}
 
 
 def work_id(request_id: str) -> str:
@@ -68,6 +75,7 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
             bad_words=[work_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
             logprobs=request.worker_logprobs,
             beam_width=request.beam_width or 0,
+            grammar=_grammar(request),
         ),
         stopping=work_pb2.Stopping(
             max_tokens=job.max_tokens,
@@ -87,3 +95,10 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
     return work
+
+
+def _grammar(request: ParsedRequest) -> work_pb2.Grammar | None:
+    if request.constraint is None:
+        return None
+    grammar = request.constraint.grammar
+    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text)

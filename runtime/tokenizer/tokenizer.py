@@ -122,6 +122,11 @@ class Tokenizer:
         text = data.decode("utf-8", "replace")
         return text[1:] if self._source.strips_first_space and text.startswith(" ") else text
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, control tokens included."""
+        found: int | None = self._source.backend.token_to_id(token)
+        return found
+
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for ids that only pad the embedding."""
         return self._source.backend.id_to_token(token_id) or ""

@@ -12,7 +12,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.chat_template import ChatTemplate, Message
 from gateway.served_model import ServedModel
-from gateway.validate_prompt import ROLES, prompt_ids
+from gateway.validate_prompt import ROLES, chat_tools, prompt_ids
 from gateway.validate_stopping import TokenBudget
 from runtime.errors import ContextLengthExceeded, DiptychError, InvalidParameter, UnsupportedFeature
 
@@ -20,7 +20,8 @@ WIDE = TokenBudget(limit=10**9, wanted=1)
 
 
 def ids(model: ServedModel, budget: TokenBudget = WIDE, **prompt: Any) -> tuple[int, ...]:
-    return prompt_ids(pb.GenerateRequest(**prompt), model, budget)
+    request = pb.GenerateRequest(**prompt)
+    return prompt_ids(request, model, budget, chat_tools(request.chat, model))
 
 
 def chat(*turns: tuple[str, str], **rest: Any) -> pb.ChatPrompt:
@@ -133,17 +134,19 @@ def test_names_where_the_template_has_them(bundled: ServedModel) -> None:
         assert field_of(naming, InvalidParameter, chat=named(bad)) == "chat.messages[0].name"
 
 
-def test_tools_are_not_supported(bundled: ServedModel) -> None:
+def test_tools_that_the_template_would_not_show(bundled: ServedModel) -> None:
+    """SmolLM2's writes any role that it is given, but neither tools nor calls."""
     call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")])
-    answer = pb.ChatMessage(role="user", tool_call_id="1")
     cases = {
         "chat.tools": chat(("user", "a"), tools=[pb.Tool(name="f")]),
         "chat.messages[0].tool_calls": pb.ChatPrompt(messages=[call]),
-        "chat.messages[0].tool_call_id": pb.ChatPrompt(messages=[answer]),
-        "chat.messages[0].role": chat(("tool", "42")),
     }
     for path, prompt in cases.items():
         assert field_of(bundled, UnsupportedFeature, chat=prompt) == path
+    answer = pb.ChatMessage(role="user", tool_call_id="1")
+    assert field_of(bundled, InvalidParameter, chat=pb.ChatPrompt(messages=[answer])) == (
+        "chat.messages[0].tool_call_id"
+    )
 
 
 def test_template_settings(bundled: ServedModel) -> None:

@@ -24,6 +24,7 @@ from runtime.errors import (
     UnknownModel,
     UnsupportedFeature,
 )
+from runtime.grammar.grammar import Grammar, Kind
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -74,6 +75,10 @@ def test_a_bare_request_takes_every_default(bundled: ServedModel) -> None:
     assert (request.salt, request.session_id) == ("", "")
 
 
+def grammar(request: ParsedRequest) -> Grammar | None:
+    return request.constraint.grammar if request.constraint is not None else None
+
+
 # Each implemented field: a request with it set, and what it becomes.
 IMPLEMENTED: dict[str, tuple[dict[str, Any], Callable[[ParsedRequest], object], object]] = {
     "request_id": ({"request_id": "A-z_0.9"}, lambda r: r.request_id, "A-z_0.9"),
@@ -105,6 +110,9 @@ IMPLEMENTED: dict[str, tuple[dict[str, Any], Callable[[ParsedRequest], object], 
         {"sampling": {"bad_words": ["a", "a"]}}, lambda r: r.sampling.bad_words, ((81,), (253,)),
     ),
     "sampling.seed": ({"sampling": {"seed": -1}}, lambda r: r.sampling.seed, 2**64 - 1),
+    "sampling.n": ({"sampling": {"n": 3}}, lambda r: r.n, 3),
+    "sampling.best_of": ({"sampling": {"best_of": 3}}, lambda r: r.best_of, 3),
+    "sampling.beam_width": ({"sampling": {"beam_width": 4}}, lambda r: r.beam_width, 4),
     "stopping.max_tokens": ({"stopping": {"max_tokens": 9}}, lambda r: r.max_tokens, 9),
     "stopping.min_tokens": ({"stopping": {"min_tokens": 3}}, lambda r: r.min_tokens, 3),
     "stopping.stop": ({"stopping": {"stop": ["x", "y", "x"]}}, lambda r: r.stop, ("x", "y")),
@@ -123,34 +131,45 @@ IMPLEMENTED: dict[str, tuple[dict[str, Any], Callable[[ParsedRequest], object], 
     "response.skip_special_tokens": (
         {"response": {"skip_special_tokens": False}}, lambda r: r.skip_special, False,
     ),
+    "response.logprobs": ({"response": {"logprobs": 0}}, lambda r: r.logprobs, 0),
+    "response.prompt_logprobs": ({"response": {"prompt_logprobs": 2}}, lambda r: r.prompt_logprobs, 2),
+    "response.echo_prompt": ({"response": {"echo_prompt": True}}, lambda r: r.echo, True),
     "response.stream_interval": ({"response": {"stream_interval": 8}}, lambda r: r.stream_interval, 8),
     "response.timings": ({"response": {"timings": False}}, lambda r: r.want_timings, False),
     "cache.salt": ({"cache": {"salt": "é"}}, lambda r: r.salt, "é"),
     "cache.bypass_read": ({"cache": {"bypass_read": True}}, lambda r: r.cache_read, False),
     "cache.bypass_write": ({"cache": {"bypass_write": True}}, lambda r: r.cache_write, False),
+    "structured_output.json_schema": (
+        {"structured_output": {"json_schema": "{}"}}, grammar, Grammar(Kind.JSON_SCHEMA, "{}"),
+    ),
+    "structured_output.regex": ({"structured_output": {"regex": "a+"}}, grammar, Grammar(Kind.REGEX, "a+")),
+    "structured_output.ebnf_grammar": (
+        {"structured_output": {"ebnf_grammar": 'root ::= "a"'}},
+        grammar,
+        Grammar(Kind.REGEX, r"[\x{61}-\x{61}]"),
+    ),
+    "structured_output.choice.values": (
+        {"structured_output": {"choice": {"values": ["a", "b.c"]}}},
+        grammar,
+        Grammar(Kind.REGEX, r"a|b\x{2e}c"),
+    ),
+    "structured_output.json_object": (
+        {"structured_output": {"json_object": True}},
+        grammar,
+        Grammar(Kind.JSON_SCHEMA, '{"type": "object"}'),
+    ),
 }  # fmt: skip
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "structured_output.json_schema": {"structured_output": {"json_schema": "{" * 10_000}},
-    "structured_output.regex": {"structured_output": {"regex": "(a+)+$"}},
-    "structured_output.ebnf_grammar": {"structured_output": {"ebnf_grammar": ""}},
-    "structured_output.choice": {"structured_output": {"choice": {"values": ["a"]}}},
-    "structured_output.json_object": {"structured_output": {"json_object": True}},
     "structured_output.structural_tag": {"structured_output": {"structural_tag": "t"}},
-    "structured_output": {"structured_output": {}},
     "lora": {"lora": "adapter"},
     "resume_token": {"resume_token": "forged"},
     "received_token_ids": {"received_token_ids": [1]},
-    "sampling.n": {"sampling": {"n": 2}},
-    "sampling.best_of": {"sampling": {"best_of": 2}},
-    "sampling.beam_width": {"sampling": {"beam_width": 1}},
-    "response.logprobs": {"response": {"logprobs": 0}},
-    "response.prompt_logprobs": {"response": {"prompt_logprobs": 1_000_000_000}},
-    "response.echo_prompt": {"response": {"echo_prompt": True}},
 }
 IN_TEST_VALIDATE_PROMPT = {
     "chat.messages.role", "chat.messages.content", "chat.messages.name", "chat.messages.tool_call_id",
     "chat.messages.tool_calls", "chat.template_kwargs", "chat.add_generation_prompt", "chat.tools",
+    "chat.tool_choice",
 }  # fmt: skip
 
 
@@ -168,12 +187,7 @@ def leaves(descriptor: Descriptor, prefix: str = "") -> Iterator[str]:
 def test_no_field_of_the_protocol_is_forgotten() -> None:
     """A new field fails here until it is either read or refused."""
     covered = IMPLEMENTED.keys() | UNSUPPORTED.keys() | IN_TEST_VALIDATE_PROMPT
-    fields = set(leaves(pb.GenerateRequest.DESCRIPTOR)) | {
-        path for path in UNSUPPORTED if path.startswith("structured_output.")
-    }
-    assert fields == covered
-    constraints = {f"structured_output.{f.name}" for f in pb.StructuredOutput.DESCRIPTOR.fields}
-    assert constraints <= UNSUPPORTED.keys()
+    assert set(leaves(pb.GenerateRequest.DESCRIPTOR)) == covered
 
 
 @pytest.mark.parametrize("path", IMPLEMENTED)
@@ -361,8 +375,14 @@ def test_any_message_is_parsed_or_refused(bundled: ServedModel, data: st.DataObj
         "top_k": st.integers(-(2**31), 2**31 - 1),
         "seed": st.integers(-(2**63), 2**63 - 1),
         "n": whole,
+        "best_of": whole,
+        "beam_width": whole,
+        "logit_bias": st.dictionaries(st.integers(0, 2**32 - 1) | st.integers(0, 50_000), floats, max_size=3),
+        "allowed_token_ids": ids,
+        "bad_words": st.lists(words, max_size=3),
     }
     sampling = st.fixed_dictionaries({}, optional=knobs | integers)
+    response = st.fixed_dictionaries({}, optional={"logprobs": whole, "prompt_logprobs": whole})
     stopping = st.fixed_dictionaries(
         {},
         optional={
@@ -388,7 +408,14 @@ def test_any_message_is_parsed_or_refused(bundled: ServedModel, data: st.DataObj
         st.just({}),
     )
     rest = st.fixed_dictionaries(
-        {}, optional={"sampling": sampling, "stopping": stopping, "request_id": words, "session_id": words}
+        {},
+        optional={
+            "sampling": sampling,
+            "stopping": stopping,
+            "response": response,
+            "request_id": words,
+            "session_id": words,
+        },
     )
     request = pb.GenerateRequest(model=MODEL, **data.draw(prompt), **data.draw(rest))
     try:
@@ -399,6 +426,9 @@ def test_any_message_is_parsed_or_refused(bundled: ServedModel, data: st.DataObj
     else:
         assert result.prompt_ids
         assert result.output_budget(bundled.card.max_context) >= max(1, result.min_tokens)
+        assert 1 <= result.n <= result.choices <= limits.MAX_N
+        assert result.beam_width is None or result.n <= result.beam_width <= limits.MAX_BEAM_WIDTH
+        assert all(len(word) for word in result.sampling.bad_words)
 
 
 def test_bad_requests_are_answered_within_50_ms(bundled: ServedModel) -> None:

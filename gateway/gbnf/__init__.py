@@ -1,0 +1,1 @@
+"""EBNF grammars in the notation of llama.cpp (GBNF), translated to what workers compile."""

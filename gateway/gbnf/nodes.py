@@ -1,0 +1,78 @@
+"""A GBNF grammar as a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HIGHEST_CHAR = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)  # no characters
+
+
+class BadGbnf(ValueError):
+    """The text is no GBNF grammar. The message repeats nothing of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One character out of these inclusive ranges of code points; never empty."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What the rule of this name matches."""
+
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One after the other; nothing at all if empty."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of these, at least one."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """`least` to `most` times; None = any number."""
+
+    item: Node
+    least: int
+    most: int | None
+
+
+Node = Chars | Name | Sequence | Choice | Repeat
+
+
+def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """All characters outside `ranges`."""
+    outside: list[tuple[int, int]] = []
+    begin = 0
+    for low, high in sorted([*ranges, SURROGATES]):
+        if begin < low:
+            outside.append((begin, low - 1))
+        begin = max(begin, high + 1)
+    if begin <= HIGHEST_CHAR:
+        outside.append((begin, HIGHEST_CHAR))
+    return tuple(outside)
+
+
+def names_in(node: Node) -> frozenset[str]:
+    """The rules that `node` refers to itself."""
+    match node:
+        case Name(rule):
+            return frozenset((rule,))
+        case Sequence(parts) | Choice(parts):
+            return frozenset().union(*map(names_in, parts))
+        case Repeat(item):
+            return names_in(item)
+        case Chars():
+            return frozenset()

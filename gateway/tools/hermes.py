@@ -1,0 +1,66 @@
+"""Calls between tags, as Hermes and Qwen write them: ``<tool_call>{"name": …}</tool_call>``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.tools.lark import call_rules, quoted
+from gateway.tools.parser import Marker, Parsed, call_from_json
+from gateway.tools.tool import Tool
+from runtime.grammar.grammar import Grammar, Kind
+
+OPEN: Final = "<tool_call>"
+CLOSE: Final = "</tool_call>"
+MARKERS: Final = (OPEN, CLOSE)
+
+
+class HermesParser:
+    """A call ends at the first closing tag before which there is valid JSON."""
+
+    def __init__(self) -> None:
+        self._marker = Marker(OPEN)
+        self._inside: str | None = None  # what came since the opening tag
+        self._looked = 0  # so much of it holds no closing tag that ends the call
+
+    def push(self, text: str) -> Parsed:
+        result = Parsed()
+        rest: str | None = text
+        while rest is not None:
+            if self._inside is None:
+                shown, after = self._marker.push(rest)
+                result += Parsed(shown)
+                self._inside, self._looked, rest = after, 0, None
+                if after is None:
+                    break
+            else:
+                self._inside += rest
+            found, rest = self._close()
+            result += found
+        return result
+
+    def finish(self) -> Parsed:
+        inside, self._inside = self._inside, None
+        if inside is None:
+            return Parsed(self._marker.flush())
+        call = call_from_json(inside)  # the closing tag may have been cut off by a stop string
+        return Parsed(calls=(call,)) if call is not None else Parsed(OPEN + inside)
+
+    def _close(self) -> tuple[Parsed, str | None]:
+        """The call, and what follows it, if it is complete."""
+        inside = self._inside or ""
+        while (end := inside.find(CLOSE, self._looked)) >= 0:
+            call = call_from_json(inside[:end])
+            if call is not None:
+                self._inside = None
+                return Parsed(calls=(call,)), inside[end + len(CLOSE) :]
+            self._looked = end + len(CLOSE)
+        self._looked = max(self._looked, len(inside) - len(CLOSE) + 1)
+        return Parsed(), None
+
+
+def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
+    """One call, or with ``many`` any number of them, each on lines of its own."""
+    rules = call_rules(tools, lambda name: f'{OPEN}\n{{"name": {name}, "arguments": ', f"}}\n{CLOSE}")
+    start = f"start: call ({quoted(chr(10))} call)*" if many else "start: call"
+    return Grammar(Kind.LARK, "\n".join([start, *rules]))

@@ -1,0 +1,43 @@
+"""Finds the JSON objects at the top of a text that comes in pieces, each as soon as it is closed."""
+
+from __future__ import annotations
+
+
+class JsonObjects:
+    """Looks at each character once. What stands between the objects is passed over."""
+
+    def __init__(self) -> None:
+        self._object: list[str] = []
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether an object is open."""
+        return self._depth > 0
+
+    def push(self, text: str) -> list[str]:
+        """The objects that this piece completes: balanced braces; whether it is JSON inside is not said."""
+        complete: list[str] = []
+        for char in text:
+            if self._depth or char == "{":
+                self._object.append(char)
+                self._take(char)
+                if not self._depth:
+                    complete.append("".join(self._object))
+                    self._object.clear()
+        return complete
+
+    def _take(self, char: str) -> None:
+        if self._quoted:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._quoted = False
+        elif char == '"':
+            self._quoted = True
+        elif char in "{}":
+            self._depth += 1 if char == "{" else -1

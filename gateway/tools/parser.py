@@ -1,0 +1,97 @@
+"""What a parser of tool calls is: text in as it comes, text and calls out.
+
+Text outside calls goes out at once, but for its end where that may turn out to be the beginning of a call.
+What turns out to be no call after all comes out as the text that it is, so that nothing is ever lost.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from gateway.tools.tool import ToolCall
+
+_ALPHABET: Final = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a piece of text came to."""
+
+    text: str = field(default="", repr=False)
+    calls: tuple[ToolCall, ...] = ()
+
+    def __add__(self, later: Parsed) -> Parsed:
+        return Parsed(self.text + later.text, self.calls + later.calls)
+
+
+class ToolCallParser(Protocol):
+    """Reads one output."""
+
+    def push(self, text: str) -> Parsed:
+        """The next piece."""
+        ...
+
+    def finish(self) -> Parsed:
+        """The output is over: what was held back, as a call if it is one, else as text."""
+        ...
+
+
+def new_id() -> str:
+    """Nine letters and digits: what Mistral's templates insist on, and all others take."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+def call_from_json(text: str, *, arguments: str = "arguments") -> ToolCall | None:
+    """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return call_from(found, arguments=arguments)
+
+
+def call_from(found: object, *, arguments: str = "arguments") -> ToolCall | None:
+    if not isinstance(found, Mapping):
+        return None
+    name, given = found.get("name"), found.get(arguments, {})
+    if not isinstance(name, str) or not name:
+        return None
+    if isinstance(given, str):  # some models quote the object
+        return ToolCall(name, given, new_id())
+    return (
+        ToolCall(name, json.dumps(given, ensure_ascii=False), new_id()) if isinstance(given, dict) else None
+    )
+
+
+class Marker:
+    """Watches text for a marker that begins calls; white space before the marker belongs to it."""
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text to show now, and what follows the marker if it has come."""
+        seen = self._held + text
+        before, marker, after = seen.partition(self._marker)
+        if marker:
+            self._held = ""
+            return before.rstrip(), after
+        end = len(seen) - self._partial(seen)
+        cut = len(seen[:end].rstrip())
+        self._held = seen[cut:]
+        return seen[:cut], None
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, seen: str) -> int:
+        """How many characters at the end may be the marker's beginning."""
+        longest = min(len(seen), len(self._marker) - 1)
+        return next((n for n in range(longest, 0, -1) if seen.endswith(self._marker[:n])), 0)

@@ -1,0 +1,80 @@
+"""What a model's chat template does with tools, found out by trying.
+
+Many templates ignore what they do not know; a request whose tools never reach the model must be refused, not
+answered. Each feature is rendered once, with names that occur nowhere else, and looked for in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.tools.formats import ToolFormat, format_of
+from gateway.tools.parser import ToolCallParser
+from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
+from runtime.tokenizer.control_tokens import ControlToken
+from runtime.tokenizer.tokenizer import Tokenizer
+
+# Nine characters each: Mistral's templates refuse ids of any other length.
+_TOOL: Final = "probetool"
+_ARGUMENT: Final = "probevalu"
+_RESULT: Final = "proberslt"
+_ID: Final = "probe0001"
+
+_USER: Final = Message("user", "Hello")
+_PARAMETERS: Final = {"type": "object", "properties": {"x": {"type": "string"}}}
+_PROBE: Final = Tool(_TOOL, "A tool.", _PARAMETERS)
+_CALL: Final = Message("assistant", "", tool_calls=(ToolCall(_TOOL, f'{{"x": "{_ARGUMENT}"}}', _ID),))
+_ANSWER: Final = Message("tool", _RESULT, _TOOL, tool_call_id=_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """What may be asked of one model."""
+
+    tools: bool = False  # the template writes the tools out
+    calls: bool = False  # it writes an assistant's calls out
+    turns: bool = False  # it writes a tool's answers out
+    form: ToolFormat | None = None  # in which calls are written, if it is known
+    shown: frozenset[int] = frozenset()  # control tokens that spell the form's markers
+    prompt_suffix: tuple[ControlToken | str, ...] = ()  # where calls are required, what begins them
+
+    @classmethod
+    def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
+        """Two small renderings tell."""
+        form = format_of(template.source)
+        markers = form.markers if form is not None else ()
+        control = {token.text: token for marker in markers if (token := _control(marker, tokenizer))}
+        suffix = form.prompt_suffix if form is not None else ""
+        turns = _rendered(template, [_USER, _CALL, _ANSWER], [_PROBE])
+        return cls(
+            tools=_TOOL in _rendered(template, [_USER], [_PROBE]),
+            calls=_ARGUMENT in turns,
+            turns=_RESULT in turns,
+            form=form,
+            shown=frozenset(token.token_id for token in control.values()),
+            prompt_suffix=(control.get(suffix, suffix),) if suffix else (),
+        )
+
+    def parser(self, tools: Toolbox | None) -> ToolCallParser | None:
+        """A fresh parser for an output that may call these tools; None if there is nothing to look for."""
+        if tools is None or self.form is None or tools.mode is Mode.NONE:
+            return None
+        return self.form.parser_for(begun=tools.forced)
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    try:
+        parts = template.render(messages, add_generation_prompt=True, tools=tools)
+    except RenderRefused:
+        return ""
+    return "".join(part if isinstance(part, str) else part.text for part in parts)
+
+
+def _control(marker: str, tokenizer: Tokenizer) -> ControlToken | None:
+    token_id = tokenizer.id_of(marker)
+    if token_id is None or not tokenizer.is_special(token_id):
+        return None
+    return ControlToken(token_id, marker)
