@@ -26,6 +26,7 @@ from gateway.session_events import (
     ChooseRoute,
     DecodeFinished,
     Dispatch,
+    Emit,
     Event,
     Fail,
     Launched,
@@ -55,7 +56,7 @@ class Choices:
         self.attempts = 0  # launched so far
         self.retries: Counter[Cause] = Counter()  # of these, why all after the first
         self.failed_in: State | None = None  # where the choice was that ended the request before its time
-        self._failure: Fail | None = None  # to be told to the other choices
+        self._failure: Fail | None = None  # of a choice, not yet told to the others
         self._prompt_ids = prompt_ids
         self._needing: list[int] = []  # choices that need an attempt
         self._leaving: dict[tuple[Role, str, int], list[int]] = {}  # (role, worker, attempt) → who leaves it
@@ -77,9 +78,9 @@ class Choices:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event; `settle` is owed once all of the moment are applied."""
-        if isinstance(event, TokensArrived):
-            return self._one(event.choice, event, now)
         match event:
+            case TokensArrived():
+                return self._one(event.choice, event, now)
             case Routed():
                 return self._launch(event, now)
             case DecodeFinished() | StopMatched():
@@ -90,47 +91,55 @@ class Choices:
                 return self._several(event.choices, event, now)
         return self._several(range(len(self.sessions)), event, now)
 
-    def settle(self, now: float) -> list[Action]:
+    def settle(self) -> list[Action]:
         """What is to be said to the workers, and which routes are to be chosen."""
         if not (self._leaving or self._needing):
             return []
         return [*self._cancels(), *self._routes()]
 
     def _one(self, choice: int, event: Event, now: float) -> list[Action]:
-        if choice < len(self.sessions):
-            return self._several((choice,), event, now)
-        return self._several(range(len(self.sessions)), Broken(Internal()), now)  # nobody asked for it
+        if choice >= len(self.sessions):  # nobody asked for it
+            return self._several(range(len(self.sessions)), Broken(Internal()), now)
+        session = self.sessions[choice]
+        before, actions = session.state, session.handle(event, now)
+        if len(actions) == 1 and isinstance(actions[0], Emit):
+            return actions  # nothing to note: a token among many
+        return [*self._noted(session, before, actions), *self._spread_failure(now)]
 
     def _several(self, choices: Iterable[int], event: Event, now: float) -> list[Action]:
-        """The first failure ends every choice, after all of them have had the event."""
+        """All of them have the event before the first failure ends them."""
         actions: list[Action] = []
         for choice in choices:
-            actions += self._apply(self.sessions[choice], event, now)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            for session in self.sessions:
-                self._apply(session, Broken(failure.error), now)
-        return actions
+            session = self.sessions[choice]
+            actions += self._noted(session, session.state, session.handle(event, now))
+        return [*actions, *self._spread_failure(now)]
 
-    def _apply(self, session: Session, event: Event, now: float) -> list[Action]:
-        """What is left to do at once; the rest is noted for `settle`."""
-        before = session.state
+    def _noted(self, session: Session, before: State, actions: list[Action]) -> list[Action]:
+        """What is left to do at once; the rest waits for `settle`."""
         kept: list[Action] = []
-        for action in session.handle(event, now):
+        for action in actions:
             match action:
                 case NeedRoute(choice):
                     self._needing.append(choice)
                 case Cancel(role, worker_id, attempt, choices):
                     self._leaving.setdefault((role, worker_id, attempt), []).extend(choices)
-                case Fail() if self.failed_in is not None:
-                    pass  # the client has its error
+                case Fail():
+                    self._failure = self._failure or action
                 case _:
                     kept.append(action)
-                    if isinstance(action, Fail):
-                        self._failure = action
         if self.failed_in is None and session.state in (State.FAILED, State.ABANDONED):
             self.failed_in = before
         return kept
+
+    def _spread_failure(self, now: float) -> list[Action]:
+        """The first failure of a choice is the end of all, and the one that the client hears of."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return []
+        for session in self.sessions:
+            self._noted(session, session.state, session.handle(Broken(failure.error), now))
+        self._failure = None  # theirs
+        return [failure]
 
     def _launch(self, event: Routed, now: float) -> list[Action]:
         """One attempt for all choices that still want it."""

@@ -189,9 +189,13 @@ class Conversation:
         choices, events = self.choices, self._events
         while True:
             while events:
-                for action in choices.handle(events.popleft(), self.clock()):
-                    self._perform(action)
-            left = choices.settle(self.clock())
+                now = self.clock()
+                for action in choices.handle(events.popleft(), now):
+                    if isinstance(action, Emit):
+                        self._emit(action, now)
+                    else:
+                        self._perform(action)
+            left = choices.settle()
             if not left:
                 return
             for action in left:
@@ -199,8 +203,6 @@ class Conversation:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Emit():
-                self._emit(action)
             case ChooseRoute():
                 self._events.append(self._route(action))
             case Attach(worker_id, attempt):
@@ -234,10 +236,10 @@ class Conversation:
         except LinkDown:
             self._events.append(WorkerGone(worker_id))
 
-    def _emit(self, new: Emit) -> None:
-        self.last_token_at = self.clock()
+    def _emit(self, new: Emit, now: float) -> None:
+        self.last_token_at = now
         if self.first_token_at is None:
-            self.first_token_at = self.last_token_at
+            self.first_token_at = now
             self.on_first_token()
         output = self.outputs[new.choice]
         if output.push(new.token_ids, new.scores):

@@ -64,7 +64,6 @@ class State(Enum):
 
 
 _ENDS = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
-_RUNNING = frozenset({State.PREFILLING, State.DECODING})
 LEGAL: dict[State, frozenset[State]] = {
     State.QUEUED: _ENDS | {State.ROUTING},
     State.ROUTING: _ENDS | {State.PREFILLING},
@@ -139,11 +138,11 @@ class Session:
         Raises:
             IllegalMove: the event cannot come in this state (`Admitted` or `Launched` out of turn).
         """
+        if isinstance(event, TokensArrived):  # nearly every event
+            return self._tokens(event, now) if self._runs(event.attempt) else []
         if self.over:
             return []
         match event:
-            case TokensArrived():
-                return self._tokens(event, now) if self._runs(event.attempt) else []
             case Admitted():
                 if self.state is not State.QUEUED:
                     raise IllegalMove("admitted twice")
@@ -196,7 +195,8 @@ class Session:
 
     def _runs(self, attempt: int) -> bool:
         """Whether it is the attempt that the workers are on: between two attempts there is none."""
-        return attempt == self.attempt and self.state in _RUNNING
+        running = self.state is State.DECODING or self.state is State.PREFILLING
+        return running and attempt == self.attempt
 
     def _need_route(self, now: float) -> list[Action]:
         self.move(State.ROUTING, now)

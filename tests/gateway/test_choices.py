@@ -50,7 +50,7 @@ def moment(choices: Choices, *events: Event) -> list[Action]:
     actions: list[Action] = []
     for event in events:
         actions += choices.handle(event, 1.0)
-    return actions + choices.settle(1.0)
+    return actions + choices.settle()
 
 
 def started(count: int) -> Choices:
@@ -180,7 +180,7 @@ class ChoicesMachine(RuleBasedStateMachine):
         actions: list[Action] = []
         for event in events:
             actions += self.choices.handle(event, 1.0)
-        for action in actions + self.choices.settle(1.0):
+        for action in actions + self.choices.settle():
             assert not over, "something happens after the end"
             self.perform(action)
         self.just_ended.clear()
