@@ -1,7 +1,7 @@
 """`python -m benchmarks.interference`: from flags to tables and a file.
 
 Rounds gather in the output file: run once, or again later for more rounds; the tables show all that are in
-it. Every round starts each system afresh, plays its scenes and stops it: about 75 s a round on two cores.
+it. Every round starts each system afresh, plays its scenes and stops it: about 90 s a round on two cores.
 """
 
 from __future__ import annotations
@@ -72,9 +72,12 @@ def _round(options: argparse.Namespace, number: int, console: Console) -> dict[s
     known = systems(options.dtype, options.model, _cores())
     with tempfile.TemporaryDirectory(prefix="diptych-interference-") as folder:
         for name in options.systems:
-            console.print(f"{name} …", style="dim")
             # Seeds of rounds lie far apart: no prompt comes twice, not even to a system that lived on.
             figures[name] = _played(known[name], name, Path(folder), 1000 * number, sizes)
+            known_ms = {
+                figure: round(value, 2) for figure, value in figures[name].items() if value is not None
+            }
+            console.print(f"{name}: {known_ms}", style="dim", soft_wrap=True)
     return figures
 
 
@@ -112,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="bundled", help="GGUF file or Hugging Face folder")
     parser.add_argument("--dtype", default="auto", help="as `diptych up` takes it")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--window", type=float, default=8.0, help="seconds of streams beside prompts (8)")
+    parser.add_argument("--window", type=float, default=7.0, help="seconds of streams beside prompts (7)")
     parser.add_argument(
         "--systems", type=_names, default=[APART, LENDING, WIDE], help="by commas, of apart,lending,wide"
     )

@@ -28,11 +28,11 @@ _SETTLE_S = 0.5
 class Sizes:
     """How long each scene is: streams are watched for `alone_s`, then for `beside_s` beside prompts."""
 
-    stream_tokens: int = 96
-    prompts: int = 10
-    prefixes: int = 3
-    alone_s: float = 4.0
-    beside_s: float = 8.0
+    stream_tokens: int = 64
+    prompts: int = 8
+    prefixes: int = 2
+    alone_s: float = 3.0
+    beside_s: float = 7.0
 
 
 class Incomplete(Exception):
@@ -43,7 +43,7 @@ async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figure
     """The figures of one round on one system. Raises Incomplete or RequestFailed."""
     figures: Figures = {}
     async with connect(lambda moment: None) as backend:
-        await _warm_up(backend, seed)
+        await _warm_up(backend, seed, PREFIX if system == LENDING else LONG_PROMPT)
         if system == APART:
             figures |= (await watch(connect, seed, sizes.alone_s, sizes.beside_s)).figures()
             await asyncio.sleep(_SETTLE_S)  # the streams were left in the middle: their steps end first
@@ -56,10 +56,9 @@ async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figure
     return figures
 
 
-async def _warm_up(backend: Backend, seed: int) -> None:
+async def _warm_up(backend: Backend, seed: int, longest: int) -> None:
     """Connections, buffers and threads of both phases; the longest prompt comes first, buffers only grow."""
-    for prompt, answer in ((PREFIX, 4), (LONG_PROMPT, 4)):
-        await _closed(backend, RandomLengths(prompt, answer), 1, 1, seed + 40)
+    await _closed(backend, RandomLengths(longest, 4), 1, 1, seed + 40)
     await _closed(backend, RandomLengths(STREAM_PROMPT, 16), STREAMS, STREAMS, seed + 41)
 
 
