@@ -11,6 +11,7 @@ import asyncio
 import importlib.metadata
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
@@ -23,6 +24,8 @@ from runtime.bind_address import require_safe_bind
 
 IDLE_S = 30.0
 """Seconds for the head of a request, and between two requests on one connection."""
+STALL_S = 60.0
+"""A client that takes nothing of what is there for it for so long is gone, and the kernel (Linux) says so."""
 _MAX_CONNECTIONS = 1024
 _MAX_BODY_BYTES = 64 << 10
 _BACKLOG = 512
@@ -140,6 +143,10 @@ class _Server(web.Server):
         if len(self.connections) > _MAX_CONNECTIONS:
             _log.debug("too many HTTP connections")
             transport.abort()
+            return
+        tcp = transport.get_extra_info("socket")
+        if tcp is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STALL_S * 1000))
 
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"

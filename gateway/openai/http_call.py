@@ -26,8 +26,6 @@ from runtime.telemetry import Attributes
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
-STALL_S: Final = 60.0
-"""A client that takes nothing for so long is gone; TCP would not say so."""
 _EVENT_HEADERS: Final = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -69,16 +67,11 @@ class EventStream:
         return await self._finish()
 
     async def _write(self, events: str) -> None:
-        response, transport = self._response, self._request.transport
         try:
-            if not response.prepared:
-                await response.prepare(self._request)
-            if transport is None or not transport.get_write_buffer_size():
-                await response.write(events.encode())
-                return
-            async with asyncio.timeout(STALL_S):
-                await response.write(events.encode())
-        except (ConnectionError, TimeoutError) as error:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            await self._response.write(events.encode())
+        except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
 
     async def _finish(self) -> web.StreamResponse:
