@@ -16,6 +16,7 @@ from gateway import limits, text_calls, validate_names
 from gateway.live_requests import LiveRequests
 from gateway.model_card import ModelCard
 from gateway.served_model import ServedModel
+from gateway.validate_structured import STRUCTURED_OUTPUTS
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class TextRpcs:
             capabilities=pb.Capabilities(
                 max_logprobs=limits.MAX_LOGPROBS,
                 max_n=limits.MAX_N,
+                structured_outputs=STRUCTURED_OUTPUTS if card.eos_token_ids else (),
                 priority=True,
                 cache_salt=True,
                 chat=card.has_chat_template,

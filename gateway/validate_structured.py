@@ -117,3 +117,5 @@ _READERS: Final[dict[str, Callable[[str, str], Grammar]]] = {
     "regex": _regex,
     "ebnf_grammar": _ebnf,
 }
+STRUCTURED_OUTPUTS: Final = (*_READERS, "choice", "json_object")
+"""The constraints that `Capabilities` names."""

@@ -22,6 +22,7 @@ class HermesParser:
         self._marker = Marker(OPEN)
         self._inside: str | None = None  # what came since the opening tag
         self._looked = 0  # so much of it holds no closing tag that ends the call
+        self._just_called = False  # and nothing but white space since
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
@@ -30,6 +31,7 @@ class HermesParser:
             if self._inside is None:
                 shown, after = self._marker.push(rest)
                 result += Parsed(shown)
+                self._just_called &= not shown
                 self._inside, self._looked, rest = after, 0, None
                 if after is None:
                     break
@@ -42,9 +44,10 @@ class HermesParser:
     def finish(self) -> Parsed:
         inside, self._inside = self._inside, None
         if inside is None:
-            return Parsed(self._marker.flush())
+            held = self._marker.flush()
+            return Parsed("" if self._just_called and held.isspace() else held)
         call = call_from_json(inside)  # the closing tag may have been cut off by a stop string
-        return Parsed(calls=(call,)) if call is not None else Parsed(OPEN + inside)
+        return Parsed(calls=(call,)) if call is not None else Parsed(self._marker.found + inside)
 
     def _close(self) -> tuple[Parsed, str | None]:
         """The call, and what follows it, if it is complete."""
@@ -52,7 +55,7 @@ class HermesParser:
         while (end := inside.find(CLOSE, self._looked)) >= 0:
             call = call_from_json(inside[:end])
             if call is not None:
-                self._inside = None
+                self._inside, self._just_called = None, True
                 return Parsed(calls=(call,)), inside[end + len(CLOSE) :]
             self._looked = end + len(CLOSE)
         self._looked = max(self._looked, len(inside) - len(CLOSE) + 1)

@@ -50,7 +50,7 @@ class MistralParser:
             return Parsed(self._marker.flush())
         if self._called and not self._objects.inside:
             return Parsed()  # what follows a call is brackets and separators
-        mark = "" if self._begun or self._called else MARK
+        mark = "" if self._begun or self._called else self._marker.found
         return Parsed(mark + self._after)
 
 

@@ -74,14 +74,16 @@ class Marker:
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
+        self.found = marker  # as it came, with the white space before it
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Text to show now, and what follows the marker if it has come."""
         seen = self._held + text
         before, marker, after = seen.partition(self._marker)
         if marker:
-            self._held = ""
-            return before.rstrip(), after
+            shown = before.rstrip()
+            self._held, self.found = "", before[len(shown) :] + marker
+            return shown, after
         end = len(seen) - self._partial(seen)
         cut = len(seen[:end].rstrip())
         self._held = seen[cut:]

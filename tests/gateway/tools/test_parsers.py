@@ -1,0 +1,112 @@
+"""Calls read from what models write, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.tools.hermes import HermesParser
+from gateway.tools.llama3_json import Llama3JsonParser
+from gateway.tools.mistral import MistralParser
+from gateway.tools.parser import Parsed, ToolCallParser
+
+Make = Callable[[], ToolCallParser]
+Call = tuple[str, object]
+
+BEGUN: Make = lambda: MistralParser(begun=True)  # noqa: E731
+
+
+def read(make: Make, pieces: list[str]) -> tuple[str, list[Call]]:
+    """The text outside calls, and the calls."""
+    parser = make()
+    result = Parsed()
+    for piece in pieces:
+        result += parser.push(piece)
+    result += parser.finish()
+    ids = [call.id for call in result.calls]
+    assert len(set(ids)) == len(ids)
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+    return result.text, [(call.name, json.loads(call.arguments_json)) for call in result.calls]
+
+
+A = '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>'
+TRICKY = '{"name": "t", "arguments": {"x": "</tool_call> } \\" {"}}'
+CASES: list[tuple[Make, str, str, list[Call]]] = [
+    (HermesParser, "no call <tool", "no call <tool", []),
+    (HermesParser, A, "", [("a", {"x": 1})]),
+    (HermesParser, f"I will.\n\n{A}", "I will.", [("a", {"x": 1})]),
+    (HermesParser, f"{A}\n{A} \n", "", [("a", {"x": 1})] * 2),
+    (HermesParser, f"{A}\nDone. ", "\nDone. ", [("a", {"x": 1})]),
+    (HermesParser, f"<tool_call>{TRICKY}</tool_call>", "", [("t", {"x": '</tool_call> } " {'})]),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": {}}', "", [("a", {})]),
+    (HermesParser, '<tool_call>{"name": "a"}</tool_call>', "", [("a", {})]),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "", [("a", {})]),
+    (HermesParser, "<tool_call>no JSON</tool_call> more", "<tool_call>no JSON</tool_call> more", []),
+    (HermesParser, '<tool_call>{"name": "a", "argu', '<tool_call>{"name": "a", "argu', []),
+    (HermesParser, "so:\n<tool_call>x", "so:\n<tool_call>x", []),
+    (HermesParser, "a < b\n <b>", "a < b\n <b>", []),
+    (Llama3JsonParser, "just {text}", "just {text}", []),
+    (Llama3JsonParser, '{"name": "a", "parameters": {"x": 1}}', "", [("a", {"x": 1})]),
+    (Llama3JsonParser, '\n{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
+     [("a", {}), ("b", {})]),
+    (Llama3JsonParser, '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", {})]),
+    (Llama3JsonParser, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (Llama3JsonParser, '{"answer": 42} ', '{"answer": 42} ', []),
+    (Llama3JsonParser, '{"name": "a", "parameters": {"x"', '{"name": "a", "parameters": {"x"', []),
+    (Llama3JsonParser, "  ", "  ", []),
+    (MistralParser, "text [TOOL", "text [TOOL", []),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {"x": [1]}}]', "", [("a", {"x": [1]})]),
+    (MistralParser, 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
+     "Hm.", [("a", {}), ("b", {})]),
+    (MistralParser, "[TOOL_CALLS]none", "[TOOL_CALLS]none", []),
+    (BEGUN, '[{"name": "a", "arguments": {"x": "]"}}]', "", [("a", {"x": "]"})]),
+    (MistralParser, "so: [TOOL_CALLS]none", "so: [TOOL_CALLS]none", []),
+    (BEGUN, "none", "none", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "output", "text", "calls"), CASES)
+def test_in_one_piece_and_character_by_character(
+    make: Make, output: str, text: str, calls: list[Call]
+) -> None:
+    assert read(make, [output]) == (text, calls)
+    assert read(make, list(output)) == (text, calls)
+
+
+@given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 80), max_size=6))
+def test_pieces_do_not_matter(case: tuple[Make, str, str, list[Call]], cuts: list[int]) -> None:
+    make, output, text, calls = case
+    bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
+    assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == (text, calls)
+
+
+@pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, MistralParser, BEGUN])
+@given(output=st.text(alphabet='<>tool_ca{}[]"nme:argu \\/|TOLCALS,', max_size=60))
+def test_nothing_is_lost_of_what_is_no_call(make: Make, output: str) -> None:
+    text, calls = read(make, list(output))
+    if not calls:
+        assert text == output
+
+
+def test_text_goes_out_at_once() -> None:
+    parser = HermesParser()
+    assert parser.push("One moment") == Parsed("One moment")
+    assert parser.push(" <b>") == Parsed(" <b>")
+    assert parser.push(" <tool") == Parsed("")
+    assert parser.push("s>") == Parsed(" <tools>")
+
+
+def test_a_call_comes_with_its_last_character() -> None:
+    for make, output in [
+        (HermesParser, A),
+        (Llama3JsonParser, '{"name": "a", "parameters": {}}'),
+        (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {}}'),
+    ]:
+        parser = make()
+        assert not parser.push(output[:-1]).calls
+        assert len(parser.push(output[-1]).calls) == 1
