@@ -5,10 +5,9 @@ library.py loads through ctypes. Nothing of torch or Python is compiled in.
 
 How to read the sources: abi.h is the contract; step_state.* the batch as all threads see it, with its checks;
 step_body.h the phases of a step; gemm.h, attention.h and vector_math.h their arithmetic, written in terms of
-the registers of lanes_*.h; each isa_*.cpp compiles all of that for one instruction set, and dispatch.cpp
-chooses among them at run time. To check memory and undefined behaviour:
-
-    DIPTYCH_NATIVE_SANITIZE=1 python setup.py build_ext --inplace --force
-    LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \\
-        ASAN_OPTIONS=detect_leaks=0 python -m pytest tests/kernels/cpu
+the registers of lanes_*.h. What multiplies is a policy: gemm_pairs.h and gemm_tiles.h for bf16, gemm_blocks.h
+for quantised matrices (blocks.h is how these lie in memory, quantise.h makes the activations, dots_*.h their
+products); attention_pairs.h is attention where bf16 pairs can be multiplied. Each isa_*.cpp compiles all of
+that for one instruction set, and dispatch.cpp chooses among them at run time. `make sanitize` checks memory
+and undefined behaviour.
 """

@@ -199,13 +199,18 @@ void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, cons
     }
 }
 
-// queries [head_dim][Pairs], scores after them; out[p] receives the head_dim mixed values of pair p.
+// query[p] is the query of pair p, out[p] receives its head_dim mixed values. In `scratch` queries [head_dim][Pairs]
+// and after them the scores.
 template <int Pairs, class Stored, class Out>
-void attend(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *queries, float *scores,
+void attend(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *const *query, float *scratch,
             Out *const *out) {
     constexpr int kWide = Pairs <= 3 ? 4 : Pairs <= 6 ? 2 : 1;  // sums that fit beside each other
+    float *scores = scratch + blocks.head_dim * Pairs;
+    for (int p = 0; p < Pairs; p++) {
+        for (int d = 0; d < blocks.head_dim; d++) scratch[d * Pairs + p] = query[p][d];
+    }
     float greatest[Pairs], scale[Pairs];
-    score<Pairs>(blocks, sight, queries, scores, greatest);
+    score<Pairs>(blocks, sight, scratch, scores, greatest);
     int64_t covered = (sight.last + blocks.block_size - 1) / blocks.block_size - sight.first / blocks.block_size;
     weigh<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
     int d = 0, width = blocks.head_dim;

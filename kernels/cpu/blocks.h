@@ -28,28 +28,32 @@ struct Group {
 };
 static_assert(sizeof(Group) == 48);
 
-// A strip in memory, aligned to 64 bytes: [group][lines of 64 bytes], then [group][16 scales], then for Q4_1
-// [group][16 least values], all of these fp16. A line holds four values of the depth for each of 16 columns:
+// A strip in memory, aligned to 64 bytes, read from first to last: pairs of groups, each
+//   [2 groups][lines of 64 bytes], [2 groups][16 scales], for Q4_1 [2 groups][16 least values], these fp16.
+// A line holds four values of the depth for each of 16 columns:
 //   Q8_0           8 lines: line i holds 4i .. 4i + 3, plus 128
 //   Q4_0 and Q4_1  4 lines: line i holds 8i .. 8i + 3 in the low halves of its bytes, 8i + 4 .. 8i + 7 in the high
+// Of an odd number of groups the last pair is half empty.
 constexpr int kLine = 64;
 
 static constexpr int lines(int32_t format) { return format == DIPTYCH_Q8_0 ? 8 : 4; }
 
-struct Strip {
+static constexpr int pair_bytes(int32_t format) {
+    return (2 * lines(format) + (format == DIPTYCH_Q4_1 ? 2 : 1)) * kLine;
+}
+
+static constexpr int64_t strip_bytes(int32_t format, int64_t groups) { return (groups + 1) / 2 * pair_bytes(format); }
+
+// Where one group of a strip has its parts.
+struct GroupOfStrip {
     const uint8_t *lines;
     const uint16_t *scales, *least;
 };
 
-static constexpr int64_t strip_bytes(int32_t format, int64_t groups) {
-    int64_t scales = format == DIPTYCH_Q4_1 ? 2 : 1;
-    return round_up(groups * (lines(format) * kLine + scales * kStrip * 2), kLine);
-}
-
-static inline Strip strip_at(const void *data, int32_t format, int64_t groups) {
-    const auto *start = static_cast<const uint8_t *>(data);
-    const auto *scales = reinterpret_cast<const uint16_t *>(start + groups * lines(format) * kLine);
-    return {start, scales, scales + groups * kStrip};
+static inline GroupOfStrip group_of(const uint8_t *strip, int32_t format, int64_t group) {
+    const uint8_t *pair = strip + group / 2 * pair_bytes(format);
+    const auto *scales = reinterpret_cast<const uint16_t *>(pair + 2 * lines(format) * kLine) + group % 2 * kStrip;
+    return {pair + group % 2 * lines(format) * kLine, scales, scales + 2 * kStrip};
 }
 
 // IEEE half precision, subnormal numbers included.

@@ -35,7 +35,8 @@ inline int32_t round_group(const float *x, float inverse, int8_t *values) {
     for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(mul(load(x + i * kLanes), splat(inverse)));
     __m256i sums = _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
     // Packing works within halves of registers; the permutation puts the fours of bytes back in order.
-    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
+    __m256i bytes = _mm256_packs_epi16(first, second);
     bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(values), bytes);
     int32_t lane[8], sum = 0;
@@ -84,15 +85,15 @@ inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
 
 // out[row][0 .. 15] of rows of 32
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
-    constexpr int kBytes = lines(Format) * kLine;
+inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
     for (int half = 0; half < kStrip; half += kLanes) {
         Lanes sum[Rows];
         for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
         for (int g = 0; g < groups; g++) {
-            const uint8_t *line = strip.lines + static_cast<int64_t>(g) * kBytes + half * 4;
-            Lanes scale = load_halves(strip.scales + g * kStrip + half);
-            Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(strip.least + g * kStrip + half) : splat(0.0f);
+            GroupOfStrip group = group_of(strip, Format, g);
+            const uint8_t *line = group.lines + half * 4;
+            Lanes scale = load_halves(group.scales + half);
+            Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least + half) : splat(0.0f);
 #pragma GCC unroll 4
             for (int m = 0; m < Rows; m++) {
                 const Group &x = input[m * stride + g];

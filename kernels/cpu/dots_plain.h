@@ -40,19 +40,19 @@ inline int32_t weight_at(int format, const uint8_t *line, int column, int k) {
 
 // out[row][0 .. 15] of rows of 32
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
+inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
     float sum[Rows][kStrip] = {};
     for (int g = 0; g < groups; g++) {
-        const uint8_t *line = strip.lines + static_cast<int64_t>(g) * lines(Format) * kLine;
+        GroupOfStrip group = group_of(strip, Format, g);
         for (int m = 0; m < Rows; m++) {
             const Group &x = input[m * stride + g];
             for (int c = 0; c < kStrip; c++) {
                 int32_t dot = Format == DIPTYCH_Q4_1 ? 0 : Format == DIPTYCH_Q4_0 ? x.minus_8_sums : x.minus_128_sums;
-                for (int k = 0; k < kGroup; k++) dot += weight_at(Format, line, c, k) * x.values[k];
-                float scale = half_to_float(strip.scales[g * kStrip + c]) * x.scale;
+                for (int k = 0; k < kGroup; k++) dot += weight_at(Format, group.lines, c, k) * x.values[k];
+                float scale = half_to_float(group.scales[c]) * x.scale;
                 sum[m][c] = static_cast<float>(dot) * scale + sum[m][c];
                 if (Format == DIPTYCH_Q4_1) {
-                    sum[m][c] = half_to_float(strip.least[g * kStrip + c]) * x.scaled_sum + sum[m][c];
+                    sum[m][c] = half_to_float(group.least[c]) * x.scaled_sum + sum[m][c];
                 }
             }
         }

@@ -10,6 +10,8 @@ namespace diptych {
 namespace {
 
 constexpr int kBlockRows = 12;
+// Weights come from memory, and the hardware's own fetching stops at page borders. In bytes.
+constexpr int kAhead = 4096;
 
 // NaN if any is.
 inline float peak_of_group(const float *x) {
@@ -53,33 +55,39 @@ inline __m512i same_four(const int8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
+// sum[row] += one group's products
+template <int Format, int Rows>
+inline void add_group(const Group *input, int64_t stride, const GroupOfStrip &group, Lanes (&sum)[Rows]) {
+    __m512i weights[8];
+    load_lines<Format>(group.lines, weights);
+    Lanes scale = load_halves(group.scales);
+    Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least) : splat(0.0f);
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) {
+        const Group &x = input[m * stride];
+        __m512i dot = Format == DIPTYCH_Q4_1   ? _mm512_setzero_si512()
+                      : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_sums)
+                                               : _mm512_set1_epi32(x.minus_128_sums);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.values + 4 * i));
+        sum[m] = fma(_mm512_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
+        if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
+    }
+}
+
 // out[row][0 .. 15] of rows of 32
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const Strip &strip, int groups, float *out) {
-    constexpr int kBytes = lines(Format) * kLine;
+inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
     Lanes sum[Rows];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
-    const uint8_t *line = strip.lines;
-    for (int g = 0; g < groups; g++, line += kBytes, input++) {
-#pragma GCC unroll 8
-        for (int ahead = 0; ahead < kBytes; ahead += kLine) __builtin_prefetch(line + 2048 + ahead, 0, 3);
-        __m512i weights[8];
-        load_lines<Format>(line, weights);
-        Lanes scale = load_halves(strip.scales + g * kStrip);
-        Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(strip.least + g * kStrip) : splat(0.0f);
-#pragma GCC unroll 16
-        for (int m = 0; m < Rows; m++) {
-            const Group &x = input[m * stride];
-            __m512i dot = Format == DIPTYCH_Q4_1   ? _mm512_setzero_si512()
-                          : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_sums)
-                                                   : _mm512_set1_epi32(x.minus_128_sums);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.values + 4 * i));
-            sum[m] = fma(_mm512_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
-            if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
-        }
+    int g = 0;
+    for (; g + 2 <= groups; g += 2, strip += pair_bytes(Format)) {
+        for (int line = 0; line < pair_bytes(Format); line += kLine) __builtin_prefetch(strip + kAhead + line, 0, 3);
+        add_group<Format>(input + g, stride, group_of(strip, Format, 0), sum);
+        add_group<Format>(input + g + 1, stride, group_of(strip, Format, 1), sum);
     }
+    if (g < groups) add_group<Format>(input + g, stride, group_of(strip, Format, 0), sum);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) store(out + m * kColumns, sum[m]);
 }

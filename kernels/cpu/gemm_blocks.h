@@ -25,8 +25,7 @@ struct Blocks {
     template <int Format>
     static void tile_of(const Group *input, int64_t stride, int rows, const void *weight, int depth, float *out) {
         int groups = depth / kGroup;
-        Strip left = strip_at(weight, Format, groups);
-        Strip right = strip_at(left.lines + strip_bytes(Format, groups), Format, groups);
+        const auto *left = static_cast<const uint8_t *>(weight), *right = left + strip_bytes(Format, groups);
         with_count<kRows>(rows, [&](auto n) {
             multiply_strip<Format, n()>(input, stride, left, groups, out);
             multiply_strip<Format, n()>(input, stride, right, groups, out + kStrip);

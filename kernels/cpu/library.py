@@ -6,12 +6,14 @@ ctypes releases the GIL for the length of every call.
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
 ABI_VERSION = 3
-_PATH = Path(__file__).with_name("_step.so")
+_PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
+"""Another build of the library is for tests of that build (make sanitize)."""
 
 
 class LibraryMissing(RuntimeError):

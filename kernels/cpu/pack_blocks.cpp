@@ -30,15 +30,15 @@ void place_row(Linear &to, const uint8_t *row, int64_t column) {
     int64_t groups = to.depth / kGroup, strip_size = strip_bytes(to.format, groups);
     auto *start = static_cast<uint8_t *>(to.data) + column / kStrip * strip_size;
     int64_t lane = column % kStrip;
-    auto *scales = reinterpret_cast<uint16_t *>(start + groups * lines(to.format) * kLine);
     for (int64_t g = 0; g < groups; g++, row += file_bytes(to.format)) {
-        std::memcpy(scales + g * kStrip + lane, row, 2);
+        GroupOfStrip group = group_of(start, to.format, g);
+        std::memcpy(const_cast<uint16_t *>(group.scales) + lane, row, 2);
         const uint8_t *values = row + 2;
         if (to.format == DIPTYCH_Q4_1) {
-            std::memcpy(scales + (groups + g) * kStrip + lane, values, 2);
+            std::memcpy(const_cast<uint16_t *>(group.least) + lane, values, 2);
             values += 2;
         }
-        place_values(values, to.format, start + g * lines(to.format) * kLine + lane * 4);
+        place_values(values, to.format, const_cast<uint8_t *>(group.lines) + lane * 4);
     }
 }
 

@@ -7,6 +7,9 @@
 #pragma once
 
 #include "attention.h"
+#if defined(__AVX512BF16__)
+#include "attention_pairs.h"
+#endif
 
 namespace diptych {
 namespace {
@@ -37,16 +40,14 @@ void embed(StepState &step) {
     });
 }
 
-// What a product of `Kind` reads: the rows that the phase before wrote, or these quantised.
-template <class Kind>
-const typename Kind::Input *input_of(StepState &step, const Buffer &values) {
-    const Buffer &from = kQuantises<Kind> ? step.groups : values;
-    return static_cast<const typename Kind::Input *>(from.get());
-}
-
-template <class Kind>
-int64_t input_stride(const StepState &step, int64_t stride) {
-    return kQuantises<Kind> ? step.group_stride : stride;
+// A product with the rows that the phase before wrote, or with these quantised.
+template <class Kind, class Done>
+void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done) {
+    if constexpr (kQuantises<Kind>) {
+        linear<Kind>(step, matrix, step.groups.get(), step.group_stride, rows, done);
+    } else {
+        linear<Kind>(step, matrix, values.get(), stride, rows, done);
+    }
 }
 
 // Makes one finished row of `width` values, padding included, ready for the next product.
@@ -83,9 +84,8 @@ void norm_rows(StepState &step, const std::vector<float> &weight) {
 template <class Kind>
 void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, int64_t width) {
     ready_rows<Kind>(step, values, width);
-    const auto *input = input_of<Kind>(step, values);
-    int64_t stride = input_stride<Kind>(step, width);
-    linear<Kind>(step, matrix, input, stride, static_cast<int>(step.rows.size()), [&](int row, int column, float *sums) {
+    int rows = static_cast<int>(step.rows.size());
+    product<Kind>(step, matrix, values, width, rows, [&](int row, int column, float *sums) {
         float *to = step.hidden_row(row) + column;
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
     });
@@ -136,20 +136,25 @@ void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile 
     const DiptychModel &model = *step.model;
     int width = model.shape.head_dim, group = model.group();
     Sight<Pairs> sight;
+    const float *query[Pairs];
     typename Kind::Value *out[Pairs];
     for (int p = 0; p < Pairs; p++) {
         int row = tile.first + (first + p) / group, head = kv_head * group + (first + p) % group;
         int position = step.rows[row].position;
         sight.begin[p] = layer.window > 0 && position >= layer.window ? position + 1 - layer.window : 0;
         sight.end[p] = position + 1;
-        const float *query = step.qkv_row(row) + head * width;
-        for (int d = 0; d < width; d++) scratch[d * Pairs + p] = query[d];
+        query[p] = step.qkv_row(row) + head * width;
         out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) + row * step.mixed_stride + head * width;
     }
     sight.close();
     int sequence = step.rows[tile.first].sequence;
     auto blocks = head_blocks<typename Kind::Stored>(step, sequence, layer_index, kv_head, tile.rows == 1);
-    attend<Pairs>(blocks, sight, scratch, scratch + width * Pairs, out);
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same<typename Kind::Stored, bf16>::value) {
+        if (blocks.block_size % kLanes == 0) return attend_in_pairs<Pairs>(blocks, sight, query, scratch, out);
+    }
+#endif
+    attend<Pairs>(blocks, sight, query, scratch, out);
 }
 
 template <class Kind>
@@ -188,13 +193,12 @@ void run_feed_forward(StepState &step, const Layer &layer) {
     team.barrier();
     auto *inner = static_cast<typename Kind::Value *>(step.inner.get());
     int rows = static_cast<int>(step.rows.size());
-    linear<Kind>(step, layer.gate_up, input_of<Kind>(step, step.normed), input_stride<Kind>(step, step.hidden_stride), rows,
-                 [&](int row, int column, float *sums) {
-                     auto *to = inner + row * step.inner_stride + column / 2;
-                     for (int j = 0; j < kGateColumns; j += kLanes) {
-                         store(to + j, mul(silu(load(sums + j)), load(sums + kGateColumns + j)));
-                     }
-                 });
+    product<Kind>(step, layer.gate_up, step.normed, step.hidden_stride, rows, [&](int row, int column, float *sums) {
+        auto *to = inner + row * step.inner_stride + column / 2;
+        for (int j = 0; j < kGateColumns; j += kLanes) {
+            store(to + j, mul(silu(load(sums + j)), load(sums + kGateColumns + j)));
+        }
+    });
     team.barrier();
     add_to_hidden<Kind>(step, layer.down, step.inner, step.inner_stride);
     team.barrier();
@@ -213,9 +217,7 @@ void run_head(StepState &step) {
     });
     model.team.barrier();
     if (wanted == 0) return;
-    const auto *input = input_of<Kind>(step, step.normed);
-    int64_t stride = input_stride<Kind>(step, step.hidden_stride);
-    linear<Kind>(step, model.head, input, stride, wanted, [&](int i, int column, float *sums) {
+    product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, [&](int i, int column, float *sums) {
         int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
         bool live = step.is_live(step.wanted[static_cast<size_t>(i)]);
         float *to = step.logits + i * vocab + column;
@@ -235,10 +237,10 @@ void run_layers(StepState &step, int rank) {
         norm_rows<Kind>(step, layer.input_norm);
         team.barrier();
         if (step.stopped) return;
-        linear<Kind>(step, layer.qkv, input_of<Kind>(step, step.normed), input_stride<Kind>(step, step.hidden_stride), static_cast<int>(step.rows.size()),
-                     [&](int row, int column, float *sums) {
-                         std::memcpy(step.qkv_row(row) + column, sums, kColumns * sizeof(float));
-                     });
+        int rows = static_cast<int>(step.rows.size());
+        product<Kind>(step, layer.qkv, step.normed, step.hidden_stride, rows, [&](int row, int column, float *sums) {
+            std::memcpy(step.qkv_row(row) + column, sums, kColumns * sizeof(float));
+        });
         team.barrier();
         run_attention<Kind>(step, layer, index, rank);
         add_to_hidden<Kind>(step, layer.output, step.mixed, step.mixed_stride);

@@ -4,6 +4,7 @@ of this machine.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from engine.native_backend import NativeBackend
 from engine.shape import ModelShape, RopeScaling
 from engine.torch_backend import TorchBackend
+from engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
@@ -32,6 +34,7 @@ SHAPES: dict[str, ModelShape] = {
     ),
     "yarn": shape_of(rope_scaling=RopeScaling("yarn", 4.0, 32)),
 }
+ONE_LAYER = shape_of(num_layers=1)
 EVERY_SET = [
     (dtype, name)
     for dtype, number in ((torch.float32, native.FP32), (torch.bfloat16, native.BF16))
@@ -69,17 +72,21 @@ def test_fp32_is_the_torch_meaning(name: str, block_size: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("block_size", [12, 16, 32])
+@pytest.mark.parametrize("head_dim", [40, 64, 6])
 @pytest.mark.parametrize(("dtype", "instructions"), EVERY_SET, ids=str)
-def test_every_instruction_set_computes_the_same(dtype: torch.dtype, instructions: str) -> None:
-    shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm=True, windows=(None, 9))
+def test_every_instruction_set_computes_the_same(
+    dtype: torch.dtype, instructions: str, head_dim: int, block_size: int
+) -> None:
+    shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm=True, windows=(None, 9), head_dim=head_dim)
     weights = weights_of(shape, dtype)
     backend = NativeBackend(shape, weights, dtype, instructions)
     # The bf16 weights in fp32 arithmetic are what bf16 kernels come near to: their sums are fp32, and only
     # activations, keys and values are rounded, to 8 bits.
     exact = weights_of(shape, torch.bfloat16)
     meaning = TorchBackend(shape, as_fp32(exact) if dtype == torch.bfloat16 else weights)
-    expected = mixed_batches(shape, meaning, 12, torch.float32)
-    actual = mixed_batches(shape, backend, 12, dtype)
+    expected = mixed_batches(shape, meaning, block_size, torch.float32)
+    actual = mixed_batches(shape, backend, block_size, dtype)
     for want, got in zip(expected, actual, strict=True):
         if dtype == torch.float32:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -88,16 +95,17 @@ def test_every_instruction_set_computes_the_same(dtype: torch.dtype, instruction
             assert error < 0.02
 
 
+@pytest.mark.parametrize("block_size", [16, 12])
 @pytest.mark.parametrize("format", BLOCK_BYTES)
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BLOCKS))
 @pytest.mark.parametrize("name", ["llama", "tied-all-biases", "query-key-norms", "one-of-everything"])
-def test_blocks_compute_the_same(name: str, instructions: str, format: BlockFormat) -> None:
+def test_blocks_compute_the_same(name: str, instructions: str, format: BlockFormat, block_size: int) -> None:
     shape = SHAPES[name]
     weights = block_weights_of(shape, format)
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
     backend.set_threads(2)
-    expected = mixed_batches(shape, TorchBackend(shape, weights), 12, torch.bfloat16)
-    actual = mixed_batches(shape, backend, 12, torch.bfloat16)
+    expected = mixed_batches(shape, TorchBackend(shape, weights), block_size, torch.bfloat16)
+    actual = mixed_batches(shape, backend, block_size, torch.bfloat16)
     for want, got in zip(expected, actual, strict=True):
         # Sums in another order differ in the last bit, which now and then rounds an activation to the
         # neighbouring whole number, one of 127, or a key to the neighbouring bf16.
@@ -107,7 +115,6 @@ def test_blocks_compute_the_same(name: str, instructions: str, format: BlockForm
 
 def as_fp32(weights: Any) -> Any:
     """The same numbers in fp32."""
-    from dataclasses import fields, replace
 
     def convert(holder: Any) -> Any:
         tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
@@ -127,15 +134,25 @@ def test_positions_beyond_the_first_rotary_table() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
 
-def test_infinity_in_one_sequence_stays_there() -> None:
+@pytest.mark.parametrize(
+    "weights",
+    [
+        weights_of(ONE_LAYER, torch.float32),
+        weights_of(ONE_LAYER, torch.bfloat16),
+        block_weights_of(ONE_LAYER, "q4_1"),
+    ],
+    ids=["fp32", "bf16", "blocks"],
+)
+def test_infinity_in_one_sequence_stays_there(weights: Weights) -> None:
     """A row that the model drives to NaN must not spoil its neighbours, nor earlier rows of its own chunk."""
-    shape = shape_of(num_layers=1)
-    weights = weights_of(shape, torch.float32)
+    dtype = weights.embed.dtype
     weights.embed[7] = float("inf")
-    backend = NativeBackend(shape, weights, torch.float32)
-    pool = Pool(layout_of(shape, 16, torch.float32), 10)
+    backend = NativeBackend(ONE_LAYER, weights, dtype)
+    pool = Pool(layout_of(ONE_LAYER, 16, dtype), 10)
     clean, sick = pool.sequence(16), pool.sequence(16)
     alone = backend.forward([clean.step([1, 2, 3])], None)
-    together = backend.forward([sick.step([1, 7]), pool.sequence(16).step([1, 2, 3])], None)
-    assert together[0].isnan().all()
-    assert torch.equal(together[1], alone[0])
+    poisoned = replace(sick.step([1, 2, 3, 7, 4]), trailing=5)
+    together = backend.forward([poisoned, pool.sequence(16).step([1, 2, 3])], None)
+    assert together[3:5].isnan().all()
+    assert torch.equal(together[2], alone[0])
+    assert torch.equal(together[5], alone[0])

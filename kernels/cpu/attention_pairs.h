@@ -1,0 +1,245 @@
+// Attention by dot products of bf16 pairs (vdpbf16ps), where keys and values are bf16 and a block holds whole
+// registers of tokens: half the instructions of widening every key and value first, a third of the time.
+//
+// Scores multiply pairs of lanes of the head, mixing multiplies pairs of neighbouring tokens. What a query may not
+// see takes part as 0 x 0, so that its bits are, here too, those of a task of its own: an even token and the odd
+// one after it always go together, whoever else is in the task.
+#pragma once
+
+#include "attention.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kPieceLanes = 32;  // lanes of the head in one register of bf16
+
+inline __m512bh pair_everywhere(const void *pair) {
+    int32_t both;
+    std::memcpy(&both, pair, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// Two rows of 16 tokens as 16 pairs.
+inline __m512bh pair_rows(const bf16 *even, const bf16 *odd, __m512i order) {
+    __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(even)));
+    both = _mm512_inserti64x4(both, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(odd)), 1);
+    return (__m512bh)_mm512_permutexvar_epi16(order, both);
+}
+
+inline __m512i pairing_order() {
+    __m512i low = _mm512_cvtepu16_epi32(_mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+}
+
+// queries [head_dim / 2][Pairs] of two bf16 each. Even and odd pairs of lanes are summed apart: a single sum would
+// wait for itself.
+template <int Pairs>
+inline void dot_pairs(const HeadBlocks<bf16> &blocks, const bf16 *queries, const bf16 *keys, const bf16 *ahead,
+                      Lanes (&sum)[Pairs]) {
+    const __m512i order = pairing_order();
+    Lanes other[Pairs];
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) sum[p] = other[p] = splat(0.0f);
+    int row = blocks.block_size, d = 0;
+    for (; d + 4 <= blocks.head_dim; d += 4, keys += 4 * row, queries += 4 * Pairs, ahead += 64) {
+        if (blocks.cold) {
+            __builtin_prefetch(ahead, 0, 3);
+            __builtin_prefetch(ahead + 32, 0, 3);
+        }
+        __m512bh even = pair_rows(keys, keys + row, order), odd = pair_rows(keys + 2 * row, keys + 3 * row, order);
+#pragma GCC unroll 16
+        for (int p = 0; p < Pairs; p++) {
+            sum[p] = _mm512_dpbf16_ps(sum[p], even, pair_everywhere(queries + 2 * p));
+            other[p] = _mm512_dpbf16_ps(other[p], odd, pair_everywhere(queries + 2 * (Pairs + p)));
+        }
+    }
+    if (d < blocks.head_dim) {
+        __m512bh even = pair_rows(keys, keys + row, order);
+#pragma GCC unroll 16
+        for (int p = 0; p < Pairs; p++) sum[p] = _mm512_dpbf16_ps(sum[p], even, pair_everywhere(queries + 2 * p));
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) sum[p] = add(sum[p], other[p]);
+}
+
+template <int Pairs>
+void score_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const bf16 *queries, float *scores,
+                 float *greatest) {
+    constexpr float kHidden = -std::numeric_limits<float>::infinity();
+    Lanes top[Pairs];
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
+    int head = blocks.head_dim * blocks.block_size;
+    for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
+        bool more = (block + 1) * blocks.block_size < sight.last;
+        const bf16 *next = more ? blocks.keys(block + 1) : blocks.keys(block);
+        for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
+            int token = block * blocks.block_size + c * kLanes;
+            Lanes sum[Pairs];
+            const bf16 *ahead = next + c * (head / blocks.chunks());
+            dot_pairs<Pairs>(blocks, queries, blocks.keys(block) + c * kLanes, ahead, sum);
+            bool open = token >= sight.common_begin && token + kLanes <= sight.common_end;
+#pragma GCC unroll 16
+            for (int p = 0; p < Pairs; p++) {
+                if (!open) {
+                    int low = sight.begin[p] - token, high = sight.end[p] - token;
+                    low = low < 0 ? 0 : low < kLanes ? low : kLanes;
+                    high = high < 0 ? 0 : high < kLanes ? high : kLanes;
+                    sum[p] = keep_range(sum[p], low, high, kHidden);
+                }
+                top[p] = max(top[p], sum[p]);
+                store(scores + p * kLanes, sum[p]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) greatest[p] = max_of(top[p]);
+}
+
+// e^x for x of at most 0 within 3e-5, which bf16 cannot tell from exact; below -100 less than bf16 can hold.
+inline Lanes short_exp(Lanes x) {
+    Lanes bounded = max(splat(-100.0f), x);
+    Lanes n = round(mul(bounded, splat(1.44269504f)));
+    Lanes r = fma(n, splat(-0.693147181f), bounded);
+    Lanes p = fma(splat(4.1666668e-2f), r, splat(1.6666667e-1f));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    return times_power_of_two(p, n);
+}
+
+// Turns scores into weights, bf16 in the first half of each register's place, and gives one over their sum.
+template <int Pairs>
+void weigh_pairs(float *scores, int64_t chunks, const float *greatest, float *scale) {
+    Lanes sum[Pairs];
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
+    for (int64_t c = 0; c < chunks; c++) {
+#pragma GCC unroll 16
+        for (int p = 0; p < Pairs; p++, scores += kLanes) {
+            Lanes weight = short_exp(sub(load(scores), splat(greatest[p])));
+            sum[p] = add(sum[p], weight);
+            store(reinterpret_cast<bf16 *>(scores), weight);
+        }
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / sum_of(sum[p]);
+}
+
+// Two tokens' values of up to 32 lanes of the head, paired. Within quarters of the register lanes 0 .. 3 go to
+// `low` and 4 .. 7 to `high`: the order is put right when all is mixed.
+struct PairedValues {
+    __m512bh low, high;
+
+    PairedValues(const bf16 *even, const bf16 *odd, __mmask32 lanes) {
+        __m512i a = _mm512_maskz_loadu_epi16(lanes, even), b = _mm512_maskz_loadu_epi16(lanes, odd);
+        low = (__m512bh)_mm512_unpacklo_epi16(a, b);
+        high = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    }
+};
+
+// The same with one of the two tokens, or both, out of sight.
+inline __m512bh seen_only(__m512bh values, bool even, bool odd) {
+    __mmask32 seen = (even ? 0x55555555u : 0u) | (odd ? 0xaaaaaaaau : 0u);
+    return (__m512bh)_mm512_maskz_mov_epi16(seen, (__m512i)values);
+}
+
+template <int Pairs, int Pieces>
+struct Mixed {
+    Lanes low[Pairs][Pieces], high[Pairs][Pieces];
+};
+
+// Adds one block of tokens; `weights` are those of its first token.
+template <int Pairs, int Pieces>
+inline void mix_block(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, int block, const float *weights,
+                      int d, __mmask32 lanes, Mixed<Pairs, Pieces> &mixed) {
+    int base = block * blocks.block_size, width = blocks.head_dim;
+    bool open = base >= sight.common_begin && base + blocks.block_size <= sight.common_end;
+    for (int t = 0; t < blocks.block_size; t += 2) {
+        if (base + t >= sight.last) break;
+        const bf16 *value = blocks.value(block, t) + d;
+        const auto *weight = reinterpret_cast<const bf16 *>(weights + t / kLanes * Pairs * kLanes) + t % kLanes;
+#pragma GCC unroll 2
+        for (int i = 0; i < Pieces; i++) {
+            PairedValues v(value + i * kPieceLanes, value + width + i * kPieceLanes, lanes);
+#pragma GCC unroll 16
+            for (int p = 0; p < Pairs; p++) {
+                __m512bh low = v.low, high = v.high;
+                if (!open) {
+                    bool even = base + t >= sight.begin[p] && base + t < sight.end[p];
+                    bool odd = base + t + 1 >= sight.begin[p] && base + t + 1 < sight.end[p];
+                    if (!even && !odd) continue;
+                    low = seen_only(low, even, odd);
+                    high = seen_only(high, even, odd);
+                }
+                __m512bh w = pair_everywhere(weight + p * 2 * kLanes);
+                mixed.low[p][i] = _mm512_dpbf16_ps(mixed.low[p][i], low, w);
+                mixed.high[p][i] = _mm512_dpbf16_ps(mixed.high[p][i], high, w);
+            }
+        }
+    }
+}
+
+template <class Out>
+inline void store_piece(Lanes low, Lanes high, int count, Out *out) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    Lanes a = _mm512_permutex2var_ps(low, first, high), b = _mm512_permutex2var_ps(low, second, high);
+    store_part(out, a, count < kLanes ? count : kLanes);
+    if (count > kLanes) store_part(out + kLanes, b, count - kLanes);
+}
+
+// Mixes lanes d .. of the head: `Pieces` times 32, or the rest of fewer.
+template <int Pairs, int Pieces, class Out>
+void mix_pieces(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const float *weights, const float *scale,
+                int d, Out *const *out) {
+    int rest = blocks.head_dim - d < kPieceLanes ? blocks.head_dim - d : kPieceLanes;
+    auto lanes = static_cast<__mmask32>((uint64_t{1} << rest) - 1);
+    Mixed<Pairs, Pieces> mixed;
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 2
+        for (int i = 0; i < Pieces; i++) mixed.low[p][i] = mixed.high[p][i] = splat(0.0f);
+    }
+    int64_t per_block = static_cast<int64_t>(blocks.block_size) * Pairs;
+    for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
+        if (blocks.cold && (block + 1) * blocks.block_size < sight.last) blocks.fetch(blocks.value(block + 1, 0));
+        mix_block<Pairs, Pieces>(blocks, sight, block, weights, d, lanes, mixed);
+        weights += per_block;
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 2
+        for (int i = 0; i < Pieces; i++) {
+            Lanes s = splat(scale[p]);
+            store_piece(mul(mixed.low[p][i], s), mul(mixed.high[p][i], s), rest, out[p] + d + i * kPieceLanes);
+        }
+    }
+}
+
+// As `attend`.
+template <int Pairs, class Out>
+void attend_in_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const float *const *query,
+                     float *scratch, Out *const *out) {
+    constexpr int kPieces = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
+    auto *queries = reinterpret_cast<bf16 *>(scratch);
+    for (int d = 0; d < blocks.head_dim; d += 2) {
+        for (int p = 0; p < Pairs; p++) {
+            queries[d * Pairs + 2 * p] = to_bf16(query[p][d]);
+            queries[d * Pairs + 2 * p + 1] = to_bf16(query[p][d + 1]);
+        }
+    }
+    float *scores = scratch + blocks.head_dim * Pairs;
+    float greatest[Pairs], scale[Pairs];
+    score_pairs<Pairs>(blocks, sight, queries, scores, greatest);
+    int64_t covered = (sight.last + blocks.block_size - 1) / blocks.block_size - sight.first / blocks.block_size;
+    weigh_pairs<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
+    int d = 0, width = blocks.head_dim;
+    for (; d + kPieces * kPieceLanes <= width; d += kPieces * kPieceLanes) {
+        mix_pieces<Pairs, kPieces>(blocks, sight, scores, scale, d, out);
+    }
+    for (; d < width; d += kPieceLanes) mix_pieces<Pairs, 1>(blocks, sight, scores, scale, d, out);
+}
+
+}  // namespace
+}  // namespace diptych
