@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
+import grpc
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc
 from tests.end_to_end import reference
 from tests.end_to_end.asking import many_greedy
-from tests.end_to_end.stack import running_stack
+from tests.end_to_end.stack import Stack, running_stack
 
 STREAMS = 64
 MAX_TOKENS = 24
 KV_BLOCKS = 24  # 384 tokens, where the streams together need more than 6,000
+SEVERAL = (
+    {"n": 3, "temperature": 1.0},
+    {"n": 4, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5},
+    {"n": 2, "best_of": 4, "temperature": 1.2},
+    {"n": 2, "beam_width": 4},
+)
 
 
-def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text() -> None:
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Stack]:
+    with running_stack("--dtype", "fp32", "--kv-blocks", str(KV_BLOCKS)) as stack:
+        yield stack
+
+
+def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text(crowded: Stack) -> None:
     by_length = [prompt for prompt in reference.prompts() if len(prompt) <= 260]
     prompts = [by_length[n % len(by_length)] for n in range(STREAMS)]
     assert sum(len(prompt) + MAX_TOKENS for prompt in prompts) > 10 * KV_BLOCKS * 16
-    with running_stack("--dtype", "fp32", "--kv-blocks", str(KV_BLOCKS)) as stack:
-        answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=STREAMS))
-        preempted = stack.metric("decode", "diptych_preemptions_total")
-        stack.wait_idle()
+    answers = asyncio.run(many_greedy(crowded.address, prompts, MAX_TOKENS, at_a_time=STREAMS))
+    preempted = crowded.metric("decode", "diptych_preemptions_total")
+    crowded.wait_idle()
     wrong = [
         (n, len(prompt))
         for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -28,3 +45,47 @@ def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text() -> 
     ]
     assert wrong == []
     assert preempted > 0, "nobody was preempted: the pool was not too small after all"
+
+
+def test_several_outputs_are_the_same_in_a_crowd_as_alone(crowded: Stack) -> None:
+    """Choices are preempted one by one and go on with their own tokens; beams start again as a whole."""
+    asked = [several(index) for index in range(8)]
+
+    async def run() -> tuple[list[dict[int, list[int]]], list[dict[int, list[int]]]]:
+        async with grpc.aio.insecure_channel(crowded.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            alone = [await outputs(stub, request) for request in asked]
+            return alone, await asyncio.gather(*(outputs(stub, request) for request in asked))
+
+    before = crowded.metric("decode", "diptych_preemptions_total")
+    alone, together = asyncio.run(run())
+    assert together == alone
+    assert crowded.metric("decode", "diptych_preemptions_total") > before
+    crowded.wait_idle()
+
+
+def several(index: int) -> pb.GenerateRequest:
+    knobs = SEVERAL[index % len(SEVERAL)]
+    seed = {} if "beam_width" in knobs else {"seed": index}
+    prompt = next(p for p in reference.prompts()[index % 8 :] if len(p) > 1)
+    return pb.GenerateRequest(
+        model="SmolLM2-135M-Instruct",
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(**knobs, **seed),  # type: ignore[arg-type]
+        stopping=pb.StoppingCriteria(max_tokens=MAX_TOKENS, ignore_eos=True),
+    )
+
+
+async def outputs(
+    stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest
+) -> dict[int, list[int]]:
+    """Token ids by index; each output ends once."""
+    ids: dict[int, list[int]] = {}
+    ends = []
+    async for message in stub.StreamGenerate(request, timeout=120):
+        for output in message.outputs:
+            ids.setdefault(output.index, []).extend(output.token_ids)
+            if output.finish_reason:
+                ends.append(output.index)
+    assert sorted(ends) == list(range(request.sampling.n))
+    return ids
