@@ -1,0 +1,136 @@
+"""Structured output and tools, through OpenAI's own client and the whole system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.end_to_end import tiny_model
+from tests.end_to_end.stack import Stack, running_stack
+
+# In the form of Qwen's and Hermes' templates; short, because the model's context is.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER: Any = [{"role": "user", "content": "the quick brown fox"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}}
+    for name in ("weather", "news")
+]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tiny_model.write(tmp_path_factory.mktemp("tiny"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with running_stack("--model", str(folder), "--dtype", "fp32", "--kv-memory-mib", "64") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    root = f"http://127.0.0.1:{stack.account['gateway']['http_port']}"
+    with openai.OpenAI(base_url=f"{root}/v1", api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schema_holds(client: openai.OpenAI, model: str, seed: int) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(
+        model=model, messages=USER, response_format=wanted, max_tokens=200, temperature=1.0, seed=seed
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found["city"] in ("Paris", "Rome")
+    assert found["days"] in (1, 2, 3)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_choice_and_an_expression_hold(client: openai.OpenAI, model: str) -> None:
+    asked: Any = {"model": model, "prompt": "the", "max_tokens": 64, "temperature": 1.0, "seed": 1}
+    one_of = client.completions.create(**asked, extra_body={"guided_choice": ["red", "green"]})
+    assert one_of.choices[0].text in ("red", "green")
+    matched = client.completions.create(**asked, extra_body={"structured_outputs": {"regex": "[ab]{3}c"}})
+    assert matched.choices[0].text[3:] == "c"
+    assert set(matched.choices[0].text[:3]) <= {"a", "b"}
+
+
+def test_a_bad_schema_is_named_as_the_client_wrote_it(client: openai.OpenAI, model: str) -> None:
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=USER, response_format=bad)
+    assert refused.value.param == "response_format.json_schema.schema"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=model, prompt="x", extra_body={"guided_regex": "("})
+    assert refused.value.param == "guided_regex"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "news"}}])
+def test_a_tool_is_called(client: openai.OpenAI, model: str, choice: Any) -> None:
+    asked: Any = {
+        "model": model,
+        "messages": USER,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": 3,
+    }
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    calls = whole.choices[0].message.tool_calls
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert call.function.name in (["news"] if choice != "required" else ["news", "weather"])
+        assert set(json.loads(call.function.arguments)) == {"city", "days"}
+    # The client's own accumulation of a stream comes to the same calls.
+    asked.pop("messages")
+    with client.chat.completions.stream(**asked, messages=USER) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    streamed = final.choices[0].message.tool_calls
+    assert streamed
+    assert final.choices[0].finish_reason == "tool_calls"
+    said = [(call.function.name, call.function.arguments) for call in calls if call.type == "function"]
+    assert [(call.function.name, call.function.arguments) for call in streamed] == said
+    # And the conversation goes on with what the tool said.
+    turns = [
+        *USER,
+        whole.choices[0].message.model_dump(exclude_none=True),
+        *({"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in calls),
+    ]
+    asked.pop("tool_choice")
+    after = client.chat.completions.create(**{**asked, "messages": turns, "max_tokens": 4})
+    assert after.usage is not None
+    assert whole.usage is not None
+    assert after.usage.prompt_tokens > whole.usage.prompt_tokens
+
+
+def test_a_client_that_leaves_frees_its_blocks(stack: Stack, client: openai.OpenAI, model: str) -> None:
+    for _ in range(5):
+        with client.completions.create(
+            model=model, prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(iter(stream))
+    stack.wait_idle(5)
