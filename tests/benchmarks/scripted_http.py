@@ -56,6 +56,8 @@ class ScriptedHttp:
 
     async def _answer(self, path: str, body: dict[str, Any], writer: Writer) -> bool:
         self.seen.append((path, body))
+        if path == "/health":
+            return _whole(writer, 200, {})
         if path == "/v1/models":
             return _whole(writer, 200, {"data": [{"id": "scripted"}]})
         if self.status != 200:
