@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from engine.sampling.rule import History, Scores
 
@@ -12,9 +15,15 @@ class RepetitionPenalty:
 
     def __init__(self, penalty: float) -> None:
         self._penalty = penalty
+        self._prompt_ids: Sequence[int] = ()
+        self._of_prompt: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def apply(self, scores: Scores, history: History) -> None:
+        if history.prompt_ids is not self._prompt_ids:
+            # A prompt stays what it is: a long one is read once, not at every step.
+            self._prompt_ids = history.prompt_ids
+            self._of_prompt = np.unique(np.asarray(history.prompt_ids, np.int64))
         # A token that is there twice is read and written twice with the same values.
-        seen = np.concatenate([np.asarray(ids, np.int64) for ids in (history.prompt_ids, history.output_ids)])
+        seen = np.concatenate([self._of_prompt, np.asarray(history.output_ids, np.int64)])
         values = scores[seen]
         scores[seen] = np.where(values < 0, values * self._penalty, values / self._penalty)
