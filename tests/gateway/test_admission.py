@@ -36,6 +36,27 @@ def test_one_request_is_always_taken_and_the_next_is_refused_with_a_hint() -> No
     assert queue.offer(1, now=1.0).admitted
 
 
+def test_a_request_counts_as_many_as_it_makes_and_is_not_passed() -> None:
+    queue = AdmissionQueue(4, 10_000)
+    three = queue.offer(1, sequences=3, now=0)
+    two = queue.offer(1, sequences=2, now=0)
+    one = queue.offer(1, now=0)  # there is room, but not for the one before it
+    assert [t.admitted for t in (three, two, one)] == [True, False, False]
+    assert queue.leave(three) == [two, one]
+    queue.invariants()
+
+
+def test_a_request_larger_than_all_places_comes_in_when_nothing_runs() -> None:
+    queue = AdmissionQueue(4, 10_000)
+    first = queue.offer(1, now=0)
+    large = queue.offer(1, sequences=9, now=0)
+    behind = queue.offer(1, now=0)
+    assert queue.leave(first) == [large]
+    assert not behind.admitted
+    assert queue.leave(large) == [behind]
+    queue.invariants()
+
+
 def test_the_limit_itself_still_fits() -> None:
     size = 50 + REQUEST_OVERHEAD_TOKENS
     queue = AdmissionQueue(8, 2 * size)
@@ -71,12 +92,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.alive: list[Ticket] = []
         self.now = 0.0
 
-    @rule(tokens=st.integers(1, 120), priority=st.integers(-2, 2))
-    def offer(self, tokens: int, priority: int) -> None:
+    @rule(tokens=st.integers(1, 120), priority=st.integers(-2, 2), sequences=st.integers(1, 4))
+    def offer(self, tokens: int, priority: int, sequences: int) -> None:
         self.now += 0.1
         before = self.queue.waiting_tokens
         try:
-            self.alive.append(self.queue.offer(tokens, priority=priority, now=self.now))
+            ticket = self.queue.offer(tokens, sequences=sequences, priority=priority, now=self.now)
+            self.alive.append(ticket)
         except QueueFull:
             assert before + tokens + REQUEST_OVERHEAD_TOKENS > self.limit
         else:
@@ -101,6 +123,7 @@ class QueueMachine(RuleBasedStateMachine):
     def counts_add_up(self) -> None:
         self.queue.invariants()
         assert self.queue.running == sum(t.admitted for t in self.alive)
+        assert self.queue.sequences == sum(t.sequences for t in self.alive if t.admitted)
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)
 
