@@ -18,6 +18,10 @@ INLINE_PARSE_BYTES: Final = 2 * 1024
 # --- JSON over HTTP ------------------------------------------------------------------------------
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
 MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers
+# Python parses a body in one go, and nobody's tokens move meanwhile. Text costs next to nothing, members and
+# elements up to 1 µs each; commas and colons, those in texts as well, bound their number.
+MAX_JSON_COMMAS: Final = 131_072
+MAX_JSON_COLONS: Final = 65_536
 # What bounds the loops over a body; lists that have a lower limit of their own meet it afterwards.
 MAX_JSON_LIST: Final = 4096
 MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer context or a larger vocabulary

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
+from gateway import limits
 from runtime.errors import InvalidParameter
 
 BODY = "body"
@@ -17,6 +18,9 @@ BODY = "body"
 
 def parse_body(data: bytes) -> dict[str, object]:
     """The top-level members. Raises `InvalidParameter` naming the body."""
+    if data.count(b",") > limits.MAX_JSON_COMMAS or data.count(b":") > limits.MAX_JSON_COLONS:
+        most = f"{limits.MAX_JSON_COMMAS} commas and {limits.MAX_JSON_COLONS} colons"
+        raise InvalidParameter(BODY, f"has too many elements: at most {most} are read, in texts too")
     try:
         found = _DECODER.decode(data.decode("utf-8"))
     except UnicodeDecodeError as error:

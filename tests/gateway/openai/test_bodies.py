@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 import aiohttp
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -176,6 +177,16 @@ async def test_bad_bodies(bundled: ServedModel, redis_url: str) -> None:
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         await stack.until_idle()
         assert (await post(stack, COMPLETIONS, good(COMPLETIONS, bundled.card.name)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("separator", "most"), [(b",", limits.MAX_JSON_COMMAS), (b":", limits.MAX_JSON_COLONS)]
+)
+def test_what_takes_long_to_parse_is_not_parsed(separator: bytes, most: int) -> None:
+    body = b'{"a": "' + separator * (most - separator.count(b":")) + b'"}'
+    assert len(parse_body(body)) == 1
+    with pytest.raises(InvalidParameter, match="too many elements"):
+        parse_body(body.replace(b'"}', separator + b'"}'))
 
 
 async def test_what_is_no_request_for_output(bundled: ServedModel, redis_url: str) -> None:
