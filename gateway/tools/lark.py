@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from gateway.tools.tool import Tool
-from runtime.grammar.matcher import WHITE_SPACE
+from runtime.grammar.matcher import embedded_schema
 
 
 def quoted(text: str) -> str:
@@ -23,6 +23,6 @@ def call_rules(tools: Sequence[Tool], head: Callable[[str], str], tail: str) -> 
     """
     rules = ["call: " + " | ".join(f"call{number}" for number in range(len(tools)))]
     for number, tool in enumerate(tools):
-        schema = json.dumps(dict(tool.arguments_schema) | {"x-guidance": {"whitespace_pattern": WHITE_SPACE}})
-        rules.append(f"call{number}: {quoted(head(json.dumps(tool.name)))} %json {schema} {quoted(tail)}")
+        arguments = embedded_schema(tool.arguments_schema)
+        rules.append(f"call{number}: {quoted(head(json.dumps(tool.name)))} {arguments} {quoted(tail)}")
     return rules

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -23,7 +25,11 @@ LIMITS: Final = LLParserLimits(
 
 # Between two tokens of JSON: nothing, a space, or a new line and its indentation. Without a bound a model
 # that is unsure writes white space until its tokens run out.
-WHITE_SPACE: Final = r" |\n[ \t]{0,24}"
+_BOUNDED: Final = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,24}"}}
+# Where the grammar leaves one continuation only, llguidance would let come the one token that a tokenizer
+# begins it with, and nothing else. A mask that allows all that fits is what a reader expects, and does not
+# depend on how the text before is cut into tokens.
+_HEADER: Final = '%llguidance {"no_forcing": true}\n'
 
 _KEYWORD: Final = re.compile(r'"(\$?[A-Za-z]{1,24})"')
 # JSON Schema's own words may be named in an error: the caller did not invent them.
@@ -67,8 +73,8 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     Releases the GIL while it works, milliseconds as a rule. Hostile grammars can take any time.
     """
     try:
-        source = _SOURCES[grammar.kind](grammar.text)
-    except ValueError as error:
+        source = _HEADER + _SOURCES[grammar.kind](grammar.text)
+    except (ValueError, RecursionError) as error:
         raise BadGrammar("is no JSON object, or is nested too deep") from error
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
     if not matcher.is_error():
@@ -78,21 +84,34 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
+def embedded_schema(schema: Mapping[str, object]) -> str:
+    """A JSON schema as a Lark grammar takes it after a rule's name, with bounded white space."""
+    return f"%json {json.dumps(dict(schema) | _BOUNDED)}"
+
+
 def _json_schema(text: str) -> str:
-    source: str = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+    # Read and written anew, so that nothing but one object gets into the grammar's text.
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is an object")
+    return f"start: {embedded_schema(schema)}"
+
+
+def _regex(text: str) -> str:
+    source: str = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
     return source
 
 
-_SOURCES: Final = {
-    Kind.JSON_SCHEMA: _json_schema,
-    Kind.REGEX: LLMatcher.grammar_from_regex,
-    Kind.LARK: LLMatcher.grammar_from_lark,
-}
+def _lark(text: str) -> str:
+    return text
+
+
+_SOURCES: Final = {Kind.JSON_SCHEMA: _json_schema, Kind.REGEX: _regex, Kind.LARK: _lark}
 
 
 def _fault(error: str) -> str:
     """llguidance's words quote the grammar; these do not."""
-    if error.startswith("Unimplemented keys"):
+    if "Unimplemented keys" in error:
         known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(error)))
         return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
     head = error.split("<state>", 1)[0]

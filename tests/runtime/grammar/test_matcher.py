@@ -56,6 +56,36 @@ def test_white_space_in_json_is_bounded() -> None:
     assert not matches(Grammar(Kind.JSON_SCHEMA, opened), '{  "a":1}')
 
 
+@pytest.mark.parametrize("text", ["a/b", "a/\nstart: /b", 'a\nb: "c"', "a\\/b", "[/]", "é/\t"])
+def test_an_expression_cannot_leave_its_place(text: str) -> None:
+    assert matches(Grammar(Kind.REGEX, text), text.replace("\\/", "/").replace("[/]", "/"))
+
+
+def test_a_schema_cannot_leave_its_place() -> None:
+    for text in ('{"type": "null"} "x"', '{"type": "null"}\nother: "x"', '{"type": "null"} %json {}'):
+        with pytest.raises(BadGrammar, match="no JSON object"):
+            new_matcher(Grammar(Kind.JSON_SCHEMA, text), BYTES)
+
+
+def test_all_tokens_that_fit_may_come() -> None:
+    """Also where only one text can follow: any cut of it into tokens is right."""
+
+    class Vocabulary:
+        bos_token_id, eos_token_id, is_tokenizer_wrapper = None, 0, True
+        tokens, special_token_ids = (b"</s>", b'"', b"a", b'"a', b'"a"', b"b"), (0,)
+
+        def __call__(self, text: str) -> list[int]:
+            return [4]
+
+    for grammar in (
+        Grammar(Kind.JSON_SCHEMA, '{"const": "a"}'),
+        Grammar(Kind.REGEX, '"a"'),
+        Grammar(Kind.LARK, r'start: "\"a\""'),
+    ):
+        mask = new_matcher(grammar, LLTokenizer(Vocabulary())).compute_bitmask()  # type: ignore[arg-type]
+        assert mask[0] == 0b011010
+
+
 @pytest.mark.parametrize(
     ("kind", "grammar", "fault"),
     [
