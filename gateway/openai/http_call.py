@@ -58,13 +58,11 @@ class EventStream:
 
     async def end(self) -> web.StreamResponse:
         """After the last message of the last prompt."""
-        await self._write(self._answer.last_events())
-        return await self._finish()
+        return await self._finish(self._answer.last_events())
 
     async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
         """After output went out."""
-        await self._write(f"data: {json.dumps(error_object(error, names))}\n\n")
-        return await self._finish()
+        return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
 
     async def _write(self, events: str) -> None:
         try:
@@ -74,9 +72,9 @@ class EventStream:
         except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
 
-    async def _finish(self) -> web.StreamResponse:
+    async def _finish(self, events: str) -> web.StreamResponse:
         try:
-            await self._response.write_eof()
+            await self._response.write_eof(events.encode())
         except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
         return self._response
