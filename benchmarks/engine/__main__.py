@@ -67,6 +67,7 @@ def _run(path: Path, dtype: str, threads: int, grid: Grid, console: Console) -> 
         for point in measure(model, grid, threads):
             points.append(point)
             progress.advance(task)
+    ceilings = ceilings.or_better(measure_ceilings(threads))
     return record.as_object(model, dtype, matrix_bytes(path, known), ceilings, points)
 
 

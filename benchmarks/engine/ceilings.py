@@ -54,6 +54,13 @@ class Ceilings:
     """Bytes a second from memory."""
     peaks: dict[Format, Peak]
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """The best of two measurements of the same machine: a neighbour may have slowed either down."""
+        peaks = {
+            name: max(peak, other.peaks[name], key=lambda one: one.rate) for name, peak in self.peaks.items()
+        }
+        return Ceilings(self.threads, max(self.read_rate, other.read_rate), peaks)
+
 
 def measure_ceilings(threads: int) -> Ceilings:
     """Takes about two seconds. The best of several tries: a ceiling is what was possible once."""

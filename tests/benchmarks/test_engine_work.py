@@ -99,6 +99,16 @@ def test_ceilings_are_those_of_some_machine(threads: int) -> None:
         assert 1e7 < peak.rate < 1e15
 
 
+def test_the_better_of_two_measurements_counts_figure_by_figure() -> None:
+    other = Ceilings(
+        2, 900.0, {**CEILINGS.peaks, "int8": Peak(5e3, "registers"), "bf16": Peak(1.0, "library")}
+    )
+    best = CEILINGS.or_better(other)
+    assert best == other.or_better(CEILINGS)
+    assert best.read_rate == 1000.0
+    assert best.peaks == {**CEILINGS.peaks, "int8": Peak(5e3, "registers")}
+
+
 def test_ceilings_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setattr("benchmarks.engine.ceilings._build", lambda folder: None)
