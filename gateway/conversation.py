@@ -108,6 +108,7 @@ class Conversation:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._phases = PhaseBook()
+        self._scored = request.worker_logprobs is not None
         self._work = work_pb2.Work()
         self._namespaces: dict[str, bytes] = {}  # of the workers that were chosen
         self._workers = workers
@@ -241,9 +242,12 @@ class Conversation:
         if self.first_token_at is None:
             self.first_token_at = now
             self.on_first_token()
+        if self._scored and not new.scores:
+            self._events.appendleft(Broken(Internal()))  # a worker's bug: ranks and logprobs would be wrong
+            return
         output = self.outputs[new.choice]
         if output.push(new.token_ids, new.scores):
-            self._events.append(StopMatched(output.billed, new.choice))
+            self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
         elif output.due:
             self.outgoing.put(new.choice)
 

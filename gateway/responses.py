@@ -99,7 +99,7 @@ def _set_stop(output: pb.OutputDelta, match: StopMatch) -> None:
 
 
 def _usage(conversation: Conversation) -> pb.Usage:
-    """All that was generated is billed, also what ``best_of`` threw away."""
+    """Every output is billed, also those that ``best_of`` threw away; of beams those that were delivered."""
     prompt, completion = conversation.job.prompt_tokens, conversation.billed
     return pb.Usage(
         prompt_tokens=prompt,

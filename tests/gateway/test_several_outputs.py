@@ -119,6 +119,23 @@ async def test_a_stop_string_ends_one_choice_alone(
     assert reasons == {0: length, 1: length, 2: stop}
 
 
+async def test_what_follows_a_stop_string_at_the_same_moment_is_neither_shown_nor_billed(
+    bundled: ServedModel, redis_url: str, answers: list[list[int]]
+) -> None:
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        first, second = answers[2][:3], answers[2][3:]
+        step(worker, work, [said(0, 0, first), said(0, 3, second)], [finished(work, 0)])
+
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
+        shown = bundled.tokenizer.decode(answers[2][:3], True)
+        request = stack.request(stopping=pb.StoppingCriteria(stop=[shown[-2:]]))
+        messages = await collect(stack.stub.StreamGenerate(request))
+        await stack.until_idle()
+    assert texts(messages) == {0: shown[:-2]}
+    assert messages[-1].outputs[0].finish_reason == pb.FINISH_REASON_STOP
+    assert messages[-1].usage.completion_tokens == 3
+
+
 async def test_a_preempted_choice_is_computed_again_while_the_others_go_on(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
@@ -278,6 +295,19 @@ async def test_scores_that_were_promised_and_did_not_come_are_an_internal_error(
 ) -> None:
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode()) as stack:
         request = stack.request("More than one token", response=pb.ResponseOptions(prompt_logprobs=0))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stack.stub.StreamGenerate(request))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_tokens_without_the_scores_that_were_asked_for_are_an_internal_error(
+    bundled: ServedModel, redis_url: str, answers: list[list[int]]
+) -> None:
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        step(worker, work, [said(0, 0, answers[0])], [finished(work, 0), finished(work, 1)])
+
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
+        request = stack.request(sampling=pb.SamplingParams(best_of=2))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(stack.stub.StreamGenerate(request))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
