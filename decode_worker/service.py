@@ -8,15 +8,15 @@ from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
 from kvtransfer.wire import key_of
-from worker.gateway_link import Context, GatewayLinks
+from worker.gateway_link import Context, GatewayLinks, drain_grace_s
 
 Request = decode_pb2.DecodeServiceLinkRequest
 
 
 def gateway_links(
-    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float], None]
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Attach and cancel in, step batches and heartbeats out; `drain` hears the seconds of grace."""
+    """Attach and cancel in, step batches and heartbeats out; `drain` hears the seconds of grace, if any were given."""
     attempts = loop.attempts
 
     def heard(message: Request, gateway: GatewayStream) -> None:
@@ -26,7 +26,7 @@ def gateway_links(
             case "cancel":
                 attempts.cancel(key_of(message.cancel.id), message.cancel.choices)
             case "drain":
-                drain(message.drain.grace.ToNanoseconds() / 1e9)
+                drain(drain_grace_s(message.drain))
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
 

@@ -20,7 +20,12 @@ def main(argv: Sequence[str]) -> int:
         gateway = Gateway(settings, model, digest)
         try:
             await gateway.start()
-            announce_ready(settings, {"grpc_port": gateway.grpc_port, "http_port": gateway.http_port})
+            ports = {
+                "grpc_port": gateway.grpc_port,
+                "http_port": gateway.http_port,
+                "admin_port": gateway.admin_port,
+            }
+            announce_ready(settings, ports)
             await stop.wait()
             await gateway.drain()
         finally:

@@ -13,12 +13,15 @@ HTTP_PORT = 8000
 
 
 class GatewaySettings(ProgramSettings):
-    """``grpc_port`` is the public one: inference, health and reflection, nothing else."""
+    """``grpc_port`` is the public one: inference, health and reflection; operators come by ``admin_port``."""
 
     program: ClassVar[str] = "gateway"
 
     grpc_port: Port = Field(GRPC_PORT, description="public gRPC port; 0 = any free one")
     http_port: Port = Field(HTTP_PORT, description="port of /metrics, /health and /ready; 0 = any free one")
+    admin_port: Port | None = Field(
+        None, description="gRPC port of the AdminService, for operators; default: the public one + 1; 0 = any"
+    )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
         256, description="requests that may be with the workers at once; more wait here"
     )
@@ -31,3 +34,10 @@ class GatewaySettings(ProgramSettings):
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="seconds that running requests get to finish at shutdown"
     )
+
+    @property
+    def resolved_admin_port(self) -> int:
+        """Beside the public port; any free one where that is any, or the last there is."""
+        if self.admin_port is not None:
+            return self.admin_port
+        return self.grpc_port + 1 if 0 < self.grpc_port < 65535 else 0

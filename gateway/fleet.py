@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.flushes import Flushes
 from gateway.links import Link, LinkDown, LinkTiming
 from gateway.placement import BY_COST, WITHOUT_INDEX, Placement
 from gateway.router import NoWorker, RouteRequest, choose
 from gateway.session_events import Role
-from gateway.wires import DecodeWire, Load, News, PrefillWire, Wire
+from gateway.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
 from gateway.work import Job
 from gateway.worker import Worker, new_worker
 from runtime.block_hash import block_keys, namespace_key
@@ -80,6 +81,7 @@ class Fleet:
         self._refused: set[tuple[str, int]] = set()  # said once in the log
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self.flushes = Flushes()
         self._namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
 
     # --- life ---------------------------------------------------------------------------------------
@@ -157,6 +159,14 @@ class Fleet:
         """All workers whose link is up."""
         return [w for w in self._workers.values() if w.link.up]
 
+    def workers(self) -> list[Worker]:
+        """All that this gateway wants to work with, linked or not."""
+        return list(self._workers.values())
+
+    def strangers(self) -> list[WorkerRecord]:
+        """Workers of the directory that serve another model than this gateway."""
+        return [record for record in self._directory.workers() if not self._is_ours(record)]
+
     def missing_role(self) -> Role | None:
         """The role that has no worker, None when a request can be served: one compatible pair is linked."""
         prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
@@ -233,6 +243,7 @@ class Fleet:
     def on_down(self, worker_id: str) -> None:
         if worker_id in self._workers:
             self._workers[worker_id].lost()
+        self.flushes.lost(worker_id)
         self._listener.worker_gone(worker_id)
         self._on_change()
 
@@ -248,6 +259,9 @@ class Fleet:
             if item.detail:
                 _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
         self._listener.deliver(news)
+
+    def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
+        self.flushes.answered(worker_id, flushed)
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from gateway.grpc_call import Context, GrpcCall, serve
 from gateway.validation import parse_message
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
-"""One RPC: takes its parsed request, returns the answer; a streaming one writes and returns nothing of use."""
+"""One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""
 
 
 def add_service(

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from gateway.wires import Beat, Greeting, Load, News, Wire
+from gateway.wires import Beat, Flushed, Greeting, Load, News, Wire
 from runtime.rpc import make_channel
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class LinkListener(Protocol):
     def on_down(self, worker_id: str) -> None: ...
     def on_load(self, worker_id: str, load: Load) -> None: ...
     def on_news(self, worker_id: str, news: list[News]) -> None: ...
+    def on_flushed(self, worker_id: str, flushed: Flushed) -> None: ...
 
 
 class LinkDown(Exception):
@@ -75,6 +76,8 @@ class Link:
         self._silent_ticks = 0
         self._stalled_ticks = 0
         self._last_beat: Beat | None = None
+        self.heard_at: float | None = None
+        """When the worker last said anything, on the event loop's clock."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -171,8 +174,10 @@ class Link:
                     _log.error("link to %s", self.worker_id, exc_info=result)
 
     async def _read(self, call: Any) -> None:
+        clock = asyncio.get_running_loop().time
         while (message := await call.read()) is not grpc.aio.EOF:
             self._silent_ticks = 0
+            self.heard_at = clock()
             heard = self.wire.read(message)
             if isinstance(heard, list):
                 self._listener.on_news(self.worker_id, heard)
@@ -180,6 +185,8 @@ class Link:
                 self._moved(heard)
                 if heard.load is not None:
                     self._listener.on_load(self.worker_id, heard.load)
+            elif isinstance(heard, Flushed):
+                self._listener.on_flushed(self.worker_id, heard)
 
     async def _write(self, call: Any, outbox: asyncio.Queue[Message]) -> None:
         while True:

@@ -10,6 +10,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway import limits
+from gateway.admin.door import AdminDoor
+from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission import AdmissionGate, AdmissionQueue
 from gateway.call import Calls
 from gateway.config import GatewaySettings
@@ -70,9 +72,11 @@ class Gateway:
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
         self._http: HttpEdge | None = None
+        self._admin: AdminDoor | None = None
         self._watch: asyncio.Task[None] | None = None
         self.grpc_port = 0
         self.http_port = 0
+        self.admin_port = 0
 
     @property
     def ready(self) -> bool:
@@ -80,7 +84,7 @@ class Gateway:
         return not self.generator.draining and self.fleet.missing_role() is None
 
     async def start(self) -> None:
-        """Bind both ports and serve. Raises OSError or UnsafeBindError."""
+        """Bind all ports and serve. Raises OSError or UnsafeBindError."""
         settings = self._settings
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES)
         calls = Calls(self.telemetry, self.metrics, time.monotonic)
@@ -98,6 +102,14 @@ class Gateway:
             max_body_bytes=limits.MAX_BODY_BYTES,
         )
         self.http_port = self._http.port
+        self._admin = await AdminDoor.start(
+            settings.host,
+            settings.resolved_admin_port,
+            calls,
+            self._operations(),
+            insecure=settings.insecure,
+        )
+        self.admin_port = self._admin.port
         await self.mirror.start()
         self.fleet.start()
         self._server = server
@@ -129,6 +141,8 @@ class Gateway:
         await self.mirror.close()
         if self._http is not None:
             await self._http.close()
+        if self._admin is not None:
+            await self._admin.close()
         await asyncio.to_thread(self.telemetry.stop)
 
     async def _watch_readiness(self, health: Health) -> None:
@@ -141,6 +155,15 @@ class Gateway:
                 _log.info("ready" if said else "not ready: no compatible pair of workers is linked")
                 await health.set_ready(said)
             await self._changed.wait()
+
+    def _operations(self) -> Operations:
+        identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())
+        return Operations(
+            self.fleet,
+            self.gate.queue,
+            identity,
+            lambda: (self.ready, self.generator.draining, self.mirror.connected),
+        )
 
     def _bind_gauges(self) -> None:
         queue = self.gate.queue

@@ -60,6 +60,7 @@ class Load:
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    quarantined_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,14 @@ class News(NamedTuple):
     detail: str = ""  # of a failure, for the log
 
 
-Heard = Greeting | Beat | list[News]
+class Flushed(NamedTuple):
+    """The answer to a flush: how many keys were forgotten."""
+
+    request: int
+    blocks: int
+
+
+Heard = Greeting | Beat | Flushed | list[News]
 
 
 class Wire(Protocol):
@@ -106,6 +114,7 @@ class Wire(Protocol):
     def hello(self) -> Message: ...
     def heartbeat(self, progress: int) -> Message: ...
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
+    def drain(self, grace_s: float | None) -> Message: ...
     def read(self, message: Any) -> Heard: ...
 
 
@@ -128,6 +137,9 @@ class PrefillWire:
 
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
         return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
+
+    def drain(self, grace_s: float | None) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(drain=_drain(grace_s))
 
     def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
@@ -158,16 +170,32 @@ class DecodeWire:
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
         return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
 
+    def drain(self, grace_s: float | None) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(drain=_drain(grace_s))
+
+    def flush(self, request: int) -> Message:
+        """Forget the cached prefixes; answered by `Flushed` with the same number."""
+        return decode_pb2.DecodeServiceLinkRequest(flush=decode_pb2.FlushPrefixCache(id=request))
+
     def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
         if kind == "step":
             step = message.step
             return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
+        if kind == "flushed":
+            return Flushed(message.flushed.id, message.flushed.blocks)
         return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
 
 
 def _cancel(work_id: str, attempt: int, choices: Sequence[int]) -> work_pb2.Cancel:
     return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt), choices=choices)
+
+
+def _drain(grace_s: float | None) -> work_pb2.Drain:
+    drain = work_pb2.Drain()
+    if grace_s is not None:
+        drain.grace.FromNanoseconds(round(grace_s * 1e9))
+    return drain
 
 
 def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
@@ -178,7 +206,14 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
     load = None
     if heartbeat.HasField("load"):
         said = heartbeat.load
-        load = Load(said.running, said.waiting, said.waiting_tokens, said.free_blocks, said.total_blocks)
+        load = Load(
+            said.running,
+            said.waiting,
+            said.waiting_tokens,
+            said.free_blocks,
+            said.total_blocks,
+            said.quarantined_blocks,
+        )
     return Beat(load, heartbeat.progress, heartbeat.busy)
 
 

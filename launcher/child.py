@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Announcement = Mapping[str, int | str]
-"""What a process said once it served: grpc_port, http_port, worker_id (Valkey: port)."""
+"""What a process said once it served: grpc_port, http_port, worker_id (gateway: admin_port; Valkey: port)."""
 
 Probe = Callable[[], Awaitable[Announcement]]
 

@@ -13,6 +13,7 @@ from launcher.stack import BadOverride, StackOptions, parse_override
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
+ADMIN_PORT = 50052
 
 app = typer.Typer(
     name="diptych",
@@ -37,6 +38,9 @@ def up(
     host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = GRPC_PORT,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = HTTP_PORT,
+    admin_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="For operators; default: --grpc-port + 1.")
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow a host that is not loopback.")] = False,
     redis_url: Annotated[
         str | None, typer.Option(envvar="DIPTYCH_REDIS_URL", help="Use this server, start no Valkey.")
@@ -74,6 +78,7 @@ def up(
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
+        admin_port=admin_port,
         insecure=insecure,
         redis_url=redis_url,
         secret=os.environ.get("DIPTYCH_SECRET"),
@@ -156,6 +161,45 @@ def generate(
         },
     )
     raise typer.Exit(ask(address, question, stream=stream, timings=timings))
+
+
+_AdminAddress = Annotated[
+    str,
+    typer.Option("--address", envvar="DIPTYCH_ADMIN_ADDRESS", help="host:port of a gateway's admin port."),
+]
+
+
+@app.command()
+def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
+    """List the workers of a running gateway: which are usable, why not, and how loaded they are."""
+    from launcher.operate import list_workers
+
+    raise typer.Exit(list_workers(address))
+
+
+@app.command()
+def drain(
+    worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
+    grace: Annotated[
+        float | None, typer.Option(min=0, help="Seconds for what runs; default: its own.")
+    ] = None,
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+) -> None:
+    """Let a worker take nothing new, finish or hand back what it runs, and exit."""
+    from launcher.operate import drain_worker
+
+    raise typer.Exit(drain_worker(address, worker_id, grace))
+
+
+@app.command()
+def flush(
+    worker_id: Annotated[str, typer.Argument(help="Empty: every decode worker.")] = "",
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+) -> None:
+    """Let decode workers forget the cached prefixes that no running request holds."""
+    from launcher.operate import flush_prefix_cache
+
+    raise typer.Exit(flush_prefix_cache(address, worker_id))
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
     {"pid": 1, "redis_url": "redis://…", "secret": "…", "valkey": {"pid": 2, "port": 6379},
      "gateway": {"name": "gateway", "pid": 3, "restarts": 0, "grpc_port": 50051, "http_port": 8000,
-                 "worker_id": "…"},
+                 "admin_port": 50052, "worker_id": "…"},
      "prefill": [{…}], "decode": [{…}]}
 
 A process that is down at the moment has no pid or no ports (null or absent). The file appears once the

@@ -52,7 +52,7 @@ def _welcome(console: Console, stack: Stack, show_secrets: bool) -> None:
 
     say(
         f"[bold green]Diptych serves[/]  gRPC {stack.address}   OpenAI API {stack.http_url}/v1   "
-        f"metrics {stack.http_url}/metrics"
+        f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}"
     )
     say(f'  diptych generate "What is the capital of France?" --stream --timings --address {stack.address}')
     if show_secrets:

@@ -16,7 +16,7 @@ DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, w
 
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
 _OWNED_FLAGS = frozenset(
-    {"grpc-port", "http-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"}
+    {"grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"}
 )
 
 
@@ -36,6 +36,7 @@ class StackOptions:
     host: str = "127.0.0.1"
     grpc_port: int = 0
     http_port: int = 0
+    admin_port: int | None = None
     insecure: bool = False
     redis_url: str | None = None
     secret: str | None = None
@@ -103,6 +104,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "insecure": options.insecure or None,
             "drain-grace-s": DRAIN_S,
         },
+        admin_port=_admin_port(options),
         grpc_port=options.grpc_port,
         http_port=options.http_port,
     )
@@ -142,6 +144,13 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
     return [gateway, *decode, *prefill]
 
 
+def _admin_port(options: StackOptions) -> int:
+    """Beside the public port unless it is chosen."""
+    if options.admin_port is not None:
+        return options.admin_port
+    return options.grpc_port + 1 if 0 < options.grpc_port < 65535 else 0
+
+
 def _share(home: range | None, cores: int) -> dict[str, object]:
     """The flags by which a worker lends its idle cores and borrows those of others."""
     if home is None:
@@ -158,6 +167,7 @@ def _spec(
     *,
     grpc_port: int = 0,
     http_port: int = 0,
+    admin_port: int | None = None,
 ) -> ChildSpec:
     flags: dict[str, object] = {
         "model": options.model,
@@ -174,15 +184,18 @@ def _spec(
             argv.append(f"--{flag}")
         elif value is not None:
             argv += [f"--{flag}", value if isinstance(value, Slot) else str(value)]
-    for flag in ("grpc-port", "http-port", "ready-fd", "death-fd"):
-        argv += [f"--{flag}", Slot(flag.replace("-", "_"))]
+    values: dict[str, int] = {"grpc_port": grpc_port, "http_port": http_port}
+    if admin_port is not None:
+        values["admin_port"] = admin_port
+    for slot in (*values, "ready_fd", "death_fd"):
+        argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
     return ChildSpec(
         name=name,
         role=role,
         argv=tuple(argv),
         env=shared.environment(),
-        values={"grpc_port": grpc_port, "http_port": http_port},
+        values=values,
         # A gateway is known by its address; workers are found through the directory, and a new port
         # makes sure that nobody takes the new process for the old one.
-        keep=("grpc_port", "http_port") if role == "gateway" else (),
+        keep=tuple(values) if role == "gateway" else (),
     )

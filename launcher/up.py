@@ -33,6 +33,7 @@ class Stack:
     host: str
     grpc_port: int
     http_port: int
+    admin_port: int
 
     @property
     def address(self) -> str:
@@ -81,6 +82,7 @@ async def running_stack(
             _reachable(options.host),
             int(gateway["grpc_port"]),
             int(gateway["http_port"]),
+            int(gateway["admin_port"]),
         )
         await _routable(stack)
         if file is not None:

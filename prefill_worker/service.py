@@ -8,15 +8,15 @@ from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
 from kvtransfer.wire import key_of
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
-from worker.gateway_link import Context, GatewayLinks
+from worker.gateway_link import Context, GatewayLinks, drain_grace_s
 
 Request = prefill_pb2.PrefillServiceLinkRequest
 
 
 def gateway_links(
-    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float], None]
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Dispatch and cancel in, last words and heartbeats out; `drain` hears the seconds of grace."""
+    """Dispatch and cancel in, last words and heartbeats out; `drain` hears the seconds of grace, if any were given."""
 
     def heard(message: Request, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
@@ -25,7 +25,7 @@ def gateway_links(
             case "cancel":
                 loop.cancel(key_of(message.cancel.id), message.cancel.choices)
             case "drain":
-                drain(message.drain.grace.ToNanoseconds() / 1e9)
+                drain(drain_grace_s(message.drain))
 
     greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)

@@ -5,6 +5,7 @@
     ├── UnsupportedFeature        INVALID_ARGUMENT     a field this build does not implement
     ├── ContextLengthExceeded     INVALID_ARGUMENT     can never fit
     ├── UnknownModel              NOT_FOUND
+    ├── UnknownWorker             NOT_FOUND
     ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
     ├── Overloaded
     │   ├── QueueFull             RESOURCE_EXHAUSTED   with a retry hint
@@ -123,6 +124,16 @@ class UnknownModel(DiptychError):
 
     def __init__(self, name: str) -> None:
         super().__init__("no such model is served here", resource=Resource("model", printable(name)))
+
+
+class UnknownWorker(DiptychError):
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "UNKNOWN_WORKER"
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(
+            "this gateway knows no such worker", resource=Resource("worker", printable(worker_id))
+        )
 
 
 class DuplicateRequest(DiptychError):

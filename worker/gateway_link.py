@@ -34,6 +34,11 @@ class GatewayStream(Protocol):
 Stream = TypeVar("Stream", bound=GatewayStream)
 
 
+def drain_grace_s(drain: work_pb2.Drain) -> float | None:
+    """How long what runs may go on, in seconds; None leaves it to the worker's own setting."""
+    return drain.grace.ToNanoseconds() / 1e9 if drain.HasField("grace") else None
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayLinks(Generic[Stream]):
     """Every gateway's stream into this worker, and what to do with them.

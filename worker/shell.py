@@ -109,11 +109,14 @@ class WorkerShell:
             num_threads=self._engine.runner.threads,
         )
 
-    def drain(self, grace_s: float) -> None:
-        """Take nothing new from now on; let what is here finish for so long, and end."""
-        log.info("told to drain within %.1f s", grace_s)
+    def drain(self, grace_s: float | None = None) -> None:
+        """Take nothing new from now on; let what is here finish for so long (None: as SIGTERM does), and
+        end.
+        """
         self._loop.draining = True
-        self._grace_s = grace_s
+        if grace_s is not None:
+            self._grace_s = grace_s
+        log.info("told to drain within %.1f s", self._grace_s)
         self._drain_asked.set()
 
     async def _drain(self) -> None:

@@ -46,6 +46,10 @@ class Stack:
     def address(self) -> str:
         return f"127.0.0.1:{self.account['gateway']['grpc_port']}"
 
+    @property
+    def admin_address(self) -> str:
+        return f"127.0.0.1:{self.account['gateway']['admin_port']}"
+
     def pids(self) -> list[int]:
         account = self.account
         processes = [account["valkey"], account["gateway"], *account["prefill"], *account["decode"]]

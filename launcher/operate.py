@@ -1,0 +1,84 @@
+"""`diptych workers`, `drain` and `flush`: an operator's questions to a gateway's AdminService."""
+
+import sys
+from collections.abc import Callable
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from diptych.failure import read_failure
+from diptych.v1 import admin_pb2 as pb
+from diptych.v1 import admin_pb2_grpc
+
+_TIMEOUT_S = 10.0
+_STATES = {
+    pb.WORKER_STATE_READY: "[green]ready[/]",
+    pb.WORKER_STATE_CONNECTING: "[yellow]connecting[/]",
+    pb.WORKER_STATE_DRAINING: "[yellow]draining[/]",
+    pb.WORKER_STATE_INCOMPATIBLE: "[red]incompatible[/]",
+}
+_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
+
+
+def list_workers(address: str) -> int:
+    """Print a table of the workers. Exit status 1 when the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+        answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S)
+        Console().print(_table(answer.workers))
+
+    return _operate(address, ask)
+
+
+def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
+    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+        request = pb.DrainWorkerRequest(worker_id=worker_id)
+        if grace_s is not None:
+            request.grace.FromNanoseconds(round(grace_s * 1e9))
+        stub.DrainWorker(request, timeout=_TIMEOUT_S)
+        print(f"{worker_id} drains")
+
+    return _operate(address, ask)
+
+
+def flush_prefix_cache(address: str, worker_id: str) -> int:
+    """Exit status 1 when there is no such decode worker, or the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+        request = pb.FlushPrefixCacheRequest(worker_id=worker_id)
+        print(f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S).blocks} blocks forgotten")
+
+    return _operate(address, ask)
+
+
+def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub], None]) -> int:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            ask(admin_pb2_grpc.AdminServiceStub(channel))
+        except grpc.RpcError as error:
+            print(f"diptych: {address}: {read_failure(error)}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _table(workers: list[pb.WorkerInfo]) -> Table:
+    table = Table(
+        "worker", "role", "state", "address", "running", "waiting", "to prefill", "blocks free", "why"
+    )
+    for worker in workers:
+        load = worker.load
+        table.add_row(
+            worker.worker_id,
+            _ROLES.get(worker.role, "?"),
+            _STATES.get(worker.state, "?"),
+            worker.address,
+            str(load.running),
+            str(load.waiting),
+            f"{load.waiting_tokens} tokens",
+            f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
+            worker.detail,
+        )
+    return table

@@ -1,0 +1,162 @@
+"""Operators at the admin port of a real system: who is there, what they do, drain and flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from diptych.client import Client
+from diptych.failure import read_failure
+from diptych.v1 import admin_pb2 as pb
+from diptych.v1 import admin_pb2_grpc
+from tests.end_to_end.stack import Stack, running_stack
+
+Code = grpc.StatusCode
+T = TypeVar("T")
+PREFIX = "Once upon a time there was a river that ran uphill, and nobody could say why it did. " * 4
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    with running_stack("--decode-workers=2", "--kv-memory-mib=256") as running:
+        yield running
+
+
+@pytest.fixture
+def admin(stack: Stack) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+    with grpc.insecure_channel(stack.admin_address) as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+def test_it_says_what_it_is(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    info = admin.GetServerInfo(pb.GetServerInfoRequest())
+    assert info.ready
+    assert not info.draining
+    assert info.directory_connected
+    assert info.model == "SmolLM2-135M-Instruct"
+    assert info.kv_block_size == 16
+    assert info.start_time.ToNanoseconds() <= time.time_ns()
+
+
+def test_it_lists_every_worker_with_its_load(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    workers = admin.ListWorkers(pb.ListWorkersRequest()).workers
+    assert [w.role for w in workers] == [pb.WORKER_ROLE_PREFILL] + 2 * [pb.WORKER_ROLE_DECODE]
+    assert {w.state for w in workers} == {pb.WORKER_STATE_READY}
+    assert all(w.load.total_blocks > 0 for w in workers if w.role == pb.WORKER_ROLE_DECODE)
+    assert all(w.since_heartbeat.ToNanoseconds() < 2e9 for w in workers)
+
+
+def test_it_tells_the_load_again_and_again(admin: admin_pb2_grpc.AdminServiceStub, stack: Stack) -> None:
+    request = pb.WatchLoadRequest()
+    request.interval.FromMilliseconds(100)
+    with Client(stack.address) as client:
+        stream = client.stream(PREFIX, max_tokens=200, ignore_eos=True)
+        next(stream)
+        watch = admin.WatchLoad(request)
+        seen = [next(watch) for _ in range(3)]
+        watch.cancel()
+        stream.close()
+    assert [message.running for message in seen] == [1, 1, 1]
+
+
+def test_a_flush_makes_the_next_prompt_cold(admin: admin_pb2_grpc.AdminServiceStub, stack: Stack) -> None:
+    with Client(stack.address) as client:
+        client.generate(PREFIX, max_tokens=1)
+        assert client.generate(PREFIX, max_tokens=1).usage.cached_prompt_tokens > 0
+        assert admin.FlushPrefixCache(pb.FlushPrefixCacheRequest()).blocks > 0
+        assert client.generate(PREFIX, max_tokens=1).usage.cached_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("rpc", "request_", "code", "reason", "field"),
+    [
+        ("DrainWorker", pb.DrainWorkerRequest(), Code.INVALID_ARGUMENT, "INVALID_PARAMETER", "worker_id"),
+        ("DrainWorker", pb.DrainWorkerRequest(worker_id="x"), Code.NOT_FOUND, "UNKNOWN_WORKER", None),
+        (
+            "FlushPrefixCache",
+            pb.FlushPrefixCacheRequest(worker_id="x"),
+            Code.NOT_FOUND,
+            "UNKNOWN_WORKER",
+            None,
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(
+    admin: admin_pb2_grpc.AdminServiceStub,
+    rpc: str,
+    request_: object,
+    code: Code,
+    reason: str,
+    field: str | None,
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        getattr(admin, rpc)(request_)
+    failure = read_failure(caught.value)
+    assert (failure.code, failure.reason) == (code, reason)
+    assert field is None or set(failure.violations) == {field}
+
+
+@pytest.mark.parametrize("seconds", [0.05, 4000.0, -1.0])
+def test_an_interval_out_of_bounds_is_refused(admin: admin_pb2_grpc.AdminServiceStub, seconds: float) -> None:
+    request = pb.WatchLoadRequest()
+    request.interval.FromNanoseconds(int(seconds * 1e9))
+    with pytest.raises(grpc.RpcError) as caught:
+        next(admin.WatchLoad(request))
+    assert read_failure(caught.value).violations.keys() == {"interval"}
+
+
+def test_health_and_reflection_are_those_of_the_port(stack: Stack) -> None:
+    for address, service in (
+        (stack.address, "diptych.v1.InferenceService"),
+        (stack.admin_address, "diptych.v1.AdminService"),
+    ):
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", service):
+                answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.RpcError) as caught:
+                health.Check(health_pb2.HealthCheckRequest(service="diptych.v1.NoSuchService"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            watched = next(health.Watch(health_pb2.HealthCheckRequest(service=service)))
+            assert watched.status == health_pb2.HealthCheckResponse.SERVING
+            listed = set(ProtoReflectionDescriptorDatabase(channel).get_services())
+            assert service in listed
+            assert {"diptych.v1.AdminService", "diptych.v1.InferenceService"} - listed  # never both
+
+
+def test_a_drained_worker_ends_what_it_has_and_comes_back_as_another(
+    admin: admin_pb2_grpc.AdminServiceStub, stack: Stack
+) -> None:
+    before = {w.worker_id: w for w in _decode(admin)}
+    with Client(stack.address) as client:
+        stream = client.stream("Count to a hundred:", max_tokens=60, ignore_eos=True)
+        pieces = [next(stream)]
+        busy = _until(lambda: [w for w in _decode(admin) if w.load.running])[0]
+        admin.DrainWorker(pb.DrainWorkerRequest(worker_id=busy.worker_id))
+        pieces += stream  # what runs is finished, by that worker or by another one
+        assert sum(len(piece.token_ids) for piece in pieces) == 60
+        after = _until(lambda: [w for w in _decode(admin) if w.worker_id not in before])
+        assert after[0].state in (pb.WORKER_STATE_READY, pb.WORKER_STATE_CONNECTING)
+        _until(lambda: len([w for w in _decode(admin) if w.state == pb.WORKER_STATE_READY]) == 2)
+        assert client.generate(PREFIX, max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+
+
+def _decode(admin: admin_pb2_grpc.AdminServiceStub) -> list[pb.WorkerInfo]:
+    workers = admin.ListWorkers(pb.ListWorkersRequest()).workers
+    return [w for w in workers if w.role == pb.WORKER_ROLE_DECODE]
+
+
+def _until(look: Callable[[], T], timeout_s: float = 60.0) -> T:
+    """What `look` sees once it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not (seen := look()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+    return seen
