@@ -1,4 +1,4 @@
-"""The door over a gateway in this process, with scripted workers behind it."""
+"""The directory that the gateways of these tests share; the model comes from the folder above."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gateway.conftest import bundled, bundled_path
 from tests.gateway.running_gateway import valkey
-
-__all__ = ["bundled", "bundled_path", "redis_url"]
 
 
 @pytest.fixture(scope="module")
