@@ -1,0 +1,130 @@
+"""Tools, choices among them and calls in turns, at each limit and one above; and templates that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.constraint import Constraint
+from gateway.tools.formats import FORMATS
+from gateway.tools.support import ToolSupport
+from gateway.tools.tool import Mode
+from gateway.validate_tools import constraint_of, tool_call_id, tool_calls, toolbox
+from runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
+from runtime.grammar.grammar import Grammar, Kind
+
+ALL = ToolSupport(tools=True, calls=True, turns=True, form=FORMATS[0])
+MODES = pb.ToolChoice
+
+
+def chat(*names: str, mode: int = 0, name: str = "", **tool: Any) -> pb.ChatPrompt:
+    tools = [pb.Tool(name=one, **tool) for one in names]
+    return pb.ChatPrompt(tools=tools, tool_choice=MODES(mode=mode, name=name))  # type: ignore[arg-type]
+
+
+def field_of(kind: type[DiptychError], call: Any) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    (violation,) = caught.value.violations
+    return violation.field
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (MODES.MODE_UNSPECIFIED, Mode.AUTO),
+        (MODES.MODE_AUTO, Mode.AUTO),
+        (MODES.MODE_NONE, Mode.NONE),
+        (MODES.MODE_REQUIRED, Mode.REQUIRED),
+    ],
+)
+def test_modes(mode: int, expected: Mode) -> None:
+    found = toolbox(chat("a", mode=mode), ALL)
+    assert found is not None
+    assert found.mode is expected
+    assert (constraint_of(found, ALL, None) is not None) == (expected is Mode.REQUIRED)
+
+
+def test_a_named_tool_is_one_of_them() -> None:
+    found = toolbox(chat("a", "b", mode=MODES.MODE_NAMED, name="b"), ALL)
+    assert found is not None
+    assert [tool.name for tool in found.callable] == ["b"]
+    for name in ("c", ""):
+        asked = chat("a", mode=MODES.MODE_NAMED, name=name)
+        assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == "chat.tool_choice.name"
+
+
+def test_no_tools() -> None:
+    assert toolbox(chat(), ALL) is None
+    assert toolbox(chat(mode=MODES.MODE_NONE), ToolSupport()) is None
+    for mode in (MODES.MODE_REQUIRED, MODES.MODE_NAMED):
+        assert (
+            field_of(InvalidParameter, lambda mode=mode: toolbox(chat(mode=mode), ALL)) == "chat.tool_choice"
+        )
+    assert field_of(InvalidParameter, lambda: toolbox(chat(mode=77), ALL)) == "chat.tool_choice.mode"
+
+
+def test_what_the_template_lacks() -> None:
+    assert field_of(UnsupportedFeature, lambda: toolbox(chat("a"), ToolSupport())) == "chat.tools"
+    formless = ToolSupport(tools=True)
+    assert field_of(UnsupportedFeature, lambda: toolbox(chat("a"), formless)) == "chat.tools"
+    assert toolbox(chat("a", mode=MODES.MODE_NONE), formless) is not None
+    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")])
+    assert field_of(UnsupportedFeature, lambda: tool_calls("m", call, formless)) == "m.tool_calls"
+    turn = pb.ChatMessage(role="tool", content="1")
+    assert field_of(UnsupportedFeature, lambda: tool_call_id("m", turn, formless)) == "m.role"
+
+
+def test_tools_at_their_limits_and_one_above() -> None:
+    names = [f"t{number}" for number in range(limits.MAX_TOOLS + 1)]
+    assert toolbox(chat(*names[:-1]), ALL)
+    assert field_of(InvalidParameter, lambda: toolbox(chat(*names), ALL)) == "chat.tools"
+    assert toolbox(chat("a" * limits.MAX_TOOL_NAME_CHARS), ALL)
+    for name in ("a" * (limits.MAX_TOOL_NAME_CHARS + 1), "", "a b", "é", "<|im_end|>", "a\n"):
+        assert field_of(InvalidParameter, lambda name=name: toolbox(chat(name), ALL)) == "chat.tools[0].name"
+    assert field_of(InvalidParameter, lambda: toolbox(chat("a", "b", "a"), ALL)) == "chat.tools[2].name"
+    for schema in ("[]", "{", "{" * 100, "x" * (limits.MAX_GRAMMAR_BYTES + 1)):
+        asked = chat("a", parameters_json_schema=schema)
+        path = "chat.tools[0].parameters_json_schema"
+        assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == path
+
+
+def test_calls_in_turns_at_their_limits_and_one_above() -> None:
+    def turn(count: int = 1, role: str = "assistant", **call: Any) -> pb.ChatMessage:
+        given = {"name": "f", "arguments_json": "{}"} | call
+        return pb.ChatMessage(role=role, tool_calls=[pb.ToolCall(**given) for _ in range(count)])
+
+    def field(**change: Any) -> str:
+        return field_of(InvalidParameter, lambda: tool_calls("m", turn(**change), ALL))
+
+    assert len(tool_calls("m", turn(limits.MAX_TOOL_CALLS), ALL)) == limits.MAX_TOOL_CALLS
+    assert field(count=limits.MAX_TOOL_CALLS + 1) == "m.tool_calls"
+    assert field(role="user") == "m.tool_calls"
+    assert tool_calls("m", turn(arguments_json=""), ALL)[0].arguments_json == "{}"
+    for arguments in ("[]", "1", "{", "{" * 100, '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'):
+        assert field(arguments_json=arguments) == "m.tool_calls[0].arguments_json"
+    assert tool_calls("m", turn(id="a" * limits.MAX_TOOL_CALL_ID_CHARS), ALL)
+    for bad in ("a" * (limits.MAX_TOOL_CALL_ID_CHARS + 1), "<|im_end|>"):
+        assert field(id=bad) == "m.tool_calls[0].id"
+    assert field(name="no good") == "m.tool_calls[0].name"
+    user = pb.ChatMessage(role="user", tool_call_id="1")
+    assert field_of(InvalidParameter, lambda: tool_call_id("m", user, ALL)) == "m.tool_call_id"
+
+
+def test_one_constraint_at_a_time() -> None:
+    asked = Constraint("structured_output.regex", Grammar(Kind.REGEX, "a"))
+    auto, forced = toolbox(chat("a"), ALL), toolbox(chat("a", mode=MODES.MODE_REQUIRED), ALL)
+    assert constraint_of(None, ALL, asked) is asked
+    assert constraint_of(auto, ALL, asked) is asked
+    path = field_of(InvalidParameter, lambda: constraint_of(forced, ALL, asked))
+    assert path == "structured_output.regex"
+
+
+def test_a_required_call_is_tried_tool_by_tool_first() -> None:
+    found = constraint_of(toolbox(chat("a", "b", mode=MODES.MODE_NAMED, name="b"), ALL), ALL, None)
+    assert found is not None
+    assert found.path == "chat.tool_choice"
+    assert [path for path, _ in found.parts] == ["chat.tools[1].parameters_json_schema"]
