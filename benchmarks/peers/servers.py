@@ -98,7 +98,7 @@ def vllm(kind: str, folder: Path, places: Places, cores: Sequence[int], tcmalloc
     )
 
 
-LLAMA_SLOTS = 16
+LLAMA_SLOTS = 8  # more clients wait; their tokens a second are no fewer, see README.md
 LLAMA_SLOT_TOKENS = 1024
 LLAMA_SETTINGS = (
     *("--batch-size", "2048", "--ubatch-size", "512", "--flash-attn", "on"),
