@@ -16,7 +16,7 @@ Request = decode_pb2.DecodeServiceLinkRequest
 def gateway_links(
     loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Attach and cancel in, step batches and heartbeats out; `drain` hears the seconds of grace, if any were given."""
+    """Attach and cancel in, step batches and heartbeats out; `drain` hears the grace in seconds, if any."""
     attempts = loop.attempts
 
     def heard(message: Request, gateway: GatewayStream) -> None:

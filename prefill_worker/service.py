@@ -16,7 +16,7 @@ Request = prefill_pb2.PrefillServiceLinkRequest
 def gateway_links(
     loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
 ) -> GatewayLinks[GatewayStream]:
-    """Dispatch and cancel in, last words and heartbeats out; `drain` hears the seconds of grace, if any were given."""
+    """Dispatch and cancel in, last words and heartbeats out; `drain` hears the grace in seconds, if any."""
 
     def heard(message: Request, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
