@@ -22,6 +22,7 @@ from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from runtime.rpc import bind, make_channel, make_server
 from runtime.telemetry import Telemetry
+from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
 from tests.worker.house import BLOCK, house, layout, model
 from worker.engine import LoadedEngine
@@ -101,8 +102,8 @@ async def test_a_prefill_worker_drains_when_it_is_told_to():
 async def test_a_flush_forgets_every_prefix_and_says_how_many(held):
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-        heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 150 if held else 3))
-        await (asyncio.sleep(0.05) if held else heard.ended.wait())
+        heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 200 if held else 3))
+        await (until(lambda: len(heard.tokens) > 2) if held else heard.ended.wait())
         links = gateway_links(decode.loop, work_pb2.WorkerHello(worker_id="w"), lambda grace_s: None)
         server = make_server(internal=True)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
