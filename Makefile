@@ -103,7 +103,7 @@ stubs: install
 stubs-check: install
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(call generate_stubs,"$$fresh"); \
-	for kept in $$(cd . && find diptych/v1 diptych/worker -name '*_pb2*.py*' -not -path '*__pycache__*'); do \
+	for kept in $$(cd . && find diptych/v1 diptych/worker diptych/kserve -name '*_pb2*.py*' -not -path '*__pycache__*'); do \
 		test -e "$$fresh/$$kept" || { echo "stale stub: $$kept has no .proto" >&2; exit 1; }; done; \
 	for made in $$(cd "$$fresh" && find diptych -type f); do \
 		diff -q "$$fresh/$$made" "$$made" >&2 || { echo "stubs are not current: run 'make stubs'" >&2; exit 1; }; done; \

@@ -7,7 +7,7 @@ less and puts the outermost catch in one place.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -23,14 +23,25 @@ Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
 """One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""
 
 
+Stream = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
+"""An RPC with a stream of requests: takes them as bytes, accounts for each itself, writes to the context."""
+
+
 def add_service(
-    server: grpc.aio.Server, calls: Calls, service: ServiceDescriptor, bodies: Mapping[str, Body]
+    server: grpc.aio.Server,
+    calls: Calls,
+    service: ServiceDescriptor,
+    bodies: Mapping[str, Body],
+    *,
+    streams: Mapping[str, Stream] | None = None,
 ) -> None:
-    """Register ``bodies`` by the names of their RPCs. Raises RuntimeError unless there is one for each."""
+    """Register RPCs by their names. Raises RuntimeError unless there is a function for each."""
     declared = {method.name: method for method in service.methods}
-    if bodies.keys() != declared.keys():
-        raise RuntimeError(f"RPCs without a handler, or the reverse: {bodies.keys() ^ declared.keys()}")
     handlers = {name: _handler(declared[name], calls, body) for name, body in bodies.items()}
+    for name, stream in (streams or {}).items():
+        handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialize)
+    if handlers.keys() != declared.keys():
+        raise RuntimeError(f"RPCs without a handler, or the reverse: {handlers.keys() ^ declared.keys()}")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 

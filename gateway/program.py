@@ -17,6 +17,8 @@ from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
+from gateway.kserve.door import SERVICE as KSERVE_SERVICE
+from gateway.kserve.door import KServeDoor
 from gateway.live_requests import LiveRequests
 from gateway.openai.door import OpenAIDoor
 from gateway.served_model import ServedModel
@@ -89,7 +91,8 @@ class Gateway:
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES)
         calls = Calls(self.telemetry, self.metrics, time.monotonic)
         add_inference_service(server, calls, self.generator, self._text)
-        self._health = await add_health_and_reflection(server, [SERVICE])
+        KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
+        self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
         self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure)
         self._bind_gauges()
         self._http = await HttpEdge.start(

@@ -1,0 +1,95 @@
+"""A ``ModelInferRequest`` → ``pb.GenerateRequest`` and how the answer is wanted. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.v1 import inference_pb2 as pb
+from gateway.kserve.parameters import boolean, gather, one_text, put_all
+from gateway.kserve.tensors import Tensor, read_inputs
+from gateway.openai.members import token_ids
+from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
+
+VERSION: Final = "1"
+OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}
+_PROMPTS: Final = ("text_input", "token_ids", "input_ids")
+_PATHS: Final = {"model": "model_name", "request_id": "id", "text": "inputs", "token_ids.ids": "inputs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request wants.
+
+    Args:
+        request: for the core.
+        stream: one response for each piece; without it one for the whole.
+        outputs: the tensors to send.
+        raw: send them as raw contents, as the inputs came.
+        names: path of the core's field → where the client wrote it.
+    """
+
+    request: pb.GenerateRequest
+    stream: bool
+    outputs: frozenset[str]
+    raw: bool
+    names: dict[str, str]
+
+
+def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
+    """``streaming``: whether the RPC can carry pieces. Raises DiptychError that names the client's field."""
+    check_version(message.model_name, message.model_version)
+    inputs = read_inputs(message)
+    request = pb.GenerateRequest(model=message.model_name, request_id=message.id)
+    prompt = [inputs.pop(name) for name in _PROMPTS if name in inputs]
+    if len(prompt) != 1:
+        raise InvalidParameter("inputs", f"must have exactly one of {', '.join(_PROMPTS)}")
+    _put_prompt(request, prompt[0])
+    found = gather(message, inputs)
+    stream = boolean(*found.pop("stream")) if "stream" in found else streaming
+    if stream and not streaming:
+        raise UnsupportedFeature("stream", "needs ModelStreamInfer")
+    if "exclude_input_in_output" in found:
+        path, value = found.pop("exclude_input_in_output")
+        if not boolean(path, value):
+            raise UnsupportedFeature(path, "the prompt is not repeated in the output")
+    names = put_all(request, found)
+    outputs = _outputs(message)
+    request.response.timings = False
+    request.response.text = "text_output" in outputs
+    request.response.token_ids = "token_ids" in outputs
+    return Asked(request, stream, outputs, bool(message.raw_input_contents), {**_PATHS, **names})
+
+
+def check_version(name: str, version: str) -> None:
+    """There is one version of a model."""
+    if version not in ("", VERSION):
+        raise UnknownModel(name)
+
+
+def in_the_clients_words(error: DiptychError, names: dict[str, str]) -> DiptychError:
+    """The same error, with the field as the client wrote it."""
+    if not isinstance(error, InvalidParameter | UnsupportedFeature) or not error.violations:
+        return error
+    violation = error.violations[0]
+    for known, said in names.items():
+        if violation.field == known or violation.field.startswith((f"{known}[", f"{known}.")):
+            return type(error)(said, violation.description)
+    return error
+
+
+def _put_prompt(request: pb.GenerateRequest, tensor: Tensor) -> None:
+    if tensor.datatype == "BYTES":
+        request.text = one_text(tensor)
+    elif tensor.datatype in ("INT32", "INT64", "UINT32", "UINT64"):
+        request.token_ids.ids.extend(token_ids(tensor.path, tensor.values))
+    else:
+        raise InvalidParameter(f"{tensor.path}.datatype", "must be BYTES, INT32, INT64, UINT32 or UINT64")
+
+
+def _outputs(message: oip.ModelInferRequest) -> frozenset[str]:
+    for index, output in enumerate(message.outputs):
+        if output.name not in OUTPUTS:
+            raise InvalidParameter(f"outputs[{index}].name", f"must be one of {', '.join(OUTPUTS)}")
+    return frozenset(output.name for output in message.outputs) or frozenset(OUTPUTS)
