@@ -1,149 +1,138 @@
-"""What the client takes and gives: prompts, options and results as plain Python values, no protobuf.
+"""The server's messages → what a caller gets, and the pieces of a stream put together."""
 
-Times are in seconds.
-"""
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
-
+from diptych.results import (
+    Choice,
+    Chunk,
+    Completion,
+    Model,
+    PromptInfo,
+    Timings,
+    TokenLogprob,
+    Tokens,
+    ToolCall,
+    Usage,
+)
 from diptych.v1 import inference_pb2 as pb
 
-Message = Mapping[str, str]
-"""One turn of a conversation: {"role": "user", "content": "…"}."""
 
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text to be continued as it is, token ids, or the turns of a chat (the server applies the template)."""
+class Received:
+    """What came of a stream so far. It stays when the stream breaks.
 
+    `resume_token` is what the server gave to continue a broken stream with, "" if it gave none.
+    """
 
-class Options(TypedDict, total=False):
-    """What a caller may set; an absent key means the model's own default, 0 is a real 0."""
+    def __init__(self) -> None:
+        self._choices: dict[int, list[Choice]] = {}
+        self._head: Chunk | None = None
+        self._last: Chunk | None = None
 
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    seed: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    priority: int
-    session_id: str
-    request_id: str
-    cache_salt: str
+    @property
+    def resume_token(self) -> str:
+        return self._head.resume_token if self._head is not None else ""
 
+    def add(self, chunk: Chunk) -> None:
+        self._head = self._head or chunk
+        self._last = chunk
+        for choice in chunk.choices:
+            self._choices.setdefault(choice.index, []).append(choice)
 
-@dataclass(frozen=True)
-class Usage:
-    """Token counts; `cached_prompt_tokens` of the prompt's were not computed again."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Where the time of a request went."""
-
-    queue: float
-    prefill: float
-    kv_transfer: float
-    decode_queue: float
-    decode: float
-    time_to_first_token: float
-    total: float
-    kv_bytes_transferred: int
-    preemptions: int
-    retries: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of a stream. `finish_reason`, `usage` and `timings` come with the last one."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    usage: Usage | None
-    timings: Timings | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer. `finish_reason` is "stop", "length", "time_limit", …"""
-
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    usage: Usage | None
-    timings: Timings | None
-
-
-_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-_SAMPLING = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", *_PENALTIES))
-_STOPPING = frozenset(["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"])
-_REQUEST = frozenset(["priority", "session_id", "request_id"])
-
-
-def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRequest:
-    """The request for a prompt. Raises TypeError for an option that does not exist."""
-    given: dict[str, Any] = dict(options)
-    unknown = given.keys() - _SAMPLING - _STOPPING - _REQUEST - {"cache_salt"}
-    if unknown:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    request = pb.GenerateRequest(
-        model=model,
-        sampling=pb.SamplingParams(**_only(given, _SAMPLING)),
-        stopping=pb.StoppingCriteria(**_only(given, _STOPPING)),
-        cache=pb.CacheOptions(salt=options.get("cache_salt", "")),
-        **_only(given, _REQUEST),
-    )
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        turns: list[Any] = list(prompt)
-        request.chat.messages.extend(pb.ChatMessage(**turn) for turn in turns)
-    else:
-        ids: list[Any] = list(prompt)
-        request.token_ids.ids.extend(ids)
-        request.token_ids.SetInParent()  # an empty prompt is the server's to refuse
-    return request
+    def completion(self) -> Completion:
+        head, last = self._head, self._last
+        return Completion(
+            request_id=head.request_id if head else "",
+            model=head.model if head else "",
+            choices=tuple(_joined(self._choices[index]) for index in sorted(self._choices)),
+            prompt=head.prompt if head else None,
+            usage=last.usage if last else None,
+            timings=last.timings if last else None,
+        )
 
 
 def read_chunk(response: pb.GenerateResponse) -> Chunk:
-    """The first choice of a response, which is all that this client asks for."""
-    outputs = [output for output in response.outputs if output.index == 0]
-    reasons = [output.finish_reason for output in outputs if output.finish_reason]
+    """One message of a stream, or the only one of a whole answer."""
     return Chunk(
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        finish_reason=_reason(reasons[-1]) if reasons else None,
+        request_id=response.request_id,
+        model=response.model,
+        choices=tuple(_choice(output) for output in response.outputs),
+        prompt=_prompt(response.prompt) if response.HasField("prompt") else None,
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timings=_timings(response.timings) if response.HasField("timings") else None,
+        resume_token=response.resume_token,
     )
 
 
 def read_completion(response: pb.GenerateResponse) -> Completion:
     """The answer of the unary call."""
-    chunk = read_chunk(response)
-    return Completion(
-        response.request_id, chunk.text, chunk.token_ids, chunk.finish_reason, chunk.usage, chunk.timings
+    received = Received()
+    received.add(read_chunk(response))
+    return received.completion()
+
+
+def read_tokens(response: pb.TokenizeResponse) -> Tokens:
+    return Tokens(
+        ids=tuple(response.token_ids),
+        tokens=tuple(response.tokens),
+        offsets=tuple((offset.start, offset.end) for offset in response.offsets),
+        max_context_length=response.max_context_length,
     )
 
 
-def _only(given: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name in names}
+def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(_model(model) for model in response.models)
 
 
-def _reason(reason: pb.FinishReason) -> str:
-    return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+def _joined(pieces: list[Choice]) -> Choice:
+    """The pieces of one choice; the end is the last one's."""
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logprobs=tuple(score for piece in pieces for score in piece.logprobs),
+        tool_calls=tuple(call for piece in pieces for call in piece.tool_calls),
+    )
+
+
+def _choice(output: pb.OutputDelta) -> Choice:
+    match = output.WhichOneof("stop_match")
+    return Choice(
+        index=output.index,
+        text=output.text,
+        token_ids=tuple(output.token_ids),
+        logprobs=_scores(output.logprobs),
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments_json) for call in output.tool_calls),
+        finish_reason=_reason(output.finish_reason) if output.finish_reason else None,
+        stop_text=output.stop_text if match == "stop_text" else None,
+        stop_token_id=output.stop_token_id if match == "stop_token_id" else None,
+    )
+
+
+def _scores(scores: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token_id=score.token_id,
+            text=score.text,
+            utf8=score.utf8,
+            logprob=score.logprob if score.HasField("logprob") else None,
+            rank=score.rank if score.HasField("rank") else None,
+            top=_scores(score.top),
+        )
+        for score in scores
+    )
+
+
+def _reason(reason: int) -> str:
+    """A later server may have reasons that this client does not know."""
+    names = pb.FinishReason.DESCRIPTOR.values_by_number
+    return names[reason].name.removeprefix("FINISH_REASON_").lower() if reason in names else f"{reason}"
+
+
+def _prompt(prompt: pb.PromptInfo) -> PromptInfo:
+    ids, scores = tuple(prompt.token_ids), _scores(prompt.logprobs)
+    return PromptInfo(prompt.token_count, prompt.cached_token_count, ids, scores)
 
 
 def _usage(usage: pb.Usage) -> Usage:
@@ -167,3 +156,24 @@ def _timings(timings: pb.Timings) -> Timings:
         preemptions=timings.preemptions,
         retries=timings.retries,
     )
+
+
+def _model(model: pb.Model) -> Model:
+    can = model.capabilities
+    return Model(
+        name=model.name,
+        aliases=tuple(model.aliases),
+        max_context_length=_given(model, "max_context_length"),
+        max_output_tokens=_given(model, "max_output_tokens"),
+        vocab_size=_given(model, "vocab_size"),
+        eos_token_ids=tuple(model.eos_token_ids),
+        max_n=_given(can, "max_n"),
+        max_logprobs=_given(can, "max_logprobs"),
+        structured_outputs=tuple(can.structured_outputs),
+        chat=can.chat,
+        tokenizer_digest=model.tokenizer_digest,
+    )
+
+
+def _given(message: Any, field: str) -> int | None:
+    return int(getattr(message, field)) if message.HasField(field) else None

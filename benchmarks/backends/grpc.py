@@ -9,8 +9,9 @@ import grpc
 from benchmarks.backends import Unreachable
 from benchmarks.backends.asking import Asking
 from benchmarks.request import BenchRequest, Reply, RequestFailed, ServerTimes
-from diptych.completion import Timings, read_chunk
+from diptych.completion import read_chunk
 from diptych.failure import read_failure
+from diptych.results import Timings
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 

@@ -1,0 +1,143 @@
+"""The asynchronous client."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from diptych.channel import channel_options
+from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
+from diptych.failure import read_failure
+from diptych.options import Options, Prompt, build_request
+from diptych.results import Chunk, Completion, Model, Tokens
+from diptych.sync_client import DEFAULT_ADDRESS, first_model
+from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+
+T = TypeVar("T")
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """An answer piece by piece. Who leaves early closes it: `async with client.stream(…) as stream`.
+
+    `received` keeps what came, as that of `Stream`.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[Any]]) -> None:
+        self.received = Received()
+        self._chunks = _chunks(call, self.received)
+
+    async def __anext__(self) -> Chunk:
+        return await self._chunks.__anext__()
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncClient:
+    """Asynchronous client of one server, of one event loop. Parameters and methods as those of `Client`."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        model: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        retries: int = 3,
+    ) -> None:
+        options = channel_options(retries)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options)
+        )
+        self._stub = rpc.InferenceServiceStub(self._channel)
+        self._model = model
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The whole answer. `timeout_s` is the deadline of the call, which the server obeys too."""
+        request = build_request(prompt, await self.model(), options)
+        return read_completion(await _typed(self._stub.Generate(request, timeout=timeout_s)))
+
+    def stream(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncStream:
+        """The answer piece by piece. The call begins with the first piece asked for."""
+
+        async def call() -> Any:
+            request = build_request(prompt, await self.model(), options)
+            return self._stub.StreamGenerate(request, timeout=timeout_s)
+
+        return AsyncStream(call)
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
+        request = pb.CancelRequestRequest(request_id=request_id)
+        return bool((await _typed(self._stub.CancelRequest(request, timeout=timeout_s))).was_running)
+
+    async def tokenize(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
+    ) -> Tokens:
+        """The tokens that a request with this text or chat would run on."""
+        request = tokenize_request(prompt, await self.model(), **options)
+        return read_tokens(await _typed(self._stub.Tokenize(request, timeout=timeout_s)))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
+    ) -> str:
+        model = await self.model()
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
+        return str((await _typed(self._stub.Detokenize(request, timeout=timeout_s))).text)
+
+    async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """What the server serves."""
+        return read_models(await _typed(self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)))
+
+    async def model(self) -> str:
+        """The name that requests ask for."""
+        if self._model is None:
+            self._model = first_model(await self.models())
+        return self._model
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def _typed(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise read_failure(error) from error
+
+
+async def _chunks(begin: Callable[[], Awaitable[Any]], received: Received) -> AsyncGenerator[Chunk, None]:
+    call = await begin()
+    try:
+        async for response in call:
+            chunk = read_chunk(response)
+            received.add(chunk)
+            yield chunk
+    except grpc.RpcError as error:
+        raise read_failure(error) from error
+    finally:
+        call.cancel()  # an abandoned stream would go on; after its end this does nothing

@@ -1,0 +1,173 @@
+"""What a caller gets, as plain Python values: answers, their pieces, and where the time went.
+
+Times are in seconds.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts; `cached_prompt_tokens` of the prompt's were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where the time of a request went."""
+
+    queue: float
+    prefill: float
+    kv_transfer: float
+    decode_queue: float
+    decode: float
+    time_to_first_token: float
+    total: float
+    kv_bytes_transferred: int
+    preemptions: int
+    retries: int
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with the natural logarithm of its probability in the model's own distribution.
+
+    `logprob` and `rank` (1 = the likeliest) are None for a prompt's first token. `utf8` holds the bytes of a
+    token that is not whole text. `top` are the likeliest tokens at this place, where they were asked for.
+    """
+
+    token_id: int
+    text: str
+    utf8: bytes
+    logprob: float | None
+    rank: int | None
+    top: tuple["TokenLogprob", ...]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Raises ValueError where the model wrote something else than a JSON object."""
+        found = json.loads(self.arguments_json)
+        if not isinstance(found, dict):
+            raise ValueError("the arguments are not an object")
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the `n` answers, or what is new of it.
+
+    `finish_reason` is "stop", "length", "time_limit", "tool_calls", …, None while it goes on. One of
+    `stop_text` and `stop_token_id` says which stop ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: str | None = None
+    stop_text: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class PromptInfo:
+    """What the prompt was to the model. Ids and scores are there where they were asked for."""
+
+    token_count: int
+    cached_token_count: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What pieces and whole answers have in common: choices, and the first one's fields at hand."""
+
+    request_id: str
+    model: str
+    choices: tuple[Choice, ...]
+    prompt: PromptInfo | None
+    usage: Usage | None
+    timings: Timings | None
+
+    @property
+    def first(self) -> Choice:
+        """Choice 0; empty where there is nothing of it."""
+        return next((choice for choice in self.choices if choice.index == 0), Choice(0))
+
+    @property
+    def text(self) -> str:
+        return self.first.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.first.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.first.finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.first.logprobs
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.first.tool_calls
+
+
+@dataclass(frozen=True)
+class Chunk(_Answer):
+    """A piece of a stream: what is new of each choice.
+
+    `request_id`, `model` and `prompt` come with the first one, `usage` and `timings` with the last.
+    """
+
+    resume_token: str = ""
+
+
+@dataclass(frozen=True)
+class Completion(_Answer):
+    """A whole answer; of a stream that broke, what came of it. `choices` are in order."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a text or a chat is to the model. `tokens` and `offsets` are empty unless asked for."""
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    offsets: tuple[tuple[int, int], ...]
+    max_context_length: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A served model, and the largest values that its server takes."""
+
+    name: str
+    aliases: tuple[str, ...]
+    max_context_length: int | None
+    max_output_tokens: int | None
+    vocab_size: int | None
+    eos_token_ids: tuple[int, ...]
+    max_n: int | None
+    max_logprobs: int | None
+    structured_outputs: tuple[str, ...]
+    chat: bool
+    tokenizer_digest: str

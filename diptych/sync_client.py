@@ -1,0 +1,155 @@
+"""The synchronous client."""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from diptych.channel import channel_options
+from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
+from diptych.failure import CallFailed, read_failure
+from diptych.options import Options, Prompt, build_request
+from diptych.results import Chunk, Completion, Model, Tokens
+from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+
+T = TypeVar("T")
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+class Stream(Iterator[Chunk]):
+    """An answer piece by piece. Who leaves early may `close()` it to cancel at once.
+
+    `received` keeps what came, also when the stream broke off: its text and token ids, and the server's token
+    to resume with, if it gave one.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.received = Received()
+        self._chunks = _chunks(call, self.received)
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self._chunks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """Synchronous client of one server. Safe to share between threads.
+
+    Args:
+        model: the served name to ask for; absent, the server's first one is looked up once.
+        credentials: makes the channel a TLS one.
+        retries: how often gRPC repeats a call of which nothing was delivered; see `diptych.channel`.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        model: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        retries: int = 3,
+    ) -> None:
+        options = channel_options(retries)
+        self._channel = (
+            grpc.insecure_channel(address, options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options)
+        )
+        self._stub = rpc.InferenceServiceStub(self._channel)
+        self._model = model
+
+    def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
+        """The whole answer. `timeout_s` is the deadline of the call, which the server obeys too."""
+        request = build_request(prompt, self.model, options)
+        return read_completion(_typed(lambda: self._stub.Generate(request, timeout=timeout_s)))
+
+    def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
+        """The answer piece by piece. The call begins with the first piece asked for."""
+
+        def call() -> Any:
+            return self._stub.StreamGenerate(build_request(prompt, self.model, options), timeout=timeout_s)
+
+        return Stream(call)
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
+        request = pb.CancelRequestRequest(request_id=request_id)
+        return bool(_typed(lambda: self._stub.CancelRequest(request, timeout=timeout_s)).was_running)
+
+    def tokenize(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
+    ) -> Tokens:
+        """The tokens that a request with this text or chat would run on."""
+        request = tokenize_request(prompt, self.model, **options)
+        return read_tokens(_typed(lambda: self._stub.Tokenize(request, timeout=timeout_s)))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
+    ) -> str:
+        request = detokenize_request(token_ids, self.model, skip_special_tokens=skip_special_tokens)
+        return str(_typed(lambda: self._stub.Detokenize(request, timeout=timeout_s)).text)
+
+    def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
+        """What the server serves."""
+        request = pb.ListModelsRequest()
+        return read_models(_typed(lambda: self._stub.ListModels(request, timeout=timeout_s)))
+
+    @property
+    def model(self) -> str:
+        """The name that requests ask for."""
+        if self._model is None:
+            self._model = first_model(self.models())
+        return self._model
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def first_model(models: Sequence[Model]) -> str:
+    if not models:
+        raise CallFailed(grpc.StatusCode.NOT_FOUND, "the server lists no model")
+    return models[0].name
+
+
+def _typed(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except grpc.RpcError as error:
+        raise read_failure(error) from error
+
+
+def _chunks(begin: Callable[[], Any], received: Received) -> Generator[Chunk, None, None]:
+    # No method of the stream: that would be a cycle, and a stream that nobody holds would be cancelled late.
+    call = begin()
+    try:
+        for response in call:
+            chunk = read_chunk(response)
+            received.add(chunk)
+            yield chunk
+    except grpc.RpcError as error:
+        raise read_failure(error) from error
+    finally:
+        call.cancel()  # an abandoned stream would go on; after its end this does nothing
