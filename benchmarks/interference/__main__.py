@@ -24,7 +24,8 @@ from rich.console import Console
 from benchmarks.backends import Backend, Unreachable
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
-from benchmarks.interference.report import markdown
+from benchmarks.interference.neighbours import Ticks
+from benchmarks.interference.report import OTHERS, markdown
 from benchmarks.interference.scenes import Incomplete, Sizes, play
 from benchmarks.interference.systems import APART, LENDING, WIDE, systems
 from benchmarks.interference.targets import START, targets
@@ -91,9 +92,11 @@ def _played(server: Server, name: str, folder: Path, seed: int, sizes: Sizes) ->
             await backend.close()
 
     with RunningServer(server, folder) as running:
+        before = Ticks.now()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             figures = runner.run(play(client, name, seed, sizes))
-        return {**figures, START: running.start_s}
+        others = Ticks.now().others_since(before, os.cpu_count() or 1)
+        return {**figures, START: running.start_s, OTHERS: 100 * others}
 
 
 def _read(path: Path | None) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from benchmarks.interference.systems import APART, LENDING, WIDE
 from benchmarks.interference.targets import START, Round, Target, medians, spread, targets
 
+OTHERS = "others_percent"
+
 _SYSTEMS = (
     (APART, "cores apart"),
     (LENDING, "cores lent (default)"),
@@ -24,6 +26,7 @@ _FIGURES = (
     ("2,008-token prompt, TTFT ms", "median_ttft_cold_ms", 0),
     ("the same with 2,000 tokens cached, TTFT ms", "median_ttft_cached_ms", 0),
     ("start until ready, s", START, 1),
+    ("cores that others used meanwhile, %", OTHERS, 0),
 )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.backends import Backend
+from benchmarks.interference.neighbours import Ticks
 from benchmarks.interference.report import markdown
 from benchmarks.interference.scenes import Incomplete, Sizes, play
 from benchmarks.interference.systems import APART, LENDING, WIDE, systems
@@ -133,3 +136,33 @@ def test_only_the_lending_system_lends() -> None:
     assert "--prefill-threads" not in flags[LENDING]
     assert flags[APART][flags[APART].index("--decode-threads") + 1] == "1"
     assert flags[WIDE][flags[WIDE].index("--decode-threads") + 1] == "2"
+
+
+def test_what_others_used_is_all_but_our_own(tmp_path: Path) -> None:
+    def process(pid: int, parent: int, user: int, system: int, name: str = "a (b) c") -> None:
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        rest = f"S {parent} 0 0 0 0 0 0 0 0 0 {user} {system} 0 0"
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) {rest}")
+
+    def moment(user: int, steal: int, child: int) -> Ticks:
+        (tmp_path / "stat").write_text(f"cpu {user} 0 0 999999 0 0 0 {steal} 0 0\ncpu0 1 1\n")
+        process(os.getpid(), 1, 100, 0)
+        process(70001, os.getpid(), 0, 0)
+        process(70002, 70001, child, 0)
+        process(70003, 1, user, 7)
+        return Ticks.now(tmp_path)
+
+    second = os.sysconf("SC_CLK_TCK")
+    before, after = moment(0, 0, 0), moment(3 * second, second, 2 * second)
+    after = replace(after, moment=before.moment + 2.0)
+    assert after.others_since(before, 2) == pytest.approx(0.5)  # of 4 core seconds 2 were theirs
+
+
+def test_time_that_we_use_is_our_own() -> None:
+    before = Ticks.now()
+    ends = time.monotonic() + 0.3
+    while time.monotonic() < ends:
+        pass
+    after = Ticks.now()
+    assert after.own > before.own
+    assert after.all - before.all >= after.own - before.own - 2  # ticks of the two are counted apart
