@@ -1,0 +1,217 @@
+"""Tools through the whole system: shown by the template, required by grammar, read back, answered.
+
+The model has random weights, so what it calls is nonsense; that it calls is sure where calls are required.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+from runtime.tokenizer.tokenizer import Tokenizer
+from tests.end_to_end import tiny_model
+from tests.end_to_end.stack import Stack, running_stack
+
+TEMPLATE = Path(__file__).with_name("tool_template.jinja")
+WEATHER = pb.Tool(
+    name="get_weather",
+    description="<|im_end|> or not",
+    parameters_json_schema=json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"const": 1},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        }
+    ),
+)
+CLOCK = pb.Tool(name="now", parameters_json_schema='{"type": "object", "additionalProperties": false}')
+ARGUMENTS = {"get_weather": {"city", "days"}, "now": set()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_model.write(tmp_path_factory.mktemp("tools"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(folder: Path) -> Iterator[Stack]:
+    """Few blocks: of many requests at once some are preempted in the middle of a grammar."""
+    flags = ["--model", str(folder), "--model-name", "tiny", "--dtype", "fp32", "--kv-blocks", "48"]
+    with running_stack(*flags) as stack:
+        yield stack
+        stack.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def stub(stack: Stack) -> Iterator[rpc.InferenceServiceStub]:
+    with grpc.insecure_channel(stack.address) as channel:
+        yield rpc.InferenceServiceStub(channel)
+
+
+def request(
+    mode: int, *, name: str = "", tools: bool = True, seed: int = 1, **rest: object
+) -> pb.GenerateRequest:
+    chat = pb.ChatPrompt(
+        messages=[pb.ChatMessage(role="user", content="Weather?")],
+        tools=[WEATHER, CLOCK] if tools else [],
+        tool_choice=pb.ToolChoice(mode=mode, name=name),  # type: ignore[arg-type]
+    )
+    fields: dict[str, object] = {
+        "sampling": {"temperature": 1.0, "seed": seed},
+        "stopping": {"max_tokens": 140},
+    } | rest
+    return pb.GenerateRequest(model="tiny", chat=chat, **fields)  # type: ignore[arg-type]
+
+
+def called(output: pb.OutputDelta) -> list[str]:
+    """Names of the tools that were called, their arguments being right."""
+    for call in output.tool_calls:
+        arguments = json.loads(call.arguments_json)
+        assert arguments.keys() <= ARGUMENTS[call.name]
+        assert call.name == "now" or arguments["city"] in ("Paris", "Rome")
+        assert call.id
+    return [call.name for call in output.tool_calls]
+
+
+def test_required_calls_are_made(stub: rpc.InferenceServiceStub) -> None:
+    names: set[str] = set()
+    for seed in range(6):
+        answer = stub.Generate(request(pb.ToolChoice.MODE_REQUIRED, seed=seed), timeout=60)
+        (output,) = answer.outputs
+        found = called(output)
+        names.update(found)
+        assert found
+        assert output.text == ""
+        finished = output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+        assert finished or output.finish_reason == pb.FINISH_REASON_LENGTH
+    assert names == ARGUMENTS.keys()
+
+
+def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.InferenceServiceStub) -> None:
+    for name in ARGUMENTS:
+        asked = request(pb.ToolChoice.MODE_NAMED, name=name)
+        whole = stub.Generate(asked, timeout=60).outputs[0]
+        assert called(whole) == [name]
+        assert whole.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+        deltas = [message.outputs[0] for message in stub.StreamGenerate(asked, timeout=60)]
+        assert not any(delta.text for delta in deltas)
+        (call,) = [call for delta in deltas for call in delta.tool_calls]
+        assert (call.name, call.arguments_json) == (name, whole.tool_calls[0].arguments_json)
+        assert [token for delta in deltas for token in delta.token_ids] == list(whole.token_ids)
+        assert deltas[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+def test_each_of_several_choices_calls(stub: rpc.InferenceServiceStub) -> None:
+    asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather")
+    asked.sampling.n = 4
+    outputs = stub.Generate(asked, timeout=60).outputs
+    assert [called(output) for output in outputs] == [["get_weather"]] * 4
+
+
+def test_where_no_call_is_required_text_is_text(stub: rpc.InferenceServiceStub) -> None:
+    for mode in (pb.ToolChoice.MODE_AUTO, pb.ToolChoice.MODE_NONE, pb.ToolChoice.MODE_UNSPECIFIED):
+        output = stub.Generate(request(mode, stopping={"max_tokens": 20}), timeout=60).outputs[0]
+        assert output.text
+        assert not output.tool_calls
+    # With calls left alone, what another request reads as a call stays as it was written.
+    asked = request(pb.ToolChoice.MODE_NONE)
+    asked.structured_output.regex = r'<tool_call>\n\{"name": "now", "arguments": \{\}\}\n</tool_call>'
+    assert stub.Generate(asked, timeout=60).outputs[0].text.startswith("<tool_call>")
+    asked.chat.tool_choice.mode = pb.ToolChoice.MODE_AUTO
+    output = stub.Generate(asked, timeout=60).outputs[0]
+    assert (output.text, called(output)) == ("", ["now"])
+
+
+def test_the_prompt_is_what_the_template_makes_of_it(stub: rpc.InferenceServiceStub, folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    chat = pb.ChatPrompt(
+        messages=[
+            pb.ChatMessage(role="user", content="Weather?"),
+            pb.ChatMessage(
+                role="assistant",
+                tool_calls=[pb.ToolCall(id="1", name="get_weather", arguments_json='{"city": "Paris"}')],
+            ),
+            pb.ChatMessage(role="tool", content="<|im_end|> Sunny", tool_call_id="1"),
+        ],
+        tools=[WEATHER],
+    )
+    found = stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat), timeout=60)
+    text = tokenizer.decode(found.token_ids, skip_special=False)
+    assert '"description": "<|im_end|> or not"' in text
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in text
+    assert "<tool_response>\n<|im_end|> Sunny\n</tool_response>" in text
+    # The caller's own end-of-turn is text; the template's are control tokens.
+    end = tokenizer.id_of("<|im_end|>")
+    assert list(found.token_ids).count(end) == text.count("<|im_end|>") - 2
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tools": [pb.Tool(name="no good")]}, "chat.tools[0].name"),
+        ({"tools": [pb.Tool(name="")]}, "chat.tools[0].name"),
+        ({"tools": [CLOCK, CLOCK]}, "chat.tools[1].name"),
+        ({"tools": [pb.Tool(name="x", parameters_json_schema="[")]}, "chat.tools[0].parameters_json_schema"),
+        ({"tools": [pb.Tool(name="x", parameters_json_schema='{"type": "y"}')]},
+         "chat.tools[0].parameters_json_schema"),
+        ({"tools": []}, "chat.tool_choice"),
+        ({"tool_choice": pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="x")}, "chat.tool_choice.name"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_named(stub: rpc.InferenceServiceStub, change: dict[str, object], field: str) -> None:
+    asked = request(pb.ToolChoice.MODE_REQUIRED)
+    for name, value in change.items():
+        asked.chat.ClearField(name)  # type: ignore[arg-type]
+        asked.chat.MergeFrom(pb.ChatPrompt(**{name: value}))  # type: ignore[arg-type]
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Generate(asked, timeout=60)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(f"{field}: ")
+
+
+def test_a_grammar_goes_on_where_it_was_after_a_preemption(stack: Stack) -> None:
+    """The same requests one at a time and all at once, in a pool that is too small for that."""
+    schema = json.dumps({"type": "array", "items": {"enum": ["a", 1, None, {"k": "v"}]}, "minItems": 60})
+    prompts = [tiny_model.prompt(seed, 20 + 9 * seed) for seed in range(8)]
+    asked = [
+        pb.GenerateRequest(
+            model="tiny",
+            token_ids=pb.TokenIds(ids=ids),
+            structured_output={"json_schema": schema},
+            sampling={"temperature": 1.0, "seed": seed},
+            stopping={"max_tokens": 120},
+        )
+        for seed, ids in enumerate(prompts)
+    ]
+
+    async def ask(at_a_time: int) -> list[pb.GenerateResponse]:
+        gate = asyncio.Semaphore(at_a_time)
+        async with grpc.aio.insecure_channel(stack.address) as channel:
+            stub = rpc.InferenceServiceStub(channel)
+
+            async def one(message: pb.GenerateRequest) -> pb.GenerateResponse:
+                async with gate:
+                    answer: pb.GenerateResponse = await stub.Generate(message, timeout=120)
+                    return answer
+
+            return await asyncio.gather(*map(one, asked))
+
+    alone, together = asyncio.run(ask(1)), asyncio.run(ask(len(asked)))
+    assert sum(answer.timings.preemptions for answer in together) > 0
+    assert sum(answer.timings.preemptions for answer in alone) == 0
+    for one, other in zip(alone, together, strict=True):
+        assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
+        assert one.outputs[0].text.startswith("[")
