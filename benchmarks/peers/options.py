@@ -43,7 +43,7 @@ def parse(argv: Sequence[str]) -> Options:
         results=given.results.absolute(),
         label=given.label,
         ours=given.dtypes,
-        llama=given.llama or (_QUICK_GGUF if given.quick else GGUF_KINDS),
+        llama=_llama(given.llama, quick=given.quick),
         vllm=given.vllm,
         concurrencies=given.concurrency,
         rounds=given.rounds or (1 if given.quick else 3),
@@ -52,6 +52,12 @@ def parse(argv: Sequence[str]) -> Options:
         install_only=given.install_only,
         fresh=given.fresh,
     )
+
+
+def _llama(given: tuple[str, ...] | None, *, quick: bool) -> tuple[str, ...]:
+    if given is not None:
+        return given
+    return _QUICK_GGUF if quick else GGUF_KINDS
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,7 +84,8 @@ def test_flags() -> None:
     assert (whole.rounds, quick.rounds) == (3, 1)
     assert set(quick.llama) < set(whole.llama)
     assert parse(["--vllm", "none", "--llama", "BF16", "--concurrency", "16,1"]).concurrencies == (1, 16)
-    assert parse(["--vllm", "none"]).vllm == ()
+    alone = parse(["--vllm", "none", "--llama", "none"])
+    assert (alone.vllm, alone.llama) == ((), ())
 
 
 @pytest.mark.parametrize("wrong", [["--llama", "Q9"], ["--concurrency", "0"], ["--dtype", "bf16"]])
