@@ -6,6 +6,7 @@
 #   make sanitize   the native step under AddressSanitizer and UBSan, through its tests and fuzzers
 #   make check      lint, types, import arrows, stubs current, protocol lint
 #   make stubs      regenerate diptych/ from protos/
+#   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
 
@@ -28,10 +29,10 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: help install demo serve test test-full test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers
+.PHONY: help install clients demo serve test test-full fuzz test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers
 
 help:
-	@sed -n '2,10s/^# \{0,1\}//p' Makefile
+	@sed -n '2,11s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -52,11 +53,25 @@ demo: install
 serve: install
 	@exec $(BIN)/diptych up $(ARGS)
 
-test: install
-	$(BIN)/python -m pytest $(ARGS)
+test: install clients
+	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest $(ARGS)
 
-test-full: install
-	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
+test-full: install clients
+	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+# tritonclient wants an older protobuf than the product, so it gets an environment of its own.
+CLIENTS_VENV := .venv-clients
+
+clients: $(CLIENTS_VENV)/.installed
+
+$(CLIENTS_VENV)/.installed: | $(BIN)/python
+	$(BIN)/python -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "tritonclient[grpc]==2.73.0"
+	@touch $@
+
+# FUZZ_MESSAGES=… is another number of them.
+fuzz: install
+	$(BIN)/python -m pytest tests/end_to_end/public_api/test_fuzz.py -m full $(ARGS)
 
 peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)

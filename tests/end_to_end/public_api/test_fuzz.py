@@ -1,0 +1,203 @@
+"""Thousands of hostile requests at a real system: no process ends, and nothing is ever INTERNAL or UNKNOWN.
+
+The small form is part of the suite. `make fuzz` is the long one: 200,000 messages (FUZZ_MESSAGES), and the
+pace of a stream meanwhile beside its pace under as many good requests, which it prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from diptych.client import AsyncClient
+from diptych.v1 import inference_pb2 as pb
+from tests.end_to_end.public_api import hostile
+from tests.end_to_end.public_api.tiny_tools import MODEL
+from tests.end_to_end.stack import Stack
+
+LONG = int(os.environ.get("FUZZ_MESSAGES", "200000"))
+SMALL = 4_000
+BATCH = 10  # of one example, sent at the same time: hypothesis draws no larger ones
+AT_A_TIME = 16
+TIMEOUT_S = 20.0
+NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
+METHODS = ("Generate", "StreamGenerate", "Tokenize", "Detokenize", "CancelRequest")
+SERVICE = "/diptych.v1.InferenceService"
+
+One = tuple[str, Any]
+"""("grpc", (method, bytes)) or ("http", (path, bytes))."""
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> One:
+    kind = draw(st.integers(0, 9))
+    if kind < 5:
+        data = draw(hostile.requests()).SerializeToString()
+        return "grpc", (METHODS[draw(st.integers(0, 1))], data)
+    if kind < 7:
+        return "grpc", (draw(st.sampled_from(METHODS)), draw(hostile.wire()))
+    return "http", draw(hostile.bodies())
+
+
+class Sender:
+    """Connections of one event loop, and what was answered."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._loop = asyncio.new_event_loop()
+        self.answers: Counter[str] = Counter()
+        self._loop.run_until_complete(self._open())
+
+    async def _open(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self._stack.address)
+        root = f"http://127.0.0.1:{self._stack.account['gateway']['http_port']}"
+        self._session = aiohttp.ClientSession(root)
+
+    def close(self) -> None:
+        async def shut() -> None:
+            await self._channel.close()
+            await self._session.close()
+
+        self._loop.run_until_complete(shut())
+        self._loop.close()
+
+    def send(self, batch: list[One]) -> None:
+        """Fails where an answer is one that must never be."""
+        gate = asyncio.Semaphore(AT_A_TIME)
+
+        async def one(kind: str, what: Any) -> None:
+            async with gate:
+                await (self._grpc(*what) if kind == "grpc" else self._http(*what))
+
+        async def everything() -> None:
+            await asyncio.gather(*(one(*item) for item in batch))
+
+        self._loop.run_until_complete(everything())
+
+    async def _grpc(self, method: str, data: bytes) -> None:
+        path = f"{SERVICE}/{method}"
+        try:
+            if method == "StreamGenerate":
+                async for _ in self._channel.unary_stream(path)(data, timeout=TIMEOUT_S):
+                    pass
+            else:
+                await self._channel.unary_unary(path)(data, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._answered(error, method, data)
+        else:
+            self.answers["OK"] += 1
+
+    def _answered(self, error: grpc.aio.AioRpcError, method: str, data: bytes) -> None:
+        self.answers[error.code().name] += 1
+        assert error.code() not in NEVER, (error.code(), error.details(), method, data)
+
+    async def _http(self, path: str, data: bytes) -> None:
+        headers = {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(TIMEOUT_S)
+        async with self._session.post(path, data=data, headers=headers, timeout=timeout) as answer:
+            text = await answer.text()
+        self.answers[f"HTTP {answer.status}"] += 1
+        # Of a stream that has begun an error is an event.
+        assert answer.status < 500, (answer.status, text, path, data)
+        assert '"server_error"' not in text, (text, path, data)
+
+
+@pytest.fixture
+def sender(stack: Stack) -> Iterator[Sender]:
+    sender = Sender(stack)
+    yield sender
+    sender.close()
+
+
+def run(stack: Stack, sender: Sender, count: int) -> None:
+    """``count`` messages, by examples of `BATCH`. Afterwards the system must answer, and be idle."""
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+    phases = (Phase.generate, Phase.shrink)
+
+    @settings(
+        max_examples=count // BATCH,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=checks,
+    )
+    @given(st.lists(messages(), min_size=BATCH, max_size=BATCH))
+    def send(batch: list[One]) -> None:
+        sender.send(batch)
+
+    before = stack.pids()
+    send()
+    assert stack.pids() == before
+    stack.wait_idle(20.0)
+    assert sum(sender.answers.values()) >= count * 0.9
+    assert {"OK", "INVALID_ARGUMENT", "HTTP 200", "HTTP 400"} <= set(sender.answers)
+
+
+def test_hostile_requests(stack: Stack, sender: Sender) -> None:
+    run(stack, sender, SMALL)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+def test_hostile_requests_by_the_hundred_thousand(
+    stack: Stack, sender: Sender, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = pb.GenerateRequest(model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=2))
+    batch: list[One] = [("grpc", ("Generate", good.SerializeToString()))] * BATCH
+    with Canary(stack) as alone:
+        for _ in range(200):
+            sender.send(batch)
+    sender.answers.clear()
+    with Canary(stack) as beside:
+        run(stack, sender, LONG)
+    with capsys.disabled():
+        print(f"\n{dict(sender.answers)}")
+        print(
+            f"canary ITL p99: {alone.p99_ms:.1f} ms beside good requests, {beside.p99_ms:.1f} ms beside these"
+        )
+
+
+class Canary:
+    """A stream after another in a thread of its own, and the time between their tokens."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._address = stack.address
+        self._gaps: list[float] = []
+
+    @property
+    def p99_ms(self) -> float:
+        return statistics.quantiles(self._gaps, n=100)[98] * 1e3
+
+    def __enter__(self) -> Canary:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    async def _listen(self) -> None:
+        async with AsyncClient(self._address, model=MODEL) as client:
+            while not self._stop.is_set():
+                last: float | None = None
+                stream = client.stream("canary", max_tokens=200, ignore_eos=True, temperature=0.0)
+                async with stream:
+                    async for _ in stream:
+                        now = time.perf_counter()
+                        if last is not None:
+                            self._gaps.append(now - last)
+                        last = now
