@@ -23,6 +23,7 @@ _REASONS: Final = {
     pb.FINISH_REASON_TIME_LIMIT: b"time_limit",
     pb.FINISH_REASON_CANCELLED: b"cancelled",
     pb.FINISH_REASON_TOOL_CALLS: b"tool_calls",
+    pb.FINISH_REASON_REPETITION: b"repetition",
 }
 
 
@@ -53,7 +54,7 @@ def _response(outputs: Sequence[pb.OutputDelta], asked: Asked, request_id: str) 
     if "token_ids" in asked.outputs and len(outputs) == 1:
         add_output(response, "token_ids", "INT64", list(outputs[0].token_ids), raw=asked.raw)
     if "finish_reason" in asked.outputs:
-        reasons = [_REASONS.get(output.finish_reason, b"other") for output in outputs]
+        reasons = [_REASONS[output.finish_reason] for output in outputs]
         add_output(response, "finish_reason", "BYTES", reasons, raw=asked.raw)
     return response
 

@@ -27,7 +27,7 @@ from gateway.kserve.request import OUTPUTS, VERSION, Asked, check_version, in_th
 from gateway.model_card import ModelCard
 from gateway.validation import parse_message
 from runtime.cancellation import end_task
-from runtime.errors import DiptychError
+from runtime.errors import DiptychError, InvalidParameter
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE = DESCRIPTOR.full_name
@@ -83,12 +83,15 @@ class KServeDoor:
 
     async def _model_infer(self, message: oip.ModelInferRequest, call: GrpcCall) -> Message:
         asked = read_request(message, streaming=False)
+        _limit_time(call, asked)
         try:
             return answer.whole(await self._generator.whole(asked.request, call), asked)
         except DiptychError as error:
             raise in_the_clients_words(error, asked.names) from error
 
     def _check(self, name: str, wanted: str) -> None:
+        if not name:
+            raise InvalidParameter("name", "is required")
         validate_names.model_name(name, self._card)
         check_version(name, wanted)
 
@@ -119,6 +122,7 @@ class KServeDoor:
                 message = parse_message(oip.ModelInferRequest, data)
                 call.request_id = message.id
                 call.asked = asked = read_request(message, streaming=True)
+                _limit_time(call, asked)
                 names = asked.names
                 if asked.stream:
                     await self._generator.stream(asked.request, call)
@@ -126,6 +130,13 @@ class KServeDoor:
                     await call.write(await self._generator.whole(asked.request, call))
         except DiptychError as error:
             await call.fail(in_the_clients_words(error, names))
+
+
+def _limit_time(call: GrpcCall, asked: Asked) -> None:
+    """The request's own timeout, where it is shorter than what the RPC has left."""
+    if asked.timeout_s is not None:
+        deadline = call.received_at + asked.timeout_s
+        call.deadline = deadline if call.deadline is None else min(call.deadline, deadline)
 
 
 class StreamedCall(GrpcCall):

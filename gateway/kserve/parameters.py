@@ -2,11 +2,14 @@
 ``sampling_parameters`` (as for Triton's vLLM backend), or each an input tensor of one element (as for
 TensorRT-LLM's). A name may come one way only.
 
-Only types are checked here; ranges are the core's business.
+A number or a truth value may be written as a string: that is how clients of Triton's vLLM backend send them,
+and the protocol's own parameters had no floating point at first. Only types are checked here; ranges are the
+core's business.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -27,14 +30,20 @@ _SAMPLING_NUMBERS: Final = (
     "repetition_penalty",
 )
 _IGNORED: Final = frozenset(
-    {"triton_enable_empty_final_response", "priority_uint64", "sequence_id", "sequence_start", "sequence_end"}
+    {"triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end"}
 )
+
+_TRUTH: Final[Mapping[str, bool]] = {"true": True, "True": True, "false": False, "False": False}
+_NUMBER: Final = re.compile(r"[+-]?\d{1,32}(\.\d{0,32})?([eE][+-]?\d{1,3})?", re.ASCII)
+MAX_PARAMETERS: Final = 64
 
 Put = Callable[[pb.GenerateRequest, str, Any], None]
 
 
 def gather(request: oip.ModelInferRequest, inputs: Mapping[str, Tensor]) -> dict[str, tuple[str, object]]:
     """Name → (where it stands, value), from all three places."""
+    if len(request.parameters) > MAX_PARAMETERS:
+        raise InvalidParameter("parameters", f"must have at most {MAX_PARAMETERS} elements")
     found: dict[str, tuple[str, object]] = {}
 
     def add(name: str, path: str, value: object) -> None:
@@ -50,7 +59,7 @@ def gather(request: oip.ModelInferRequest, inputs: Mapping[str, Tensor]) -> dict
         if name != "sampling_parameters":
             add(name, tensor.path, _scalar(name, tensor))
             continue
-        for member, value in parse_body(one_text(tensor).encode()).items():
+        for member, value in _json(tensor).items():
             if value is not None:
                 add(member, f"sampling_parameters.{member}", value)
     return found
@@ -81,6 +90,13 @@ def one_text(tensor: Tensor) -> str:
         raise InvalidParameter(tensor.path, "must be UTF-8") from error
 
 
+def _json(tensor: Tensor) -> dict[str, object]:
+    try:
+        return parse_body(one_text(tensor).encode())
+    except InvalidParameter as error:
+        raise InvalidParameter(tensor.path, error.violations[0].description) from error
+
+
 def _scalar(name: str, tensor: Tensor) -> object:
     """A knob that came as a tensor; `stop` may have several strings, ids several numbers."""
     if tensor.datatype == "BYTES":
@@ -98,11 +114,15 @@ def _message(request: pb.GenerateRequest, group: str) -> Any:
 
 
 def _number(group: str, field: str) -> Put:
-    return lambda request, path, value: setattr(_message(request, group), field, number(path, value))
+    return lambda request, path, value: setattr(
+        _message(request, group), field, number(path, _unquoted(value))
+    )
 
 
 def _count(group: str, field: str, bounds: tuple[int, int] = UINT32) -> Put:
-    return lambda request, path, value: setattr(_message(request, group), field, integer(path, value, bounds))
+    return lambda request, path, value: setattr(
+        _message(request, group), field, integer(path, _unquoted(value), bounds)
+    )
 
 
 def _flag(group: str, field: str, *, invert: bool = False) -> Put:
@@ -113,9 +133,17 @@ def _flag(group: str, field: str, *, invert: bool = False) -> Put:
 
 def boolean(path: str, value: object) -> bool:
     """Raises InvalidParameter for what is no truth value."""
+    value = _TRUTH.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, bool):
         raise InvalidParameter(path, "must be true or false")
     return value
+
+
+def _unquoted(value: object) -> object:
+    """The number that a string spells, or the value as it is."""
+    if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
+        return value
+    return float(value) if set(value) & set(".eE") else int(value)
 
 
 def _put_stop(request: pb.GenerateRequest, path: str, value: object) -> None:
@@ -132,7 +160,7 @@ def _put_allowed(request: pb.GenerateRequest, path: str, value: object) -> None:
 
 
 def _put_priority(request: pb.GenerateRequest, path: str, value: object) -> None:
-    request.priority = -integer(path, value, (0, INT32[1]))  # Triton: the lower number comes first
+    request.priority = -integer(path, _unquoted(value), (0, INT32[1]))  # Triton: the lower number comes first
 
 
 def _put_salt(request: pb.GenerateRequest, path: str, value: object) -> None:

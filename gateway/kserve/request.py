@@ -7,14 +7,16 @@ from typing import Final
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
+from gateway import limits
 from gateway.kserve.parameters import boolean, gather, one_text, put_all
-from gateway.kserve.tensors import Tensor, read_inputs
-from gateway.openai.members import token_ids
+from gateway.kserve.tensors import Tensor, read_inputs, refuse_parameters
+from gateway.openai.members import integer, token_ids
 from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
 
 VERSION: Final = "1"
 OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}
 _PROMPTS: Final = ("text_input", "token_ids", "input_ids")
+_TIMEOUT_US: Final = (0, limits.MAX_TIMEOUT_MS * 1000)  # Triton: microseconds, 0 is none
 _PATHS: Final = {"model": "model_name", "request_id": "id", "text": "inputs", "token_ids.ids": "inputs"}
 
 
@@ -26,6 +28,7 @@ class Asked:
         request: for the core.
         stream: one response for each piece; without it one for the whole.
         outputs: the tensors to send.
+        timeout_s: from the arrival; None without one.
         raw: send them as raw contents, as the inputs came.
         names: path of the core's field → where the client wrote it.
     """
@@ -33,6 +36,7 @@ class Asked:
     request: pb.GenerateRequest
     stream: bool
     outputs: frozenset[str]
+    timeout_s: float | None
     raw: bool
     names: dict[str, str]
 
@@ -47,9 +51,11 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
         raise InvalidParameter("inputs", f"must have exactly one of {', '.join(_PROMPTS)}")
     _put_prompt(request, prompt[0])
     found = gather(message, inputs)
-    stream = boolean(*found.pop("stream")) if "stream" in found else streaming
+    path, value = found.pop("stream", ("", streaming))
+    stream = boolean(path, value)
     if stream and not streaming:
-        raise UnsupportedFeature("stream", "needs ModelStreamInfer")
+        raise UnsupportedFeature(path, "needs ModelStreamInfer")
+    timeout_us = integer(*found.pop("timeout", ("", 0)), _TIMEOUT_US)
     if "exclude_input_in_output" in found:
         path, value = found.pop("exclude_input_in_output")
         if not boolean(path, value):
@@ -59,7 +65,8 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
     request.response.timings = False
     request.response.text = "text_output" in outputs
     request.response.token_ids = "token_ids" in outputs
-    return Asked(request, stream, outputs, bool(message.raw_input_contents), {**_PATHS, **names})
+    raw = bool(message.raw_input_contents)
+    return Asked(request, stream, outputs, timeout_us / 1e6 or None, raw, {**_PATHS, **names})
 
 
 def check_version(name: str, version: str) -> None:
@@ -89,7 +96,10 @@ def _put_prompt(request: pb.GenerateRequest, tensor: Tensor) -> None:
 
 
 def _outputs(message: oip.ModelInferRequest) -> frozenset[str]:
+    if len(message.outputs) > len(OUTPUTS):
+        raise InvalidParameter("outputs", f"must have at most {len(OUTPUTS)} elements")
     for index, output in enumerate(message.outputs):
+        refuse_parameters(f"outputs[{index}]", output)
         if output.name not in OUTPUTS:
             raise InvalidParameter(f"outputs[{index}].name", f"must be one of {', '.join(OUTPUTS)}")
     return frozenset(output.name for output in message.outputs) or frozenset(OUTPUTS)

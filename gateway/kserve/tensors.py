@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
-from runtime.errors import InvalidParameter
+from gateway import limits
+from runtime.errors import InvalidParameter, UnsupportedFeature, printable
 
-MAX_ELEMENTS: Final = 1 << 20  # a prompt of token ids has at most a few hundred thousand
+# What bounds the loops below: nobody's tokens move while a request is read.
+MAX_INPUTS: Final = 64  # the prompt, and knobs as tensors
+MAX_DIMENSIONS: Final = 8
+MAX_ELEMENTS: Final = limits.MAX_JSON_IDS  # of numbers: token ids
+MAX_TEXTS: Final = limits.MAX_JSON_LIST  # of a BYTES tensor
 
 _TYPED: Final = {
     "BOOL": "bool_contents",
@@ -58,6 +63,8 @@ class Tensor:
 def read_inputs(request: oip.ModelInferRequest) -> dict[str, Tensor]:
     """All inputs of a request by name. Raises InvalidParameter with the path of what is wrong."""
     raw = request.raw_input_contents
+    if len(request.inputs) > MAX_INPUTS:
+        raise InvalidParameter("inputs", f"must have at most {MAX_INPUTS} elements")
     if raw and len(raw) != len(request.inputs):
         raise InvalidParameter("raw_input_contents", "must have one entry for each input")
     found: dict[str, Tensor] = {}
@@ -65,27 +72,47 @@ def read_inputs(request: oip.ModelInferRequest) -> dict[str, Tensor]:
         path = f"inputs[{index}]"
         if tensor.name in found:
             raise InvalidParameter(f"{path}.name", "names an input twice")
+        refuse_parameters(path, tensor)
         found[tensor.name] = _read(tensor, path, raw[index] if raw else None)
     return found
+
+
+def refuse_parameters(
+    path: str,
+    tensor: oip.ModelInferRequest.InferInputTensor | oip.ModelInferRequest.InferRequestedOutputTensor,
+) -> None:
+    """Raises UnsupportedFeature for a tensor that is elsewhere (shared memory) or wanted otherwise."""
+    for name in tensor.parameters:
+        raise UnsupportedFeature(f"{path}.parameters[{printable(name)}]")
 
 
 def _read(tensor: oip.ModelInferRequest.InferInputTensor, path: str, raw: bytes | None) -> Tensor:
     if tensor.datatype not in _TYPED:
         raise InvalidParameter(f"{path}.datatype", f"must be one of {', '.join(_TYPED)}")
-    count = 1
-    for size in tensor.shape:
-        count *= size
-        if size < 0 or count > MAX_ELEMENTS:
-            raise InvalidParameter(f"{path}.shape", f"must have from 0 to {MAX_ELEMENTS} elements")
+    count = _elements(tensor, path)
     if raw is None:
-        values: Sequence[Element] = list(getattr(tensor.contents, _TYPED[tensor.datatype]))
-        if len(values) != count:
+        contents = getattr(tensor.contents, _TYPED[tensor.datatype])
+        if len(contents) != count:
             raise InvalidParameter(f"{path}.contents", f"must have {count} elements of {tensor.datatype}")
+        values: Sequence[Element] = list(contents)
     elif tensor.contents.ByteSize():
         raise InvalidParameter(f"{path}.contents", "must be empty where there are raw contents")
     else:
         values = _from_raw(raw, tensor.datatype, count, path)
     return Tensor(path, tensor.datatype, values)
+
+
+def _elements(tensor: oip.ModelInferRequest.InferInputTensor, path: str) -> int:
+    """How many the shape says."""
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise InvalidParameter(f"{path}.shape", f"must have at most {MAX_DIMENSIONS} dimensions")
+    most = MAX_TEXTS if tensor.datatype == "BYTES" else MAX_ELEMENTS
+    count = 1
+    for size in tensor.shape:
+        count *= size
+        if size < 0 or count > most:
+            raise InvalidParameter(f"{path}.shape", f"must have from 0 to {most} elements")
+    return count
 
 
 def _from_raw(raw: bytes, datatype: str, count: int, path: str) -> Sequence[Element]:
