@@ -1,0 +1,269 @@
+"""Every limit of `gateway.limits`, at the limit and one above; a new one without a test fails here."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits, text_calls
+from gateway.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.openai.completions_request import read_completions
+from gateway.served_model import ServedModel
+from gateway.validation import parse_request
+from runtime.errors import InvalidParameter
+from runtime.tokenizer.control_tokens import ControlTokens
+
+TESTS = Path(__file__).parents[1]
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make(value)`` is a request that has ``value`` of what is bounded; ``above`` the first that is bad."""
+
+    field: str
+    make: Callable[[Any], Changes]
+    above: Any = None  # default: one more
+
+
+def next_float32(value: float, step: int = 1) -> float:
+    """The neighbour of a positive float32, away from zero."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    (neighbour,) = struct.unpack("<f", struct.pack("<i", bits + step))
+    return float(neighbour)
+
+
+def sampling(name: str) -> Callable[[Any], Changes]:
+    return lambda value: {"sampling": {name: value}}
+
+
+def stopping(name: str, make: Callable[[Any], Any]) -> Callable[[Any], Changes]:
+    return lambda value: {"stopping": {name: make(value)}}
+
+
+def turns(count: int) -> Changes:
+    return {"chat": {"messages": [{"role": "user", "content": "a"}] * count}}
+
+
+def schema(depth: int) -> str:
+    """Objects inside one another."""
+    return '{"items": ' * (depth - 1) + "{}" + "}" * (depth - 1)
+
+
+def nanoseconds(count: int) -> dict[str, int]:
+    return dict(zip(("seconds", "nanos"), divmod(count, 10**9), strict=True))
+
+
+FIELDS = {
+    "MAX_REQUEST_ID_CHARS": [Case("request_id", lambda n: {"request_id": "a" * n})],
+    "MAX_SALT_BYTES": [Case("cache.salt", lambda n: {"cache": {"salt": "a" * n}})],
+    "MAX_SESSION_ID_BYTES": [Case("session_id", lambda n: {"session_id": "a" * n})],
+    "MAX_MESSAGES": [Case("chat.messages", turns)],
+    "MAX_TEMPERATURE": [Case("sampling.temperature", sampling("temperature"), next_float32(100.0))],
+    "MAX_PENALTY": [
+        Case("sampling.frequency_penalty", sampling("frequency_penalty"), next_float32(2.0)),
+        Case("sampling.presence_penalty", sampling("presence_penalty"), next_float32(2.0)),
+        Case(
+            "sampling.frequency_penalty",
+            lambda value: {"sampling": {"frequency_penalty": -value}},
+            next_float32(2.0),
+        ),
+    ],
+    "MIN_REPETITION_PENALTY": [
+        Case("sampling.repetition_penalty", sampling("repetition_penalty"), next_float32(1 / 64, -1))
+    ],
+    "MAX_REPETITION_PENALTY": [
+        Case("sampling.repetition_penalty", sampling("repetition_penalty"), next_float32(100.0))
+    ],
+    "MAX_N": [Case("sampling.n", sampling("n")), Case("sampling.best_of", sampling("best_of"))],
+    "MAX_BEAM_WIDTH": [Case("sampling.beam_width", sampling("beam_width"))],
+    "MAX_LOGIT_BIAS_ENTRIES": [
+        Case("sampling.logit_bias", lambda n: {"sampling": {"logit_bias": dict.fromkeys(range(n), 1.0)}})
+    ],
+    "MAX_LOGIT_BIAS": [
+        Case(
+            "sampling.logit_bias", lambda bias: {"sampling": {"logit_bias": {1: bias}}}, next_float32(100.0)
+        ),
+        Case(
+            "sampling.logit_bias", lambda bias: {"sampling": {"logit_bias": {1: -bias}}}, next_float32(100.0)
+        ),
+    ],
+    "MAX_ALLOWED_TOKEN_IDS": [
+        Case("sampling.allowed_token_ids", lambda n: {"sampling": {"allowed_token_ids": range(n)}})
+    ],
+    "MAX_BAD_WORDS": [Case("sampling.bad_words", lambda n: {"sampling": {"bad_words": ["no"] * n}})],
+    "MAX_BAD_WORD_BYTES": [
+        Case("sampling.bad_words[0]", lambda n: {"sampling": {"bad_words": ["a" * n]}}),
+    ],
+    "MAX_STOP_STRINGS": [Case("stopping.stop", stopping("stop", lambda n: ["a"] * n))],
+    "MAX_STOP_STRING_BYTES": [Case("stopping.stop[0]", stopping("stop", lambda n: ["a" * n]))],
+    "MAX_STOP_TOKEN_IDS": [Case("stopping.stop_token_ids", stopping("stop_token_ids", lambda n: [1] * n))],
+    "MAX_TIME_LIMIT_SECONDS": [
+        Case(
+            "stopping.time_limit",
+            stopping("time_limit", lambda seconds: nanoseconds(round(seconds * 10**9))),
+            24 * 3600 + 1e-9 * 2**14,  # the next that a double and a whole nanosecond both have
+        )
+    ],
+    "MAX_STREAM_INTERVAL": [
+        Case("response.stream_interval", lambda n: {"response": {"stream_interval": n}}),
+    ],
+    "MAX_LOGPROBS": [
+        Case("response.logprobs", lambda n: {"response": {"logprobs": n}}),
+        Case("response.prompt_logprobs", lambda n: {"response": {"prompt_logprobs": n}}),
+    ],
+    "MAX_GRAMMAR_BYTES": [
+        Case("structured_output.regex", lambda n: {"structured_output": {"regex": "a" * n}}),
+        Case(
+            "structured_output.choice.values",
+            lambda n: {"structured_output": {"choice": {"values": ["a" * (n - 1), "b"]}}},
+        ),
+    ],
+    "MAX_SCHEMA_DEPTH": [
+        Case("structured_output.json_schema", lambda n: {"structured_output": {"json_schema": schema(n)}})
+    ],
+    "MAX_CHOICES": [
+        Case(
+            "structured_output.choice.values",
+            lambda n: {"structured_output": {"choice": {"values": ["a"] * n}}},
+        )
+    ],
+}
+# What no field of a generation request shows: the functions below, and the tests of a neighbour, which name
+# the limit and one above it.
+HERE = {
+    "GREEDY_BELOW_TEMPERATURE": "test_greedy",
+    "MAX_PROMPT_BYTES": "test_prompt_bytes",
+    "MAX_DETOKENIZE_IDS": "test_detokenized_ids",
+    "MAX_RENDER_SECONDS": "test_render_time",
+    "MAX_PROMPTS": "test_prompts_of_a_body",
+    "MAX_JSON_IDS": "test_ids_of_a_body",
+    "MAX_JSON_LIST": "test_lists_of_a_body",
+}
+ELSEWHERE = {
+    "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
+    "INLINE_PARSE_BYTES": "end_to_end/public_api/test_limits.py",
+    "MAX_BODY_BYTES": "gateway/openai/test_bodies.py",
+    "MAX_JSON_COMMAS": "gateway/openai/test_bodies.py",
+    "MAX_JSON_COLONS": "gateway/openai/test_bodies.py",
+    "MAX_TIMEOUT_MS": "gateway/openai/test_door.py",
+    "MAX_MESSAGE_NAME_CHARS": "gateway/test_validate_prompt.py",
+    "MAX_RENDERED_CHARS": "gateway/test_chat_template.py",
+    "MAX_TEMPLATE_BYTES": "gateway/test_chat_template.py",
+    "MAX_TOOLS": "gateway/tools/test_validate_tools.py",
+    "MAX_TOOL_NAME_CHARS": "gateway/tools/test_validate_tools.py",
+    "MAX_TOOL_CALLS": "gateway/tools/test_validate_tools.py",
+    "MAX_TOOL_CALL_ID_CHARS": "gateway/tools/test_validate_tools.py",
+}
+
+
+def parse(model: ServedModel, changes: Changes) -> Any:
+    prompt = {} if "chat" in changes else {"token_ids": {"ids": [1, 2]}}
+    return parse_request(pb.GenerateRequest(model=model.card.name, **prompt, **changes), model)
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in FIELDS.items() for case in cases])
+def test_a_field_at_its_limit_and_above(bundled: ServedModel, name: str, case: Case) -> None:
+    limit = getattr(limits, name)
+    try:
+        parse(bundled, case.make(limit))
+    except InvalidParameter as error:
+        pytest.fail(f"{name} itself is refused: {error}")
+    except Exception as error:  # the context is shorter than some limits
+        if type(error).__name__ != "ContextLengthExceeded":
+            raise
+    with pytest.raises(InvalidParameter) as caught:
+        parse(bundled, case.make(limit + 1 if case.above is None else case.above))
+    assert [violation.field for violation in caught.value.violations] == [case.field]
+
+
+def test_greedy(bundled: ServedModel) -> None:
+    edge = next_float32(limits.GREEDY_BELOW_TEMPERATURE)
+    assert parse(bundled, {"sampling": {"temperature": edge}}).sampling.temperature == pytest.approx(edge)
+    below = {"sampling": {"temperature": limits.GREEDY_BELOW_TEMPERATURE * 0.999}}
+    assert parse(bundled, below).sampling.temperature == 0.0
+
+
+def test_prompt_bytes(bundled: ServedModel) -> None:
+    def ids(length: int) -> list[int]:
+        text = ("a " * length)[:length]
+        request = pb.TokenizeRequest(model=bundled.card.name, text=text)
+        return text_calls.tokenize(request, bundled).ids
+
+    assert ids(limits.MAX_PROMPT_BYTES)
+    with pytest.raises(InvalidParameter, match=r"^text: "):
+        ids(limits.MAX_PROMPT_BYTES + 1)
+
+
+def test_detokenized_ids(bundled: ServedModel) -> None:
+    def text(count: int) -> str:
+        request = pb.DetokenizeRequest(model=bundled.card.name, token_ids=[30] * count)
+        return text_calls.detokenize(request, bundled)
+
+    assert len(text(limits.MAX_DETOKENIZE_IDS)) >= limits.MAX_DETOKENIZE_IDS
+    with pytest.raises(InvalidParameter, match=r"^token_ids: "):
+        text(limits.MAX_DETOKENIZE_IDS + 1)
+
+
+def test_render_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on by a hundredth of the limit with each look at it."""
+    looks = [0]
+
+    def clock() -> float:
+        looks[0] += 1
+        return looks[0] * limits.MAX_RENDER_SECONDS / 100
+
+    monkeypatch.setattr("gateway.chat_template.time.monotonic", clock)
+    control = ControlTokens([])
+
+    def render(steps: int) -> object:
+        looks[0] = 0
+        source = f"{{% for i in range({steps}) %}}x{{{{ i }}}}{{% endfor %}}"
+        return ChatTemplate(source, control, {}).render([Message("user", "a")], add_generation_prompt=False)
+
+    assert render(20)
+    with pytest.raises(RenderRefused, match="too much"):
+        render(2000)
+
+
+def body(**members: Any) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(json.dumps({"model": "m", "prompt": "x", **members}))
+    return parsed
+
+
+def test_prompts_of_a_body() -> None:
+    assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).drafts) == limits.MAX_PROMPTS
+    with pytest.raises(InvalidParameter, match=r"^prompt: "):
+        read_completions(body(prompt=["x"] * (limits.MAX_PROMPTS + 1)))
+
+
+def test_ids_of_a_body() -> None:
+    draft = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).drafts[0]
+    assert len(draft.request.token_ids.ids) == limits.MAX_JSON_IDS
+    with pytest.raises(InvalidParameter, match=r"^prompt: "):
+        read_completions(body(prompt=[1] * (limits.MAX_JSON_IDS + 1)))
+
+
+def test_lists_of_a_body() -> None:
+    for name in ("stop", "bad_words"):
+        assert read_completions(body(**{name: ["x"] * limits.MAX_JSON_LIST}))
+        with pytest.raises(InvalidParameter, match=f"^{name}: "):
+            read_completions(body(**{name: ["x"] * (limits.MAX_JSON_LIST + 1)}))
+
+
+def test_no_limit_is_without_a_test() -> None:
+    declared = {name for name in vars(limits) if name.isupper()}
+    assert declared == set(FIELDS) | set(HERE) | set(ELSEWHERE)
+    assert len(FIELDS) + len(HERE) + len(ELSEWHERE) == len(declared)
+    for function in HERE.values():
+        assert callable(globals()[function])
+    for name, path in ELSEWHERE.items():
+        assert re.search(rf"limits\.{name}\b", (TESTS / path).read_text()), f"{path} does not test {name}"
