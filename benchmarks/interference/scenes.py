@@ -6,7 +6,6 @@ Every scene has prompts of its own, so that no prefix is found in a cache but wh
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ _SETTLE_S = 0.5
 class Sizes:
     """How long each scene is: streams are watched for `alone_s`, then for `beside_s` beside prompts."""
 
-    stream_tokens: int = 64
+    stream_tokens: int = 96
     prompts: int = 8
     prefixes: int = 2
     alone_s: float = 3.0
@@ -46,10 +45,12 @@ async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figure
         await _warm_up(backend, seed, PREFIX if system == LENDING else LONG_PROMPT)
         if system == APART:
             figures |= (await watch(connect, seed, sizes.alone_s, sizes.beside_s)).figures()
-            await asyncio.sleep(_SETTLE_S)  # the streams were left in the middle: their steps end first
         else:
-            figures |= await _streams_alone(backend, seed + 10, STREAMS, sizes.stream_tokens, "itl_alone")
-            figures |= await _streams_alone(backend, seed + 11, 1, sizes.stream_tokens, "itl_one")
+            # No time for prompts: the streams are alone until they are left.
+            watched = await watch(connect, seed, sizes.alone_s, 0.0)
+            figures |= latencies("itl_alone", watched.gaps(watched.begin, watched.middle))
+            figures |= await _one_stream(backend, seed + 11, sizes.stream_tokens)
+        await asyncio.sleep(_SETTLE_S)  # streams were left in the middle: their steps end first
         figures |= await _prompts_alone(backend, seed + 20, sizes.prompts)
         if system == LENDING:
             figures |= await _prefix_again(backend, seed + 30, sizes.prefixes)
@@ -62,19 +63,9 @@ async def _warm_up(backend: Backend, seed: int, longest: int) -> None:
     await _closed(backend, RandomLengths(STREAM_PROMPT, 16), STREAMS, STREAMS, seed + 41)
 
 
-async def _streams_alone(backend: Backend, seed: int, streams: int, tokens: int, name: str) -> Figures:
-    """Gaps of streams that all decode: those of prompts that are still being read do not count."""
-    run = await _closed(backend, RandomLengths(STREAM_PROMPT, tokens), streams, streams, seed)
-    arrivals = [one.reply.arrivals for one in run.outcomes if one.reply is not None]
-    begin, end = max(one[0] for one in arrivals), min(one[-1] for one in arrivals)
-    gaps = [gap for one in arrivals for gap in _gaps_within(one, begin, end)]
-    return latencies(name, gaps)
-
-
-def _gaps_within(moments: tuple[float, ...], begin: float, end: float) -> list[float]:
-    return [
-        later - earlier for earlier, later in itertools.pairwise(moments) if begin <= earlier and later <= end
-    ]
+async def _one_stream(backend: Backend, seed: int, tokens: int) -> Figures:
+    run = await _closed(backend, RandomLengths(STREAM_PROMPT, tokens), 1, 1, seed)
+    return latencies("itl_one", [gap for one in run.outcomes for gap in one.itl])
 
 
 async def _prompts_alone(backend: Backend, seed: int, prompts: int) -> Figures:
