@@ -43,16 +43,20 @@ def _compare(options: Options) -> int:
     made = prepare(options)
     if options.install_only:
         return 0
-    question = _question(options, made)
+    versions = environment.versions()  # of what starts now; the checkout may move on meanwhile
+    question = _question(options, made, versions)
     path = options.places.runs / f"{options.label}.jsonl"
     if options.fresh:
         path.unlink(missing_ok=True)
     journal = Journal(path, question)
     rounds = Rounds(made, journal, options.sizes, options.places.logs)
     rounds.run(all_cells(made, options.concurrencies, options.rounds), tell)
-    write(options, made, journal, rounds.faults)
+    write(options, made, journal, rounds.faults, versions)
+    if rounds.faults:
+        tell("the same command measures again what was left out")
+        return 1
     path.replace(path.with_suffix(".done.jsonl"))
-    return 1 if rounds.faults else 0
+    return 0
 
 
 def prepare(options: Options) -> list[Server]:
@@ -80,13 +84,19 @@ def prepare(options: Options) -> list[Server]:
     return made
 
 
-def write(options: Options, made: Sequence[Server], journal: Journal, faults: Mapping[str, str]) -> None:
+def write(
+    options: Options,
+    made: Sequence[Server],
+    journal: Journal,
+    faults: Mapping[str, str],
+    versions: Mapping[str, str],
+) -> None:
     """The table for people and the figures of every round for programs, beside each other."""
     summary = Summary(journal.measured)
     limits = environment.limits(summary, options.places.folder("bf16") / "config.json", LONG_PROMPT)
     judged = targets(made, summary, limits)
     now = datetime.now(UTC)
-    described = {"date": now.isoformat(timespec="minutes"), **environment.machine(), **environment.versions()}
+    described = {"date": now.isoformat(timespec="minutes"), **environment.machine(), **versions}
     report = table.Report(
         title=f"{now:%Y-%m-%d}: Diptych, llama.cpp and vLLM on the same {len(environment.cores())} cores",
         method=_method(options),
@@ -143,7 +153,7 @@ def _method(options: Options) -> str:
     )
 
 
-def _question(options: Options, made: Sequence[Server]) -> dict[str, object]:
+def _question(options: Options, made: Sequence[Server], versions: Mapping[str, str]) -> dict[str, object]:
     """What a journal is the answer to: with anything of it changed, its measurements no longer belong
     together."""
     return {
@@ -151,7 +161,7 @@ def _question(options: Options, made: Sequence[Server]) -> dict[str, object]:
         "concurrencies": list(options.concurrencies),
         "rounds": options.rounds,
         "sizes": asdict(options.sizes),
-        "versions": environment.versions(),
+        "versions": dict(versions),
     }
 
 

@@ -17,7 +17,9 @@ from benchmarks.peers.progress import Progress
 from benchmarks.peers.servers import Server
 from benchmarks.request import RequestFailed
 
-_SETTLE_S = 1.0  # after a wake-up, before the warm-up: the kernel moves the threads back
+# After a wake-up the kernel moves the threads back; before a pause the server ends the step that it is in and
+# the requests that were left. One that is stopped in the middle of a step finds it overdue when it goes on.
+_SETTLE_S = 1.5
 
 
 class Rounds:
@@ -52,6 +54,7 @@ class Rounds:
                     self._fault(server, error, tell)
                     continue
                 self._note_start(running, 0)
+                time.sleep(_SETTLE_S)
                 running.park()
                 self._parked[server.name] = running
 
@@ -81,6 +84,7 @@ class Rounds:
         try:
             yield running
         finally:
+            time.sleep(_SETTLE_S)
             running.park()
 
     def _note_start(self, running: RunningServer, number: int) -> None:

@@ -114,6 +114,7 @@ VLLM_SETTINGS = (
 )
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "86400",  # its clock goes on while it is parked
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
