@@ -11,8 +11,8 @@ from typing import Any
 class Asking:
     """`model` None asks for the server's first one. `ignore_eos` makes answers as long as they should be.
 
-    `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it. `on_output` is
-    called with the moment of each message with output, for those who cannot wait for the end of an answer.
+    `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it. `on_output`
+    is called with the moment of each message with output, for those who cannot wait for the end of an answer.
     """
 
     model: str | None = None
