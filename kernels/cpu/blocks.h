@@ -18,15 +18,18 @@ constexpr int kGroup = 32;  // along the depth
 constexpr int kStrip = 16;  // columns that are packed side by side; a block of kColumns holds two strips
 static_assert(kDepth % kGroup == 0 && kColumns == 2 * kStrip);
 
-// 32 activations.
+// 32 activations: scale * values, or in a fine group scale * (256 * values + rest).
 struct Group {
-    int8_t values[kGroup];    // -127 .. 127
-    float scale;              // NaN where an activation was not finite
-    float scaled_sum;         // scale * sum(values): what a block's least value is multiplied with
-    int32_t minus_8_sums;     // -8 * sum(values): the offset of Q4_0
-    int32_t minus_128_sums;   // the offset of Q8_0
+    int8_t values[kGroup];  // -127 .. 127
+    int8_t rest[kGroup];    // likewise
+    float scale;            // NaN where an activation was not finite
+    float scaled_sum;       // of all activations: what a block's least value is multiplied with
+    int32_t fine;           // 0 or 1
+    int32_t minus_8_values, minus_8_rest;      // -8 * their sums: the offset of Q4_0
+    int32_t minus_128_values, minus_128_rest;  // the offset of Q8_0
+    int32_t padding;
 };
-static_assert(sizeof(Group) == 48);
+static_assert(sizeof(Group) == 96);
 
 // A strip in memory, aligned to 64 bytes, read from first to last: pairs of groups, each
 //   [2 groups][lines of 64 bytes], [2 groups][16 scales], for Q4_1 [2 groups][16 least values], these fp16.

@@ -29,10 +29,10 @@ inline float peak_of_group(const float *x) {
     return peak;
 }
 
-// Returns the sum of the values.
-inline int32_t round_group(const float *x, float inverse, int8_t *values) {
+// Stores 32 whole numbers as bytes and returns their sum.
+inline int32_t store_bytes(const Lanes (&numbers)[4], int8_t *values) {
     __m256i whole[4];
-    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(mul(load(x + i * kLanes), splat(inverse)));
+    for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(numbers[i]);
     __m256i sums = _mm256_add_epi32(_mm256_add_epi32(whole[0], whole[1]), _mm256_add_epi32(whole[2], whole[3]));
     // Packing works within halves of registers; the permutation puts the fours of bytes back in order.
     __m256i first = _mm256_packs_epi32(whole[0], whole[1]), second = _mm256_packs_epi32(whole[2], whole[3]);
@@ -43,6 +43,19 @@ inline int32_t round_group(const float *x, float inverse, int8_t *values) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(lane), sums);
     for (int32_t one : lane) sum += one;
     return sum;
+}
+
+// Returns the sum of the values, and gives that of the rest where there is room for it.
+inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
+    Lanes whole[4], more[4];
+    for (int i = 0; i < 4; i++) {
+        Lanes scaled = mul(load(x + i * kLanes), splat(inverse));
+        whole[i] = round(scaled);
+        more[i] = round(mul(sub(scaled, whole[i]), splat(256.0f)));
+        more[i] = max(splat(-127.0f), min(splat(127.0f), more[i]));
+    }
+    if (rest != nullptr) rest_sum = store_bytes(more, rest);
+    return store_bytes(whole, values);
 }
 
 inline Lanes load_halves(const uint16_t *p) {
@@ -98,7 +111,11 @@ inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *st
             for (int m = 0; m < Rows; m++) {
                 const Group &x = input[m * stride + g];
                 __m256i dot = dot_group<Format>(line, x.values);
-                if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_sums));
+                if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_values));
+                if (x.fine != 0) {
+                    dot = _mm256_add_epi32(_mm256_slli_epi32(dot, 8), dot_group<Format>(line, x.rest));
+                    if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_rest));
+                }
                 sum[m] = fma(_mm256_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
                 if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
             }

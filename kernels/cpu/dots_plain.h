@@ -22,12 +22,17 @@ inline float peak_of_group(const float *x) {
     return peak;
 }
 
-// Returns the sum of the values.
-inline int32_t round_group(const float *x, float inverse, int8_t *values) {
+// Returns the sum of the values, and gives that of the rest where there is room for it.
+inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
     int32_t sum = 0;
     for (int i = 0; i < kGroup; i++) {
-        values[i] = static_cast<int8_t>(std::nearbyintf(x[i] * inverse));
+        float scaled = x[i] * inverse, whole = std::nearbyintf(scaled);
+        values[i] = static_cast<int8_t>(whole);
         sum += values[i];
+        if (rest == nullptr) continue;
+        float more = std::nearbyintf((scaled - whole) * 256.0f);
+        rest[i] = static_cast<int8_t>(more < -127.0f ? -127.0f : more > 127.0f ? 127.0f : more);
+        rest_sum += rest[i];
     }
     return sum;
 }
@@ -47,8 +52,11 @@ inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *st
         for (int m = 0; m < Rows; m++) {
             const Group &x = input[m * stride + g];
             for (int c = 0; c < kStrip; c++) {
-                int32_t dot = Format == DIPTYCH_Q4_1 ? 0 : Format == DIPTYCH_Q4_0 ? x.minus_8_sums : x.minus_128_sums;
-                for (int k = 0; k < kGroup; k++) dot += weight_at(Format, group.lines, c, k) * x.values[k];
+                int32_t offset = Format == DIPTYCH_Q8_0 ? 128 : Format == DIPTYCH_Q4_0 ? 8 : 0, dot = 0;
+                for (int k = 0; k < kGroup; k++) {
+                    int32_t value = x.fine != 0 ? 256 * x.values[k] + x.rest[k] : x.values[k];
+                    dot += (weight_at(Format, group.lines, c, k) - offset) * value;
+                }
                 float scale = half_to_float(group.scales[c]) * x.scale;
                 sum[m][c] = static_cast<float>(dot) * scale + sum[m][c];
                 if (Format == DIPTYCH_Q4_1) {

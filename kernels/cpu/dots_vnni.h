@@ -20,13 +20,25 @@ inline float peak_of_group(const float *x) {
     return bad != 0 ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(max(a, b));
 }
 
-// Returns the sum of the values.
-inline int32_t round_group(const float *x, float inverse, int8_t *values) {
-    __m512i a = _mm512_cvtps_epi32(mul(load(x), splat(inverse)));
-    __m512i b = _mm512_cvtps_epi32(mul(load(x + kLanes), splat(inverse)));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(values), _mm512_cvtepi32_epi8(a));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(values + kLanes), _mm512_cvtepi32_epi8(b));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+// Stores 16 whole numbers as bytes and returns them.
+inline __m512i store_bytes(Lanes whole, int8_t *to) {
+    __m512i numbers = _mm512_cvtps_epi32(whole);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(numbers));
+    return numbers;
+}
+
+// Returns the sum of the values, and gives that of the rest where there is room for it.
+inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
+    __m512i sum = _mm512_setzero_si512(), left = sum;
+    for (int i = 0; i < kGroup; i += kLanes) {
+        Lanes scaled = mul(load(x + i), splat(inverse)), whole = round(scaled);
+        sum = _mm512_add_epi32(sum, store_bytes(whole, values + i));
+        if (rest == nullptr) continue;
+        Lanes more = max(splat(-127.0f), min(splat(127.0f), round(mul(sub(scaled, whole), splat(256.0f)))));
+        left = _mm512_add_epi32(left, store_bytes(more, rest + i));
+    }
+    rest_sum = _mm512_reduce_add_epi32(left);
+    return _mm512_reduce_add_epi32(sum);
 }
 
 inline Lanes load_halves(const uint16_t *p) {
@@ -66,10 +78,17 @@ inline void add_group(const Group *input, int64_t stride, const GroupOfStrip &gr
     for (int m = 0; m < Rows; m++) {
         const Group &x = input[m * stride];
         __m512i dot = Format == DIPTYCH_Q4_1   ? _mm512_setzero_si512()
-                      : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_sums)
-                                               : _mm512_set1_epi32(x.minus_128_sums);
+                      : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_values)
+                                               : _mm512_set1_epi32(x.minus_128_values);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.values + 4 * i));
+        if (x.fine != 0) {
+            dot = _mm512_slli_epi32(dot, 8);
+            if constexpr (Format == DIPTYCH_Q4_0) dot = _mm512_add_epi32(dot, _mm512_set1_epi32(x.minus_8_rest));
+            if constexpr (Format == DIPTYCH_Q8_0) dot = _mm512_add_epi32(dot, _mm512_set1_epi32(x.minus_128_rest));
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.rest + 4 * i));
+        }
         sum[m] = fma(_mm512_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
         if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
     }
