@@ -40,6 +40,17 @@ class Model:
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
 
+def native_step_works() -> bool:
+    """Whether this installation has the native step."""
+    from kernels.cpu import library
+
+    try:
+        library.load()
+    except library.LibraryMissing:
+        return False
+    return True
+
+
 def load_model(path: Path, precision: Precision | torch.dtype, *, backend: BackendChoice = "auto") -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 

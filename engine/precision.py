@@ -2,7 +2,7 @@
 
 fp32   everything float32: the oracle that the others are judged by
 bf16   weights, inputs of products, keys and values bfloat16; sums float32
-int8   matrices in blocks of 32 with 8 bits a number, inputs of products quantised to 8 bits in groups of 32;
+int8   matrices in blocks of 32 with 8 bits a number, inputs of products in groups of 32, with 8 bits or 16;
        embedding, keys and values bfloat16, all else float32
 gguf   the same with the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0); matrices of other formats
        become int8
@@ -28,13 +28,15 @@ def stored_dtype(precision: Precision) -> torch.dtype:
     return PLAIN.get(precision, torch.bfloat16)
 
 
-def choose_precision(cpu_features: Collection[str]) -> Precision:
-    """What `auto` means: the fastest precision that also keeps the greedy text, not only the perplexity.
+def choose_precision(*, quantised_file: bool, native: bool, cpu_features: Collection[str]) -> Precision:
+    """What `auto` means: the fastest precision whose perplexity is within 1% of the file's own numbers'.
 
-    All of them stay within 1% of the perplexity of the file's own numbers (benchmarks/results, quality), but
-    quantised inputs of products turn 3 to 4 of 100 likeliest tokens where bf16 turns fewer than 1, and with a
-    small model that shows: the bundled one, asked for the capital of France, then begins with another word
-    and does not come back. So whoever wants the speed of int8 or gguf says so. bf16 where the CPU multiplies
-    it; elsewhere fp32, which is faster than bf16 that is widened first.
+    A GGUF file with quantised matrices is computed in its own blocks: a quarter of bf16's bytes at every
+    step, and what rounding the products' inputs costs is far below what the file's rounding has cost already
+    (python -m benchmarks.quality). A file of full numbers is computed in bf16, which changes least, where the CPU multiplies it; elsewhere in
+    fp32, which is faster than bf16 that is widened first. Without the native step torch would only imitate
+    the blocks.
     """
+    if quantised_file and native:
+        return "gguf"
     return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"

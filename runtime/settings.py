@@ -50,7 +50,7 @@ class ProgramSettings(BaseSettings):
     dtype: Literal["auto"] | DType = Field(
         "auto",
         description="computation type; gguf = the file's own quantised blocks; "
-        "auto = the fastest that keeps the text of the model's files",
+        "auto = the fastest that keeps the quality of the model's files",
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     grpc_port: Port = Field(0, description="gRPC port; 0 = any free one")

@@ -6,15 +6,17 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from engine.batch import SequenceStep
 from engine.core_share import CoreShare
 from engine.kv_memory import KVLayout, KVMemory
-from engine.model import Model, load_model
+from engine.model import Model, load_model, native_step_works
 from engine.precision import Precision, choose_precision
 from engine.runner import Runner
+from engine.weights.checkpoint import is_quantised
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
 from runtime.cpu_slice import take_long_turns
@@ -63,7 +65,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     take_long_turns()  # the threads that the first step starts compute later ones too
     started = time.monotonic()
     path = settings.model_path
-    dtype = _precision(settings)
+    dtype = _precision(settings, path)
     model = load_model(path, dtype, backend=settings.backend)
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
@@ -80,10 +82,14 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     return engine
 
 
-def _precision(settings: WorkerSettings) -> Precision:
+def _precision(settings: WorkerSettings, path: Path) -> Precision:
     if settings.dtype != "auto":
         return settings.dtype
-    return choose_precision(cpu_features())
+    return choose_precision(
+        quantised_file=is_quantised(path),
+        native=settings.backend != "torch" and native_step_works(),
+        cpu_features=cpu_features(),
+    )
 
 
 def _core_share(settings: WorkerSettings) -> CoreShare | None:

@@ -9,6 +9,18 @@ from engine.shape import UnsupportedModel
 from engine.weights.canonical import Checkpoint
 
 
+def is_quantised(path: Path) -> bool:
+    """Whether a model's matrices are in quantised blocks: of the files that are read, only GGUF ones can be.
+
+    Raises FileNotFoundError or BadModelFile.
+    """
+    if path.is_dir() or path.suffix.lower() != ".gguf":
+        return False
+    from engine.weights.gguf_file import has_quantised_matrices
+
+    return has_quantised_matrices(path)
+
+
 def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:
     """Read a `.gguf` file or a Hugging Face folder, its tensors as `precision` stores them.
 

@@ -44,6 +44,12 @@ _INTERLEAVED = ("llama", "mistral")
 """Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
 
 
+def has_quantised_matrices(path: Path) -> bool:
+    """Whether any matrix of the layers is in blocks of fewer than 16 bits a number. Raises BadModelFile."""
+    layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith("blk."))
+    return any(gguf.GGML_QUANT_SIZES[tensor.kind][0] > 1 for tensor in layers)
+
+
 def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
     header = read_header(path)

@@ -9,16 +9,20 @@ from engine.precision import Precision, choose_precision, stored_dtype
 
 
 @pytest.mark.parametrize(
-    ("features", "expected"),
+    ("quantised_file", "native", "features", "expected"),
     [
-        ({"fpu", "amx_bf16"}, "bf16"),
-        ({"avx512_bf16"}, "bf16"),
-        ({"avx512f", "avx512_fp16"}, "fp32"),
-        (set(), "fp32"),
+        (True, True, {"avx2"}, "gguf"),
+        (True, True, {"avx512_bf16"}, "gguf"),
+        (True, False, {"avx512_bf16"}, "bf16"),
+        (True, False, set(), "fp32"),
+        (False, True, {"fpu", "amx_bf16"}, "bf16"),
+        (False, True, {"avx512_bf16"}, "bf16"),
+        (False, True, {"avx512f", "avx512_fp16"}, "fp32"),
     ],
 )
-def test_auto(features: set[str], expected: Precision) -> None:
-    assert choose_precision(features) == expected
+def test_auto(quantised_file: bool, native: bool, features: set[str], expected: Precision) -> None:
+    chosen = choose_precision(quantised_file=quantised_file, native=native, cpu_features=features)
+    assert chosen == expected
 
 
 def test_quantised_models_keep_bf16_keys_and_values() -> None:

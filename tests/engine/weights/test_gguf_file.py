@@ -17,7 +17,7 @@ from engine.model import load_model
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
-from engine.weights.checkpoint import read_checkpoint
+from engine.weights.checkpoint import is_quantised, read_checkpoint
 from kernels.quantised_linear import BlockMatrix, dequantise, quantise_matrix
 
 SIZES: dict[str, Any] = {
@@ -197,6 +197,7 @@ def test_the_blocks_of_a_file_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_a_file_of_full_numbers_is_quantised_where_asked(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("qwen2"), path, "qwen2")
+    assert not is_quantised(path)
     full = read_checkpoint(path, "fp32").weights
     for precision in ("int8", "gguf"):
         weights = read_checkpoint(path, precision).weights
@@ -211,6 +212,7 @@ def test_a_file_of_full_numbers_is_quantised_where_asked(tmp_path: Path) -> None
 def test_matrices_of_one_product_share_a_format(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("qwen3"), path, "qwen3", quantise=True, but="attn_v")
+    assert is_quantised(path)
     layer = read_checkpoint(path, "gguf").weights.layers[0]
     exact = read_checkpoint(path, "fp32").weights.layers[0]
     assert {m.format for m in (layer.q, layer.k, layer.v, layer.o)} == {"q8_0"}
