@@ -33,9 +33,9 @@ def choose_precision(*, quantised_file: bool, native: bool, cpu_features: Collec
 
     A GGUF file with quantised matrices is computed in its own blocks: a quarter of bf16's bytes at every
     step, and what rounding the products' inputs costs is far below what the file's rounding has cost already
-    (python -m benchmarks.quality). A file of full numbers is computed in bf16, which changes least, where the CPU multiplies it; elsewhere in
-    fp32, which is faster than bf16 that is widened first. Without the native step torch would only imitate
-    the blocks.
+    (python -m benchmarks.quality). A file of full numbers is computed in bf16, which changes least, where the
+    CPU multiplies it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native
+    step torch would only imitate the blocks.
     """
     if quantised_file and native:
         return "gguf"
