@@ -88,12 +88,13 @@ test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.
+# Left out are the tests of equal bits: thousands of steps that touch no memory that the fuzzers do not.
 sanitize: install
 	DIPTYCH_NATIVE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) \
 		--build-temp $(SANITIZED)/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 DIPTYCH_NATIVE_LIBRARY="$$PWD/$(SANITIZED)/kernels/cpu/_step.so" \
-		$(BIN)/python -m pytest tests/kernels/cpu --timeout 1200 $(ARGS)
+		$(BIN)/python -m pytest tests/kernels/cpu --timeout 1200 --ignore tests/kernels/cpu/test_batch_invariance.py $(ARGS)
 
 check: lint types arrows stubs-check protos-lint
 
