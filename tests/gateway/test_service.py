@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
+from gateway.kserve.door import SERVICE as KSERVE
 from gateway.served_model import ServedModel
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until, valkey
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
@@ -157,7 +158,12 @@ async def test_only_the_public_services_are_there(bundled: ServedModel, redis_ur
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         async for answer in stub.ServerReflectionInfo(iter([request])):
             names = {service.name for service in answer.list_services_response.service}
-        assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        assert names == {
+            SERVICE,
+            KSERVE,
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
         call = stack.channel.unary_unary("/diptych.v1.AdminService/ListWorkers")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(b"")
