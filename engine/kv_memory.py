@@ -5,7 +5,8 @@ region per block whatever the depth of the model. Inside it, per layer and KV he
 `[head_dim, block_size]` (the lanes of a dot product over the head are tokens, so a score kernel reads them
 contiguously) and values lie `[block_size, head_dim]`.
 
-Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer.
+Who allocates the bytes is not decided here: the heap, a memfd, another process' memfd are all just a buffer,
+and the memory of a GPU, this process' or one mapped from another, is just a tensor.
 """
 
 from __future__ import annotations
@@ -55,11 +56,17 @@ class KVLayout:
 
 
 class KVMemory:
-    """`num_blocks` blocks of one layout over one writable buffer.
+    """`num_blocks` blocks of one layout over one writable buffer, or over memory of a device.
 
     `data` is a tensor `[num_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]` that aliases the
     buffer. The buffer stays exported while this object lives: an mmap given here can be closed only after it.
     """
+
+    layout: KVLayout
+    num_blocks: int
+    data: torch.Tensor
+    _bytes: memoryview | None
+    """None on a device: the host has no address of these bytes."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, buffer: mmap.mmap | memoryview | None = None
@@ -68,9 +75,7 @@ class KVMemory:
 
         Raises ValueError if the buffer is read-only or smaller than the blocks need.
         """
-        if num_blocks < 1:
-            raise ValueError("a KV memory needs at least one block")
-        size = layout.bytes_per_block * num_blocks
+        size = _size(layout, num_blocks)
         if buffer is None:
             # An anonymous mapping is zeroed lazily by the kernel: a pool of gigabytes costs only what is
             # touched.
@@ -80,29 +85,84 @@ class KVMemory:
             raise ValueError("the buffer of a KV memory must be writable")
         if view.nbytes < size:
             raise ValueError(f"the buffer holds {view.nbytes} bytes, {num_blocks} blocks need {size}")
+        self._bytes = view[:size]
+        self._lay(layout, num_blocks, torch.frombuffer(self._bytes, dtype=torch.uint8))
+
+    @classmethod
+    def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device | str) -> KVMemory:
+        """Fresh zeroed blocks in one allocation of `device`.
+
+        Zeroed, because what another process left there is nobody's to read. Raises torch.OutOfMemoryError.
+        """
+        return cls.over_tensor(
+            layout, num_blocks, torch.zeros(_size(layout, num_blocks), dtype=torch.uint8, device=device)
+        )
+
+    @classmethod
+    def over_tensor(cls, layout: KVLayout, num_blocks: int, flat: torch.Tensor) -> KVMemory:
+        """Lay blocks over the bytes `flat`, a contiguous uint8 tensor on any device, which stays alive.
+
+        Raises ValueError if it is smaller than the blocks need.
+        """
+        size = _size(layout, num_blocks)
+        if flat.dtype != torch.uint8 or flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError("a KV memory lies over a flat contiguous tensor of bytes")
+        if flat.numel() < size:
+            raise ValueError(f"the tensor holds {flat.numel()} bytes, {num_blocks} blocks need {size}")
+        memory = cls.__new__(cls)
+        memory._bytes = None
+        memory._lay(layout, num_blocks, flat[:size])
+        return memory
+
+    def _lay(self, layout: KVLayout, num_blocks: int, flat: torch.Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._bytes = view[:size]
-        flat = torch.frombuffer(self._bytes, dtype=layout.dtype)
-        self.data: torch.Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.data = flat.view(layout.dtype).view(num_blocks, *layout.block_shape)
 
     @property
     def address(self) -> int:
-        """Where block 0 starts in this process."""
+        """Where block 0 starts in this process, or on its device."""
         return self.data.data_ptr()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return self.data.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks together."""
-        return self._bytes.nbytes
+        return self.data.nbytes
 
     def block_bytes(self, block: int) -> memoryview:
-        """The writable bytes of one block. Raises IndexError for a block that is not there."""
+        """The writable bytes of one block.
+
+        Raises IndexError for a block that is not there, RuntimeError for memory that the host cannot reach.
+        """
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block {block} of {self.num_blocks}")
+        if self._bytes is None:
+            raise RuntimeError(f"the bytes of a block on {self.device} cannot be reached from the host")
         size = self.layout.bytes_per_block
         return self._bytes[block * size : (block + 1) * size]
 
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all layers of block `src` over block `dst` (the copy of copy-on-write)."""
-        self.block_bytes(dst)[:] = self.block_bytes(src)
+        """Copy all layers of block `src` over block `dst` (the copy of copy-on-write).
+
+        On a device it is queued on the caller's current stream, as steps are, and so ordered with them.
+        Raises IndexError for a block that is not there.
+        """
+        if self._bytes is not None:
+            self.block_bytes(dst)[:] = self.block_bytes(src)
+            return
+        for block in (src, dst):
+            if not 0 <= block < self.num_blocks:
+                raise IndexError(f"block {block} of {self.num_blocks}")
+        self.data[dst].copy_(self.data[src])
+
+
+def _size(layout: KVLayout, num_blocks: int) -> int:
+    """Bytes of so many blocks. Raises ValueError for none."""
+    if num_blocks < 1:
+        raise ValueError("a KV memory needs at least one block")
+    return layout.bytes_per_block * num_blocks

@@ -42,5 +42,39 @@ def test_bad_buffers_and_blocks_are_refused() -> None:
         KVLayout(1, 1, 2, 0, torch.float32)
 
 
+def test_blocks_on_a_device_are_one_zeroed_allocation_that_the_host_does_not_address() -> None:
+    memory = KVMemory.on_device(LAYOUT, 4, "cpu")  # the CPU stands for any device
+    assert memory.data.shape == KVMemory(LAYOUT, 4).data.shape
+    assert memory.data.is_contiguous()
+    assert memory.nbytes == 4 * LAYOUT.bytes_per_block
+    assert not memory.data.any()
+    memory.data[1] = torch.randn_like(memory.data[1])
+    memory.copy_block(1, 3)
+    assert torch.equal(memory.data[3], memory.data[1])
+    with pytest.raises(RuntimeError, match="from the host"):
+        memory.block_bytes(1)
+    for block in (-1, 4):
+        with pytest.raises(IndexError):
+            memory.block_bytes(block)
+        with pytest.raises(IndexError):
+            memory.copy_block(0, block)
+
+
+def test_blocks_lie_over_a_tensor_that_somebody_else_made() -> None:
+    flat = torch.zeros(3 * LAYOUT.bytes_per_block + 5, dtype=torch.uint8)
+    one, two = KVMemory.over_tensor(LAYOUT, 3, flat), KVMemory.over_tensor(LAYOUT, 2, flat)
+    one.data[1] = 2.5
+    assert (two.data[1] == 2.5).all()
+    assert one.address == two.address == flat.data_ptr()
+    eight = KVLayout(3, 2, 40, 16, torch.float8_e4m3fn)
+    assert KVMemory.over_tensor(eight, 3, flat).data.dtype == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="need"):
+        KVMemory.over_tensor(LAYOUT, 4, flat)
+    with pytest.raises(ValueError, match="bytes"):
+        KVMemory.over_tensor(LAYOUT, 1, flat.view(-1, 1))
+    with pytest.raises(ValueError, match="at least one"):
+        KVMemory.on_device(LAYOUT, 0, "cpu")
+
+
 def test_blocks_for_rounds_up() -> None:
     assert [LAYOUT.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
