@@ -1,0 +1,90 @@
+"""What a section of the GPU benchmark is given and what it yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+NO_DEVICE = "no CUDA device"
+
+
+class Unmeasured(RuntimeError):
+    """A figure that this machine cannot give; the text says why."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, beside what it is held against."""
+
+    section: str
+    name: str
+    value: float
+    unit: str
+    against: str = ""
+    """What the ratio is to: a ceiling or a peer of the same run; empty where there is none."""
+    ratio: float | None = None
+    """Larger is better: speed over the ceiling's or the peer's."""
+    target: float | None = None
+    """Of the ratio where there is one, of the value otherwise."""
+    met: bool | None = None
+    """None where there is no target."""
+    note: str = ""
+    """Spread of the rounds, shapes, whatever a reader needs."""
+
+
+def figure(
+    section: str,
+    name: str,
+    value: float,
+    unit: str,
+    *,
+    against: str = "",
+    ratio: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    note: str = "",
+) -> Figure:
+    """A Figure whose target is a bound from below or above on the ratio, or on the value without one."""
+    held = value if ratio is None else ratio
+    target = at_least if at_least is not None else at_most
+    met = None
+    if at_least is not None:
+        met = held >= at_least
+    elif at_most is not None:
+        met = held <= at_most
+    return Figure(section, name, value, unit, against, ratio, target, met, note)
+
+
+@dataclass
+class Context:
+    """The run that a section is part of."""
+
+    device: torch.device
+    quick: bool
+    """Fewer points and rounds: a look, not a result."""
+    say: Callable[[str], None]
+    """One line of progress."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What earlier sections found, by name (see ceilings.py): later ones hold themselves against it."""
+
+    def needs(self, name: str) -> float:
+        """What an earlier section measured. Raises Unmeasured if it did not."""
+        if name not in self.measured:
+            raise Unmeasured(f"{name} was not measured in this run")
+        return self.measured[name]
+
+
+Section = Callable[[Context], Iterable[Figure]]
+
+
+def require_cuda(device: torch.device | None = None) -> torch.device:
+    """The CUDA device of this machine, or `device` if that is one. Raises Unmeasured where there is none."""
+    if not torch.cuda.is_available():
+        raise Unmeasured(NO_DEVICE)
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cuda":
+        raise Unmeasured(f"{device} is no CUDA device")
+    return device
