@@ -19,6 +19,7 @@ from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
 from worker.step import StepThread
+from worker.step_clock import StepClock
 
 IDLE_CHECK_S = 1.0
 """Idle for so long, the block pool is checked: it costs a pass over all blocks."""
@@ -69,6 +70,11 @@ class EngineLoop:
     def busy(self) -> bool:
         """Whether a step is being computed; sequences that wait for blocks make nobody busy."""
         return self._step.busy
+
+    @property
+    def clock(self) -> StepClock:
+        """How long its steps take."""
+        return self._step.clock
 
     @property
     def num_running(self) -> int:

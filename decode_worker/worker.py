@@ -15,7 +15,6 @@ from decode_worker.spans import attempt_span
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.pool_memory import allocate_pool
-from kvtransfer.ready import Beat
 from kvtransfer.server import HandoffServer
 from kvtransfer.transports import shared_memory, tcp
 from runtime.metrics import DecodeMetrics, new_registry
@@ -23,6 +22,7 @@ from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
 from worker.grammar import Grammars
+from worker.heartbeat import beat_of
 from worker.kind import WorkerKind
 from worker.program import serve_worker
 from worker.shell import WorkerShell
@@ -61,7 +61,7 @@ class DecodeWorker:
             on_ready=self._loop.attempts.on_ready,
             on_failed=self._loop.attempts.on_failed,
             host=settings.host,
-            beat=lambda: Beat(self._loop.steps, self._loop.busy),
+            beat=lambda: beat_of(self._loop),
         )
         self._loop.attempts.grants = self._handoff
         self._loop.attempts.grammars = Grammars(settings.model_path)

@@ -2,7 +2,8 @@
 
 The directory says which workers exist; the links say which of them answer. A worker whose lease ran out
 stays as long as its link is up, and is chosen only when no leased one is there: Redis being away, flushed
-or slow takes no worker from us, and a worker that drains (it gives up its lease) gets nothing new.
+or slow takes no worker from us, and a worker that drains (it says so, and gives up its lease) gets nothing
+new. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are others.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.ejection import Ejections
 from gateway.flushes import Flushes
 from gateway.links import Link, LinkDown, LinkTiming
 from gateway.placement import BY_COST, WITHOUT_INDEX, Placement
-from gateway.router import NoWorker, RouteRequest, choose
+from gateway.router import NoWorker, Route, RouteRequest, choose
 from gateway.session_events import Role
 from gateway.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
 from gateway.work import Job
@@ -67,12 +70,14 @@ class Fleet:
         *,
         on_change: Callable[[], None] = lambda: None,
         timing: LinkTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._listener = listener
         self._identity = identity
         self._on_change = on_change
         self._timing = timing
+        self._clock = clock
         self._wires: dict[str, Wire] = {
             "prefill": PrefillWire(identity.gateway_id, identity.incarnation),
             "decode": DecodeWire(identity.gateway_id, identity.incarnation),
@@ -82,6 +87,7 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.flushes = Flushes()
+        self.ejections = Ejections()
         self._namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
 
     # --- life ---------------------------------------------------------------------------------------
@@ -142,6 +148,7 @@ class Fleet:
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
+        self.ejections.forget(worker_id)
         if worker.link.up:
             self._listener.worker_gone(worker_id)
         task = asyncio.create_task(worker.link.close())
@@ -151,9 +158,9 @@ class Fleet:
     # --- what is there --------------------------------------------------------------------------------
 
     def linked(self, role: Role) -> list[Worker]:
-        """Workers of a role whose link is up; only leased ones, as long as there are any."""
+        """Workers of a role whose link is up; only those that are welcome, as long as there are any."""
         linked = [w for w in self.linked_workers() if w.record.role == role.value]
-        return [w for w in linked if w.leased] or linked
+        return [w for w in linked if w.welcome] or [w for w in linked if w.leased] or linked
 
     def linked_workers(self) -> list[Worker]:
         """All workers whose link is up."""
@@ -186,13 +193,11 @@ class Fleet:
 
     def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker:
         """Choose the pair for an attempt, by load and by who has its prefix."""
-        decode = self.linked(Role.DECODE)
+        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
         hits = self._prefix_hits(decode, job, token_ids)
-        route = choose(
-            request,
-            (w.as_prefill() for w in self.linked(Role.PREFILL)),
-            (w.as_decode(hits.get(w.record.worker_id, 0)) for w in decode),
-        )
+        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
+        if isinstance(route, NoWorker):  # slow is better than nothing
+            route = self._choose(request, prefill, decode, hits)
         if isinstance(route, NoWorker):
             return route
         target = self._workers[route.decode_id].record
@@ -202,6 +207,23 @@ class Fleet:
             self._namespace(job.request.salt, target.kv_dtype),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
+
+    def _choose(
+        self,
+        request: RouteRequest,
+        prefill: Sequence[Worker],
+        decode: Sequence[Worker],
+        hits: Mapping[str, int],
+    ) -> Route | NoWorker:
+        return choose(
+            request,
+            (w.as_prefill() for w in prefill),
+            (w.as_decode(hits.get(w.record.worker_id, 0)) for w in decode),
+        )
+
+    def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
+        now = self._clock()
+        return [w for w in workers if not self.ejections.ejected(w.record.worker_id, now)]
 
     def attach(self, worker_id: str, work: work_pb2.Work) -> None:
         worker = self._linked(worker_id)
@@ -243,13 +265,21 @@ class Fleet:
     def on_down(self, worker_id: str) -> None:
         if worker_id in self._workers:
             self._workers[worker_id].lost()
+            self.ejections.forget(worker_id)
         self.flushes.lost(worker_id)
         self._listener.worker_gone(worker_id)
         self._on_change()
 
     def on_load(self, worker_id: str, load: Load) -> None:
-        if worker_id in self._workers:
-            self._workers[worker_id].reported(load)
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        leaves = load.draining and not worker.load.draining
+        worker.reported(load)
+        if load.step_times:
+            self.ejections.report(worker_id, worker.record.role, load.step_times, self._clock())
+        if leaves:
+            self._on_change()
 
     def on_news(self, worker_id: str, news: list[News]) -> None:
         worker = self._workers.get(worker_id)

@@ -2,10 +2,11 @@
 
 A link comes up when the worker that answers is the one that was meant (id and incarnation). It goes down
 when the stream ends, or when nothing was heard for `LinkTiming.silence_ticks` heartbeats: a stopped process
-keeps its TCP connections. So does one whose busy engine took no step for `LinkTiming.stall_ticks`: it is
-linked again only when it moves. Both are counted in our own ticks, so that a pause of this process is not
-taken for the worker's death. A link that is down tries again until it is closed. The listener is told at
-once, from the event loop.
+keeps its TCP connections. So does one whose engine hangs: its heartbeats say by how much the running step is
+past its predicted end, and after `LinkTiming.late_s` of that the link is down until the step has ended. Half
+way there the worker is suspected, and should get nothing new. Silence is counted in our own ticks, so that a
+pause of this process is not taken for the worker's death. A link that is down tries again until it is closed.
+The listener is told at once, from the event loop.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """In seconds, but for the ticks: with the defaults 2 s of silence are a loss."""
+    """In seconds, but for the ticks: with the defaults 0.9 s of silence are suspicious, and 1.8 s a loss."""
 
-    heartbeat_s: float = 0.25
-    silence_ticks: int = 8
-    stall_ticks: int = 120  # 30 s: no step of an engine takes that long
+    heartbeat_s: float = 0.1
+    suspect_ticks: int = 9
+    silence_ticks: int = 18
+    suspect_late_s: float = 1.0
+    late_s: float = 2.0
     connect_s: float = 3.0
     retry_s: float = 0.25
 
@@ -74,8 +77,7 @@ class Link:
         self._timing = timing or LinkTiming()
         self._outbox: asyncio.Queue[Message] | None = None  # there while the link is up
         self._silent_ticks = 0
-        self._stalled_ticks = 0
-        self._last_beat: Beat | None = None
+        self._late_s = 0.0  # as the worker said last
         self.heard_at: float | None = None
         """When the worker last said anything, on the event loop's clock."""
         self._task: asyncio.Task[None] | None = None
@@ -83,6 +85,12 @@ class Link:
     @property
     def up(self) -> bool:
         return self._outbox is not None
+
+    @property
+    def suspected(self) -> bool:
+        """Whether the worker is silent, or its step late, for too long to be given anything new."""
+        timing = self._timing
+        return self._silent_ticks >= timing.suspect_ticks or self._late_s >= timing.suspect_late_s
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link {self.worker_id}")
@@ -134,20 +142,14 @@ class Link:
             raise WrongWorker(f"another process answers at {self.address}")
 
     async def _check_that_it_moves(self, call: Any) -> None:
-        """After a stall the first heartbeat has to differ from the last one."""
-        while self._stalled_ticks >= self._timing.stall_ticks:
+        """After a stall the first heartbeat has to tell of its end."""
+        while self._late_s >= self._timing.late_s:
             message = await call.read()
             heard = None if message is grpc.aio.EOF else self.wire.read(message)
-            if heard is None or (isinstance(heard, Beat) and not self._moved(heard)):
+            if isinstance(heard, Beat):
+                self._late_s = heard.late_s
+            if heard is None or self._late_s >= self._timing.late_s:
                 raise WrongWorker("its engine is stuck")
-
-    def _moved(self, beat: Beat) -> bool:
-        """Note a heartbeat; False while a busy engine stands where it stood."""
-        last, self._last_beat = self._last_beat, beat
-        if beat.busy and last is not None and last.busy and beat.progress == last.progress:
-            return False
-        self._stalled_ticks = 0
-        return True
 
     async def _serve(self, call: Any) -> None:
         """Run the three loops until one ends; then the link is down, whatever the others still do."""
@@ -182,7 +184,7 @@ class Link:
             if isinstance(heard, list):
                 self._listener.on_news(self.worker_id, heard)
             elif isinstance(heard, Beat):
-                self._moved(heard)
+                self._late_s = heard.late_s
                 if heard.load is not None:
                     self._listener.on_load(self.worker_id, heard.load)
             elif isinstance(heard, Flushed):
@@ -193,15 +195,14 @@ class Link:
             await call.write(await outbox.get())
 
     async def _beat(self, outbox: asyncio.Queue[Message]) -> None:
-        """Send heartbeats and count silence and standstill; raises TimeoutError when there is too much."""
+        """Send heartbeats, count silence and look at lateness; raises TimeoutError when there is too much."""
         progress = 0
         timing = self._timing
-        while self._silent_ticks < timing.silence_ticks and self._stalled_ticks < timing.stall_ticks:
+        while self._silent_ticks < timing.silence_ticks and self._late_s < timing.late_s:
             outbox.put_nowait(self.wire.heartbeat(progress))
             progress += 1
             await asyncio.sleep(self._timing.heartbeat_s)
             self._silent_ticks += 1
-            self._stalled_ticks += 1  # back to 0 with every heartbeat that shows a step, or an idle engine
         raise TimeoutError
 
 

@@ -51,6 +51,14 @@ class Greeting:
     incarnation: int
 
 
+class StepTime(NamedTuple):
+    """Recent steps of a worker that computed about as many tokens: see ``diptych.worker.v1.StepTime``."""
+
+    size_class: int
+    steps: int
+    median_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a worker has to do, as it says; see ``diptych.worker.v1.Load``."""
@@ -61,15 +69,18 @@ class Load:
     free_blocks: int = 0
     total_blocks: int = 0
     quarantined_blocks: int = 0
+    draining: bool = False  # it takes nothing new
+    step_times: tuple[StepTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life, usually with the load. ``progress`` grows with every step of a busy engine."""
+    """A sign of life, usually with the load. ``late_s``: how far its engine's running step is past the end
+    that the worker itself had predicted.
+    """
 
     load: Load | None
-    progress: int
-    busy: bool
+    late_s: float = 0.0
 
 
 class PromptScored(NamedTuple):
@@ -213,8 +224,13 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
             said.free_blocks,
             said.total_blocks,
             said.quarantined_blocks,
+            said.draining,
+            tuple(
+                StepTime(one.size_class, one.steps, one.median.ToNanoseconds() / 1e9)
+                for one in said.step_times
+            ),
         )
-    return Beat(load, heartbeat.progress, heartbeat.busy)
+    return Beat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
 
 def _tokens(tokens: decode_pb2.Tokens) -> News:

@@ -35,6 +35,11 @@ class Worker:
     fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report
 
     @property
+    def welcome(self) -> bool:
+        """Whether it may be given something new: it does not leave, and nothing about it is odd."""
+        return self.leased and not self.load.draining and not self.link.suspected
+
+    @property
     def kv_format(self) -> str:
         """Equal for workers that can exchange blocks."""
         r = self.record

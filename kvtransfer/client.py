@@ -193,8 +193,7 @@ class HandoffClient:
                 _log.exception("a tick of the hand-over failed")
 
     def _tick_once(self, now: float) -> None:
-        beat = self._beat()
-        message = Request(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
+        message = Request(heartbeat=self._beat().message())
         for link, lease in list(self._links.values()):
             if lease.tick(now) is Verdict.GONE:
                 _log.warning("decode worker %s does not answer", link.welcome.worker_id)
@@ -206,6 +205,7 @@ class HandoffClient:
 def _hear(lease: Lease, response: Response) -> None:
     now = time.monotonic()
     if response.WhichOneof("message") == "heartbeat":
-        lease.beat(now, response.heartbeat.progress, response.heartbeat.busy)
+        beat = response.heartbeat
+        lease.beat(now, beat.progress, beat.busy, Beat.late_in(beat))
     else:
         lease.heard(now)

@@ -26,6 +26,8 @@ class LeaseTimes:
     """How long a peer whose stream broke may take to come back and say Stopped."""
     stuck_after_s: float = 300.0
     """How long a busy engine may show no progress: longer than any one step."""
+    late_after_s: float = 10.0
+    """How far past its own prediction a step may be. Its requests have gone elsewhere long before."""
 
 
 class LeasePhase(enum.Enum):
@@ -67,6 +69,7 @@ class Lease:
         self._unlinked_at = now
         self._progress: int | None = None
         self._busy = False
+        self._late_s = 0.0
 
     def heard(self, now: float) -> None:
         """Any message of the peer arrived."""
@@ -74,11 +77,13 @@ class Lease:
         if self.phase is LeasePhase.SUSPECT:
             self._move(LeasePhase.ALIVE)
 
-    def beat(self, now: float, progress: int, busy: bool) -> None:
-        """A heartbeat arrived; `progress` grows with every step of the peer's engine."""
+    def beat(self, now: float, progress: int, busy: bool, late_s: float = 0.0) -> None:
+        """A heartbeat arrived; `progress` grows with every step of the peer's engine, whose running step is
+        past its predicted end by `late_s`.
+        """
         if progress != self._progress or not busy or not self._busy:
             self._moved_at = now
-        self._progress, self._busy = progress, busy
+        self._progress, self._busy, self._late_s = progress, busy, late_s
         self.heard(now)
 
     def link_lost(self, now: float) -> None:
@@ -91,6 +96,7 @@ class Lease:
         """The same process came back. One that was fenced stays so."""
         self._heard_at = self._moved_at = self._ticked_at = now
         self._busy = False
+        self._late_s = 0.0
         if self.phase in (LeasePhase.UNLINKED, LeasePhase.SUSPECT):
             self._move(LeasePhase.ALIVE)
 
@@ -108,7 +114,8 @@ class Lease:
             return Verdict.GONE
         if self.phase in (LeasePhase.ALIVE, LeasePhase.SUSPECT):
             silent = now - self._heard_at
-            stuck = self._busy and now - self._moved_at >= times.stuck_after_s
+            stuck = self._late_s >= times.late_after_s
+            stuck = stuck or (self._busy and now - self._moved_at >= times.stuck_after_s)
             if silent >= times.fence_after_s or stuck:
                 self._move(LeasePhase.FENCED)
                 return Verdict.GONE

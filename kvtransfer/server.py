@@ -177,7 +177,8 @@ class HandoffServer:
         now = time.monotonic()
         kind = request.WhichOneof("message")
         if kind == "heartbeat":
-            writer.lease.beat(now, request.heartbeat.progress, request.heartbeat.busy)
+            beat = request.heartbeat
+            writer.lease.beat(now, beat.progress, beat.busy, Beat.late_in(beat))
             return
         writer.lease.heard(now)
         if not writer.transport.registered(writer.id):
@@ -235,8 +236,7 @@ class HandoffServer:
                 _log.exception("a tick of the hand-over failed")
 
     def _tick_once(self, now: float) -> None:
-        beat = self._beat()
-        message = Response(heartbeat=work_pb2.Heartbeat(progress=beat.progress, busy=beat.busy))
+        message = Response(heartbeat=self._beat().message())
         self._pump.run(self._receiver.tick(now))
         self._writers.tick(now, message)
 

@@ -30,6 +30,7 @@ from worker.attempt import Attempt
 from worker.grammar import Grammars, GrammarState
 from worker.scored_tokens import failure_reason
 from worker.step import StepThread
+from worker.step_clock import StepClock
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,11 @@ class EngineLoop:
         return self._step.busy
 
     @property
+    def clock(self) -> StepClock:
+        """How long its steps take."""
+        return self._step.clock
+
+    @property
     def num_running(self) -> int:
         return sum(request.state is State.GRANTED for request in self._requests.values())
 
@@ -181,7 +187,8 @@ class EngineLoop:
                 continue
             rows = [(self._requests[chunk.key], chunk) for chunk in chunks]
             batch = [request for request, _ in rows]
-            self._apply(rows, await self._step.compute(batch, rows, self._run_step))
+            tokens = sum(chunk.tokens for chunk in chunks)
+            self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
     def close(self) -> None:
         self._step.close()

@@ -11,7 +11,6 @@ from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.client import HandoffClient
 from kvtransfer.peer import Granted
-from kvtransfer.ready import Beat
 from kvtransfer.transports import shared_memory, tcp
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
@@ -23,6 +22,7 @@ from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
 from worker.grammar import Grammars
+from worker.heartbeat import beat_of
 from worker.kind import WorkerKind
 from worker.program import serve_worker
 from worker.shell import WorkerShell
@@ -59,7 +59,7 @@ class PrefillWorker:
             scratch=self._scratch,
             on_abort=self._loop.on_abort,
             on_peer_lost=self._loop.on_peer_lost,
-            beat=lambda: Beat(self._loop.steps, self._loop.busy),
+            beat=lambda: beat_of(self._loop),
         )
         self._loop.handoff = self._handoff
         self._loop.grammars = Grammars(settings.model_path)

@@ -14,6 +14,7 @@ from diptych.worker.v1 import work_pb2
 from runtime.directory.records import Role
 from runtime.metrics import WorkerMetrics
 from worker.gateway_link import GatewayStream
+from worker.step_clock import StepClock
 
 
 class EngineLoop(Protocol):
@@ -25,6 +26,11 @@ class EngineLoop(Protocol):
     @property
     def busy(self) -> bool:
         """Whether a step is being computed now: who is busy and takes no step for long is stuck."""
+        ...
+
+    @property
+    def clock(self) -> StepClock:
+        """How long its steps take."""
         ...
 
     @property

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Sequence
 
-from diptych.worker.v1 import work_pb2
 from runtime.directory.publisher import DirectoryPublisher
 from runtime.directory.records import WorkerRecord
 from runtime.http_edge import HttpEdge
@@ -21,11 +20,12 @@ from runtime.process import announce_ready, incarnation
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
 from worker.engine import LoadedEngine
+from worker.heartbeat import heartbeat
 from worker.kind import WorkerKind
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.25
+HEARTBEAT_S = 0.1
 HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
@@ -137,10 +137,10 @@ class WorkerShell:
         return True
 
     async def _beat(self) -> None:
-        """Say four times a second that the engine moves, and how loaded it is."""
+        """Say ten times a second that the engine moves, or how late its step is, and how loaded it is."""
         while True:
             load = self._kind.load()
-            beat = work_pb2.Heartbeat(progress=self._loop.steps, busy=self._loop.busy, load=load)
+            beat = heartbeat(self._loop, load)
             for stream in tuple(self._kind.streams):
                 stream.heartbeat(beat)
             if self._publisher is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -11,11 +12,15 @@ from typing import Generic, TypeVar
 from engine.batch import AbortWords
 from engine.sampling import SampleFailure
 from runtime.cpu_slice import take_long_turns
+from runtime.failpoints import failpoint
+from worker.step_clock import StepClock
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
+
+SLOW_STEP_S = 0.15  # what the failpoint `worker.slow_step` adds to every step
 
 
 class StepThread(Generic[Owner]):
@@ -25,6 +30,7 @@ class StepThread(Generic[Owner]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=take_long_turns)
         self._owners: Sequence[Owner] = ()
         self._abort = AbortWords(0)
+        self.clock = StepClock()
 
     @property
     def busy(self) -> bool:
@@ -46,14 +52,17 @@ class StepThread(Generic[Owner]):
         owners: Sequence[Owner],
         rows: Sequence[Row],
         compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+        tokens: int | None = None,
     ) -> Sequence[Result | SampleFailure]:
-        """`compute_rows` on the engine's thread; one owner a row.
+        """`compute_rows` on the engine's thread; one owner a row. `tokens` in all (default: one a row).
 
         When this call is cancelled the thread goes on, and so the owners stay: their blocks are not free.
         """
         self._owners, self._abort = owners, AbortWords(len(owners))
         loop = asyncio.get_running_loop()
+        self.clock.begin(len(rows) if tokens is None else tokens, time.monotonic())
         results = await loop.run_in_executor(self._thread, compute_rows, rows, self._abort, compute)
+        self.clock.end(time.monotonic())
         self._owners = ()
         return results
 
@@ -72,6 +81,8 @@ def compute_rows(
     Computing a row twice is safe: it writes the same keys and values to the same places. Runs on the
     engine's thread; the words of `abort` go on counting for each row.
     """
+    if failpoint("worker.slow_step"):
+        time.sleep(SLOW_STEP_S)
     try:
         return compute(rows, abort)
     except Exception:

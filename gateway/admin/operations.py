@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 from google.protobuf.duration_pb2 import Duration
@@ -120,7 +121,8 @@ class Operations:
 
     def _survey(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()
-        return survey(self._fleet.workers(), self._fleet.strangers(), now)
+        slow = partial(self._fleet.ejections.reason, now=time.monotonic())
+        return survey(self._fleet.workers(), self._fleet.strangers(), now, slow)
 
     def _find(self, worker_id: str) -> Worker:
         if not worker_id:

@@ -39,8 +39,7 @@ class ScriptedWorker:
         self.told = asyncio.Event()
         self.links = 0  # open now
         self.silent = False  # neither heartbeats nor answers, with the connection open
-        self.stuck = False  # beats, but its engine takes no step
-        self.progress = 0
+        self.stuck = False  # beats, but the step of its engine does not end
         self.keys: list[bytes] = []  # of cached blocks, for the directory
         self._outboxes: list[asyncio.Queue[Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -115,10 +114,10 @@ class ScriptedWorker:
                     yield message
                     continue
                 if not self.silent:
-                    self.progress += not self.stuck
-                    yield self.response(
-                        heartbeat=work_pb2.Heartbeat(load=self.load(), busy=True, progress=self.progress)
-                    )
+                    beat = work_pb2.Heartbeat(load=self.load(), busy=True)
+                    if self.stuck:
+                        beat.late.FromSeconds(60)
+                    yield self.response(heartbeat=beat)
         finally:
             self.links -= 1
             self._outboxes.remove(outbox)

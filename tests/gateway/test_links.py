@@ -55,7 +55,7 @@ def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None
         worker_id=worker.worker_id,
         incarnation=incarnation or worker.incarnation,
         address=worker.address,
-        timing=LinkTiming(retry_s=0.05, stall_ticks=10),
+        timing=LinkTiming(retry_s=0.05),
     )
 
 

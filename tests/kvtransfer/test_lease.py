@@ -86,3 +86,13 @@ def test_there_is_one_way_back():
     lease.fence()
     with pytest.raises(RuntimeError, match="fenced to alive"):
         lease._move(LeasePhase.ALIVE)
+
+
+def test_a_step_far_past_its_predicted_end_is_as_bad_as_silence():
+    lease, now, found = Lease(0.0, TIMES), 0.0, []
+    while not found and now < 60:
+        now += TIMES.interval_s
+        lease.beat(now, 1, True, late_s=max(now - 5.0, 0.0))
+        if (verdict := lease.tick(now)) is not Verdict.NOTHING:
+            found.append((now, verdict))
+    assert found == [(5.0 + TIMES.late_after_s, Verdict.GONE)]

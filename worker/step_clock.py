@@ -1,0 +1,76 @@
+"""How long steps take here, how long the running one should take, and by how much it is late. Pure.
+
+Steps are kept by size class, the power of two at or below the number of tokens that they compute: a step of
+forty prompt tokens says little about one of four hundred. A step is late when it takes `MARGIN` times as long
+as the longest of the recent ones in its class, or as the nearest class lets expect, and never before
+`LEAST_S`: a machine that is busy with something else is no sign of a fault.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+KEPT = 32  # steps of a class
+RECENT_S = 5.0  # what is older says nothing about how the worker does now
+MARGIN = 4.0
+LEAST_S = 0.5
+FIRST_S = 30.0  # for the first step of all, of which nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Recent steps of one size class: how many, and the median of their seconds."""
+
+    size_class: int
+    steps: int
+    median_s: float
+
+
+def size_class(tokens: int) -> int:
+    """Steps of 2^c to 2^(c+1)-1 tokens are of class c."""
+    return max(tokens, 1).bit_length() - 1
+
+
+class StepClock:
+    """Told of every step's begin and end; ``now`` is seconds on any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[tuple[float, float]]] = {}  # by class: (end, seconds)
+        self._running: tuple[float, int] | None = None  # (begin, class)
+        self._due = 0.0
+
+    def begin(self, tokens: int, now: float) -> None:
+        """A step of so many tokens begins."""
+        kind = size_class(tokens)
+        self._running = now, kind
+        self._due = now + self._predicted_s(kind)
+
+    def end(self, now: float) -> None:
+        """It is over, however it went."""
+        if self._running is None:
+            return
+        begun, kind = self._running
+        self._running = None
+        self._steps.setdefault(kind, deque(maxlen=KEPT)).append((now, now - begun))
+
+    def late_s(self, now: float) -> float:
+        """By how much the running step is past its predicted end; 0 while it is not, and between steps."""
+        return 0.0 if self._running is None else max(now - self._due, 0.0)
+
+    def times(self, now: float) -> list[StepTime]:
+        """What the last seconds' steps took, for comparison with other workers."""
+        found = []
+        for kind, steps in sorted(self._steps.items()):
+            recent = [seconds for ended, seconds in steps if now - ended <= RECENT_S]
+            if recent:
+                found.append(StepTime(kind, len(recent), statistics.median(recent)))
+        return found
+
+    def _predicted_s(self, kind: int) -> float:
+        if not self._steps:
+            return FIRST_S
+        nearest = min(self._steps, key=lambda known: abs(known - kind))
+        longest = max(seconds for _, seconds in self._steps[nearest])
+        return max(MARGIN * longest * 2.0 ** max(kind - nearest, 0), LEAST_S)
