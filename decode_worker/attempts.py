@@ -139,6 +139,7 @@ class Attempts:
             return
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
+        request.transport = ready.transport
         request.blocks.take_over(ready.block_ids, ready.num_tokens)
         if len(ready.first_tokens) < (1 if request.attempt.beam_width else len(request.attempt.choices)):
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")

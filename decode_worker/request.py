@@ -65,6 +65,7 @@ class DecodeRequest:
     state: State = State.ATTACHED
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
+    transport: str = ""  # what brought its blocks
 
     def move(self, to: State) -> None:
         if to not in LEGAL[self.state]:

@@ -16,7 +16,6 @@ from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_
 from engine.block_pool import BlockPool
 from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.server import HandoffServer
-from kvtransfer.transports import shared_memory, tcp
 from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
@@ -121,7 +120,7 @@ class DecodeWorker:
         times, metrics = request.times, self._metrics
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         if State.READY in request.entered:
-            transport = tcp.NAME if times.kv_bytes_transferred else shared_memory.NAME
+            transport = request.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
             metrics.kv_transfer_bytes.labels(transport).inc(times.kv_bytes_transferred)
             metrics.prefix_cache_queries.inc(len(request.attempt.token_ids))

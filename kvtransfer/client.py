@@ -16,12 +16,11 @@ from kvtransfer.lease import Lease, LeaseTimes, Verdict
 from kvtransfer.messages import Key, WriterId
 from kvtransfer.peer import Peer
 from kvtransfer.peer_link import PeerLink
+from kvtransfer.progress import STALL_S, Progress
 from kvtransfer.ready import Beat
 from kvtransfer.scratch import Scratch
-from kvtransfer.transports import shared_memory
+from kvtransfer.transports import registry
 from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.shared_memory import open_shared_memory
-from kvtransfer.transports.tcp import TcpChannel
 from kvtransfer.wire import Request, Response
 
 _log = logging.getLogger(__name__)
@@ -36,7 +35,8 @@ class HandoffClient:
 
     `on_abort(key)`: stop computing this attempt, then `peer.stop`. `on_peer_lost(address, keys)`: the same
     for all of them, and the decode process may be gone. `scratch` makes the own blocks when the first
-    copying peer needs them; without it only peers that share memory are accepted.
+    copying peer needs them; without it only peers that share memory are accepted. Sent blocks of which
+    none is acknowledged for `stall_s` end a link.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class HandoffClient:
         on_peer_lost: Callable[[str, list[Key]], None],
         beat: Callable[[], Beat] = Beat,
         lease_times: LeaseTimes | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
+        self._stall_s = stall_s
         self._me = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
         self._layout = layout
-        self._transports = [t for t in transports if scratch is not None or t == shared_memory.NAME]
+        self._transports = [t for t in transports if scratch is not None or t in registry.IN_PLACE]
         self._make_scratch = scratch
         self._scratch: Scratch | None = None
         self._on_abort, self._on_peer_lost, self._beat = on_abort, on_peer_lost, beat
@@ -126,18 +128,20 @@ class HandoffClient:
         hello = link.welcome
         welcome = Welcome(peer.address, hello.endpoint, hello.token, self._layout, hello.num_blocks)
         try:
-            if hello.transport == shared_memory.NAME:
+            if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
-                memory = peer.memory if peer.memory is not None else await open_shared_memory(welcome)
+                memory = peer.memory if peer.memory is not None else await registry.map_pool(welcome)
                 copying = None
             else:
-                memory = None
-                copying = (self._own_scratch(), await TcpChannel.open(welcome))
+                memory, scratch = None, self._own_scratch()
+                copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
         except TransportError as error:
             raise HandoffRefused(_PEER_LOST, str(error)) from error
-        lease = Lease(time.monotonic(), self._lease_times)
+        now = time.monotonic()
+        lease = Lease(now, self._lease_times)
+        progress = Progress(now, self._lease_times.interval_s, self._stall_s)
         self._links[peer] = (link, lease)
-        peer.attach(link, memory, copying, heard=lambda response: _hear(lease, response))
+        peer.attach(link, memory, copying, heard=lambda response: _hear(lease, response), progress=progress)
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
     def _own_scratch(self) -> Scratch:
@@ -194,9 +198,12 @@ class HandoffClient:
 
     def _tick_once(self, now: float) -> None:
         message = Request(heartbeat=self._beat().message())
-        for link, lease in list(self._links.values()):
+        for peer, (link, lease) in list(self._links.items()):
             if lease.tick(now) is Verdict.GONE:
                 _log.warning("decode worker %s does not answer", link.welcome.worker_id)
+                link.close()
+            elif peer.stalled(now):
+                _log.warning("decode worker %s does not take our blocks", link.welcome.worker_id)
                 link.close()
             else:
                 link.put(message)

@@ -16,6 +16,7 @@ from diptych.worker.v1 import work_pb2
 from engine.kv_memory import KVMemory
 from kvtransfer.action_pump import ActionPump
 from kvtransfer.errors import AttemptOver, GrantRefused, PeerLost
+from kvtransfer.granted import Granted
 from kvtransfer.messages import (
     GrantRef,
     Key,
@@ -26,31 +27,12 @@ from kvtransfer.messages import (
     SenderAction,
 )
 from kvtransfer.peer_link import PeerLink
-from kvtransfer.push_queue import PushQueue, Run
+from kvtransfer.progress import Progress
+from kvtransfer.push_queue import PushQueue
 from kvtransfer.scratch import Scratch, ScratchBlocks
 from kvtransfer.sender import Sender
-from kvtransfer.transports.base import PushChannel
+from kvtransfer.transports.base import PushChannel, Run
 from kvtransfer.wire import Response, key_of, ref_of, request_of
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Granted:
-    """Blocks to compute into. Keep it until `commit` or `stop`: it keeps the memory mapped."""
-
-    key: Key
-    memory: KVMemory
-    """Where `block_table` points: the decode worker's pool, or scratch."""
-    block_table: list[int]
-    """Blocks for all of the attempt's tokens."""
-    computed_tokens: int
-    """Tokens whose KV is in `memory` already: compute from here."""
-    cached_tokens: int
-    """Tokens whose KV the decode worker already held."""
-    ref: GrantRef
-    scratch: ScratchBlocks | None
-    """Set when the blocks are copied."""
-    keep: bool
-    """Whether the blocks in scratch may be used again, once they are complete."""
 
 
 @dataclass(slots=True)
@@ -79,6 +61,7 @@ class Peer:
         self._scratch: Scratch | None = None
         self._queue: PushQueue | None = None
         self._link: PeerLink | None = None
+        self._transport = ""
         self._sender = Sender()
         self._pump: ActionPump[SenderAction] = ActionPump(self._perform)
         self._asks: dict[Key, asyncio.Future[Offer]] = {}
@@ -186,19 +169,25 @@ class Peer:
         copying: tuple[Scratch, PushChannel] | None,
         *,
         heard: Callable[[Response], None],
+        progress: Progress,
     ) -> None:
         """A stream is up and its transport registered: the mapped pool, or scratch and a data channel."""
         self._link, self.memory = link, memory
+        self._transport = link.welcome.transport
         self._sender.link_up()
         if copying is not None:
             self._scratch, channel = copying
-            self._queue = PushQueue(channel, self._sender.writing, self._sent, link.close)
+            self._queue = PushQueue(channel, self._sender.writing, self._sent, link.close, progress)
 
         def handle(response: Response) -> None:
             heard(response)
             self._handle(response)
 
         link.start(handle, lambda: self._ended(link))
+
+    def stalled(self, now: float) -> bool:
+        """Whether blocks are sent that do not arrive. Ask at every interval."""
+        return self._queue is not None and self.linked and self._queue.stalled(now)
 
     async def close(self) -> None:
         """End the link and let go of the mapping."""
@@ -235,6 +224,8 @@ class Peer:
             cached_tokens=offer.cached_tokens,
             ref=offer.ref,
             scratch=blocks,
+            target_table=offer.block_ids,
+            transport=self._transport,
             keep=keep,
         )
 
@@ -248,7 +239,8 @@ class Peer:
         elif self._queue is not None and self._sender.writing(granted.ref):
             blocks = granted.block_table[first:upto_block]
             progress.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
-            self._queue.put(Run(granted.ref, first, granted.memory, blocks))
+            targets = granted.target_table[first:upto_block]
+            self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets))
 
     def _sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
         self._pump.run(self._sender.push(ref, first, len(digests), digests))

@@ -36,9 +36,14 @@ class PeerLink:
 
     @classmethod
     async def connect(
-        cls, address: str, me: WriterId, fingerprint: Fingerprint, transports: Sequence[str]
+        cls,
+        address: str,
+        me: WriterId,
+        fingerprint: Fingerprint,
+        transports: Sequence[str],
+        device: str = "",
     ) -> PeerLink:
-        """Connect and say hello. Raises HandoffRefused."""
+        """Connect and say hello; `device` is the UUID of the GPU with our blocks. Raises HandoffRefused."""
         hello = handoff_pb2.HandoffHello(
             worker_id=me.worker_id,
             incarnation=me.incarnation,
@@ -46,6 +51,7 @@ class PeerLink:
             fingerprint=fingerprint.to_proto(),
             transports=transports,
             host_id=host_id(),
+            device=device,
         )
         channel = make_channel(address)
         call = handoff_pb2_grpc.HandoffServiceStub(channel).Link()

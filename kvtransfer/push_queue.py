@@ -6,40 +6,28 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from engine.kv_memory import KVMemory
-from kvtransfer.digest import block_digest
-from kvtransfer.failpoints import damage_payload
 from kvtransfer.messages import GrantRef
-from kvtransfer.transports.base import PushChannel, TransportError
+from kvtransfer.progress import Progress
+from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
 from runtime.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks of one grant: places `first ..` of its table, from `block_ids` of `memory`."""
-
-    ref: GrantRef
-    first: int
-    memory: KVMemory
-    block_ids: Sequence[int]
-
-
 class PushQueue:
-    """One per link. `wanted(ref)` is asked before each block; `sent` is told after each run."""
+    """One per link. `wanted(ref)` is asked between blocks; `sent` is told after each run."""
 
     def __init__(
         self,
         channel: PushChannel,
-        wanted: Callable[[GrantRef], bool],
+        wanted: Wanted,
         sent: Callable[[GrantRef, int, list[bytes]], None],
         broken: Callable[[], None],
+        progress: Progress,
     ) -> None:
-        self._channel = channel
+        self._channel, self._progress = channel, progress
         self._wanted, self._sent, self._broken = wanted, sent, broken
         self._runs: Outbox[Run] = Outbox()
         self._pending: Counter[GrantRef] = Counter()
@@ -67,6 +55,13 @@ class PushQueue:
         self.when_idle(ref, flushed.set)
         await flushed.wait()
 
+    def stalled(self, now: float) -> bool:
+        """Whether what was sent does not arrive. Ask at the interval of `progress`."""
+        channel = self._channel
+        if self._ended:
+            return False
+        return channel.broken or self._progress.stalled(now, channel.sent, channel.acknowledged)
+
     def cancel(self) -> None:
         """Drop what is left and close the channel, soon."""
         self._task.cancel()
@@ -86,6 +81,9 @@ class PushQueue:
         except TransportError as error:
             _log.warning("%s", error)
             self._broken()
+        except Exception:  # a bug, or a kind of failure nobody thought of: the blocks do not arrive
+            _log.exception("a transport failed")
+            self._broken()
         finally:
             self._ended = True
             self._runs.close()
@@ -95,15 +93,10 @@ class PushQueue:
                 self._finished(ref)
 
     async def _send(self, run: Run) -> None:
-        digests = []
-        for index, block in enumerate(run.block_ids, run.first):
-            if not self._wanted(run.ref):
-                return
-            payload = run.memory.block_bytes(block)
-            digest = block_digest(run.ref, index, payload)
-            await self._channel.send(run.ref, index, damage_payload(payload), digest)
-            digests.append(digest)
-        self._sent(run.ref, run.first, digests)
+        if self._wanted(run.ref):
+            digests = await self._channel.send(run, self._wanted)
+            if digests is not None:
+                self._sent(run.ref, run.first, digests)
 
     def _finished(self, ref: GrantRef) -> None:
         self._pending[ref] -= 1

@@ -25,6 +25,8 @@ class Ready:
     """The prefill worker's phases, and kv_receive."""
     in_place: bool
     """Whether the prefill worker computed straight into the blocks."""
+    transport: str
+    """The name of what brought them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.fingerprint import Fingerprint, incompatible_field
-from kvtransfer.host import host_id
 from kvtransfer.messages import WriterId
-from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.transports import shared_memory, tcp
-from kvtransfer.transports.base import ReceiverHooks, ReceivingTransport
+from kvtransfer.transports.base import Place, ReceivingTransport
 from kvtransfer.wire import Response
 
 
@@ -28,18 +25,20 @@ class Reception:
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self.transports = transports
-        self._host_id = host_id()
 
     def transport_for(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
         """The first of the writer's transports that serves both, or the name of what does not fit."""
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field
-        for name in hello.transports:
-            for transport in self.transports:
-                if transport.name == name and (not transport.in_place or hello.host_id == self._host_id):
-                    return transport
-        return "transports"
+        place = Place(hello.host_id, hello.device)
+        why = []
+        for transport in (t for name in hello.transports for t in self.transports if t.name == name):
+            reason = transport.unreachable(place)
+            if reason is None:
+                return transport
+            why.append(f"{transport.name}: {reason}")
+        return f"transports ({'; '.join(why) or 'none in common'})"
 
     def welcome(self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport) -> Response:
         """Admits the writer to the transport: the token in the answer is its ticket."""
@@ -54,12 +53,3 @@ class Reception:
                 num_blocks=self._num_blocks,
             )
         )
-
-
-def make_transport(name: str, memory: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
-    """The receiving end of the transport of that name. ValueError if there is none."""
-    if name == shared_memory.NAME:
-        return shared_memory.SharedMemoryReceiver(memory, hooks)
-    if name == tcp.NAME:
-        return tcp.TcpReceiver(host, memory.memory.layout.bytes_per_block, hooks)
-    raise ValueError(f"there is no transport {name!r}")

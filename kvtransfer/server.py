@@ -38,9 +38,10 @@ from kvtransfer.pool_memory import PoolMemory
 from kvtransfer.ready import Beat, HandoffStats, Ready
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiving_attempt import Patience
-from kvtransfer.reception import Reception, make_transport
+from kvtransfer.reception import Reception
 from kvtransfer.server_link import Context, ServerLink, read_hello
 from kvtransfer.transports.base import ReceiverHooks
+from kvtransfer.transports.registry import make_receiver
 from kvtransfer.wire import Request, Response, key_of, ref_of, response_of
 from kvtransfer.writers import Writers
 
@@ -82,11 +83,11 @@ class HandoffServer:
         hooks = ReceiverHooks(
             dead=self._writers.dead,
             named=self._receiver.named,
-            destination=self._destination,
+            destination=self._receiver.destination,
             arrived=lambda *event: self._pump.run(self._receiver.arrived(*event)),
             corrupt=self._corrupt,
         )
-        made = [make_transport(name, memory, host, hooks) for name in transports]
+        made = [make_receiver(name, memory, host, hooks) for name in transports]
         self._reception = Reception(
             WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
         )
@@ -186,6 +187,9 @@ class HandoffServer:
             link.close()
             return
         self._pump.run(self._event(writer.id, kind, request, now))
+        if kind == "pushed":
+            pushed = request.pushed
+            writer.transport.pushed(writer.id, ref_of(pushed.grant), pushed.first_block, pushed.num_blocks)
 
     def _event(
         self, writer: WriterId, kind: str | None, request: Request, now: float
@@ -216,10 +220,6 @@ class HandoffServer:
         return self._receiver.stopped(writer, ref_of(stopped.grant), reason, stopped.failure.message)
 
     # -- transports
-
-    def _destination(self, writer: WriterId, ref: GrantRef, index: int) -> memoryview | None:
-        block = self._receiver.destination(writer, ref, index)
-        return None if block is None else self._memory.block_bytes(block)
 
     def _corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
@@ -269,6 +269,7 @@ class HandoffServer:
                 first_tokens=cast("tuple[work_pb2.SampledToken, ...]", done.first_tokens),
                 times=times,
                 in_place=done.in_place,
+                transport=self._writers.transport_of(done.writer),
             )
         )
 

@@ -55,6 +55,11 @@ class Writers:
         writer = self._known.get(link.writer)
         return writer if writer is not None and writer.link is link else None
 
+    def transport_of(self, writer_id: WriterId) -> str:
+        """The name of the transport that a known writer uses; empty for others."""
+        writer = self._known.get(writer_id)
+        return "" if writer is None else writer.transport.name
+
     def send(self, writer_id: WriterId, response: Response) -> None:
         """Say something to a writer; dropped when it has no link."""
         writer = self._known.get(writer_id)

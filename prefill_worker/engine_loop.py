@@ -19,8 +19,8 @@ from engine.batch import AbortWords
 from engine.runner import Runner
 from engine.sampling import SampleFailure
 from kvtransfer.client import HandoffClient
+from kvtransfer.granted import Granted
 from kvtransfer.messages import Key
-from kvtransfer.peer import Granted
 from prefill_worker.chunk_step import Computed, Row, run_step
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.handover import Outcome, hand_over

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from diptych.worker.v1 import work_pb2
 from kvtransfer.client import HandoffClient
 from kvtransfer.errors import AttemptOver, HandoffError
-from kvtransfer.peer import Granted, Peer
+from kvtransfer.granted import Granted
+from kvtransfer.peer import Peer
 from prefill_worker.request import PrefillRequest, Stop
 from runtime.block_hash import block_keys
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from diptych.worker.v1 import work_pb2
 from engine.score import CHUNK
+from kvtransfer.granted import Granted
 from kvtransfer.messages import Key
-from kvtransfer.peer import Granted
 from prefill_worker.scheduler import Prompt
 from worker.attempt import Attempt
 from worker.grammar import GrammarState

@@ -10,8 +10,6 @@ from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.client import HandoffClient
-from kvtransfer.peer import Granted
-from kvtransfer.transports import shared_memory, tcp
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.request import PrefillRequest
@@ -113,14 +111,10 @@ class PrefillWorker:
             if times.HasField(field):
                 metrics.phase_duration.labels(phase).observe(getattr(times, field).ToNanoseconds() / 1e9)
         if outcome == "committed" and request.granted is not None:
-            transport = _transport(request.granted)
+            transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)
         elif outcome == "failed":
-            transport = _transport(request.granted) if request.granted is not None else "none"
+            transport = request.granted.transport if request.granted is not None else "none"
             metrics.kv_transfer_failures.labels(transport).inc()
         if self._telemetry.enabled:
             self._telemetry.emit_phases(request.attempt.trace, [attempt_span(request, outcome)])
-
-
-def _transport(granted: Granted) -> str:
-    return shared_memory.NAME if granted.scratch is None else tcp.NAME

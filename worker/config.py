@@ -23,7 +23,7 @@ class WorkerSettings(ProgramSettings):
         0, description="with cores-fd: how many cores there are to share"
     )
     backend: Literal["auto", "native", "torch"] = Field("auto", description="how the model is computed")
-    transport: Literal["auto", "shared_memory", "tcp"] = Field(
+    transport: Literal["auto", "shared_memory", "gloo", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
     )
     advertise_host: str | None = Field(

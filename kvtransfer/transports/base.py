@@ -6,16 +6,26 @@ be used again, is decided by the state machines alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.kv_memory import KVLayout
+from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.messages import GrantRef, WriterId
 
 
 class TransportError(Exception):
     """A transport could not be opened, or broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs, as far as sharing memory goes."""
+
+    host_id: str
+    """Equal ids share a kernel and its namespaces."""
+    device: str = ""
+    """Of its KV blocks: empty for host memory, else what names the GPU on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +36,8 @@ class ReceiverHooks:
     """Proven: this writer can write no more by this transport."""
     named: Callable[[WriterId, int, int], GrantRef | None]
     """The grant of this writer at (slot, generation), None if that is not open."""
-    destination: Callable[[WriterId, GrantRef, int], memoryview | None]
-    """Where the bytes of block `index` of a grant belong now; None: they are stale."""
+    destination: Callable[[WriterId, GrantRef, int], int | None]
+    """The block of the pool to which block `index` of a grant belongs now; None: the data is stale."""
     arrived: Callable[[WriterId, GrantRef, int, bytes], None]
     """Block `index` is at its destination; its digest."""
     corrupt: Callable[[WriterId, GrantRef], None]
@@ -39,6 +49,11 @@ class ReceivingTransport(Protocol):
 
     name: str
     in_place: bool
+    """Whether the writer computes straight into the granted blocks."""
+
+    def unreachable(self, writer: Place) -> str | None:
+        """Why a writer at this place cannot use it; None: it can."""
+        ...
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -61,6 +76,10 @@ class ReceivingTransport(Protocol):
         """See to it that the writer can write no more; `dead` follows when that is proven."""
         ...
 
+    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
+        """The writer announced these blocks of a grant: for transports that do not see them come."""
+        ...
+
     def link_lost(self, writer: WriterId) -> None:
         """The writer's stream broke. A transport whose data path we own ends it here."""
         ...
@@ -70,11 +89,45 @@ class ReceivingTransport(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of one grant: places `first ..` of its table."""
+
+    ref: GrantRef
+    first: int
+    memory: KVMemory
+    block_ids: Sequence[int]
+    """Where they are, in `memory`."""
+    target_ids: Sequence[int] = ()
+    """Where they belong, in the decode worker's pool: for transports that map it."""
+
+
+Wanted = Callable[[GrantRef], bool]
+
+
 class PushChannel(Protocol):
     """The prefill worker's end of a copying transport."""
 
-    async def send(self, ref: GrantRef, index: int, payload: memoryview, digest: bytes) -> None:
-        """Send one block; returns when its bytes are the kernel's. Raises TransportError."""
+    @property
+    def sent(self) -> int:
+        """Blocks that left this end since it was opened."""
+        ...
+
+    @property
+    def acknowledged(self) -> int:
+        """How many of them the other end has taken, or dropped as stale."""
+        ...
+
+    @property
+    def broken(self) -> bool:
+        """Whether the other end is gone: nothing more will be acknowledged."""
+        ...
+
+    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+        """Send the blocks of a run and return the digest of each; None once the grant is not wanted.
+
+        When it ends, cancelled or not, the blocks of the run are not read any more. Raises TransportError.
+        """
         ...
 
     def close(self) -> None:

@@ -23,9 +23,10 @@ from dataclasses import dataclass
 
 from engine.kv_memory import KVMemory
 from kvtransfer.fence import WriterProcess, peer_credentials
-from kvtransfer.messages import WriterId
+from kvtransfer.host import host_id
+from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.pool_memory import PoolMemory, map_pool
-from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.base import Place, ReceiverHooks, TransportError, Welcome
 
 NAME = "shared_memory"
 _REGISTRATION_S = 2.0
@@ -47,12 +48,17 @@ class SharedMemoryReceiver:
 
     def __init__(self, pool: PoolMemory, hooks: ReceiverHooks) -> None:
         self._pool = pool
+        self._host_id = host_id()
         self._hooks = hooks
         self._listener: socket.socket | None = None
         self._path = f"diptych-{secrets.token_hex(16)}"
         self._admitted: dict[bytes, _Admission] = {}
         self._writers: dict[WriterId, WriterProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def unreachable(self, writer: Place) -> str | None:
+        """It has to be a process of this host."""
+        return None if writer.host_id == self._host_id else "on another host"
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -88,6 +94,9 @@ class SharedMemoryReceiver:
             process.kill()
         except (ValueError, OSError) as error:
             _log.error("cannot fence prefill worker %s (pid %d): %s", writer.worker_id, process.pid, error)
+
+    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
+        """They were computed in place."""
 
     def link_lost(self, writer: WriterId) -> None:
         """Proves nothing: the process may still write."""

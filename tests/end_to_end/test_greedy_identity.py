@@ -51,9 +51,23 @@ def test_the_stack_equals_transformers(transport: str, chunk: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("transport", "chunk"), [("shared_memory", 64), ("tcp", 16), ("tcp", 512)])
+@pytest.mark.parametrize(
+    ("transport", "chunk"), [("shared_memory", 64), ("tcp", 16), ("tcp", 512), ("gloo", 16)]
+)
 def test_the_stack_equals_transformers_full(transport: str, chunk: int) -> None:
     check_identity(transport, chunk)
+
+
+def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
+    """The driver of NCCL, over Gloo: prompts of one block, of several chunks, and one seen before."""
+    prompts = [prompt for prompt in reference.prompts() if len(prompt) <= 600][::4]
+    prompts.append(prompts[-1])
+    with running_stack("--dtype", "fp32", "--transport", "gloo", "--prefill-chunk", "64") as stack:
+        answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=4))
+        moved = stack.metric("decode", "diptych_kv_transfer_bytes_total")
+        stack.wait_idle()
+    assert differing(prompts, answers) == []
+    assert moved > 0
 
 
 def test_chats_equal_transformers_and_answer_the_question() -> None:

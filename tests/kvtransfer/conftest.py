@@ -17,9 +17,10 @@ from engine.block_pool import BlockPool
 from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.client import HandoffClient
 from kvtransfer.fingerprint import Fingerprint
+from kvtransfer.granted import Granted
 from kvtransfer.lease import LeaseTimes
 from kvtransfer.messages import Expected, Key
-from kvtransfer.peer import Granted, Peer
+from kvtransfer.peer import Peer
 from kvtransfer.pool_memory import PoolMemory, allocate_pool
 from kvtransfer.ready import Ready
 from kvtransfer.receiving_attempt import Patience
@@ -124,7 +125,7 @@ def pattern(seed: int, place: int) -> torch.Tensor:
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
 
 
-@pytest.fixture(params=["shared_memory", "tcp"])
+@pytest.fixture(params=["shared_memory", "tcp", "gloo"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -172,7 +173,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         closing.append(close)
         return end
 
-    def prefill_end(transport: str, scratch_blocks: int = 16) -> PrefillEnd:
+    def prefill_end(transport: str, scratch_blocks: int, stall_s: float) -> PrefillEnd:
         aborted: list[Key] = []
         lost: list[tuple[str, list[Key]]] = []
         scratch = BlockPool(scratch_blocks)
@@ -185,13 +186,16 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             scratch=lambda: (KVMemory(LAYOUT, scratch_blocks), scratch),
             on_abort=aborted.append,
             on_peer_lost=lambda address, keys: lost.append((address, keys)),
+            stall_s=stall_s,
         )
         closing.append(client.close)
         return PrefillEnd(client, aborted, lost, scratch)
 
-    async def make(transport: str, blocks: int = 16, scratch_blocks: int = 16, **options: object) -> Pair:
+    async def make(
+        transport: str, blocks: int = 16, scratch_blocks: int = 16, stall_s: float = 10.0, **options: object
+    ) -> Pair:
         decode = await decode_end(transport, blocks, **options)
-        return Pair(decode, prefill_end(transport, scratch_blocks))
+        return Pair(decode, prefill_end(transport, scratch_blocks, stall_s))
 
     try:
         yield make

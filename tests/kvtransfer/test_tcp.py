@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from engine.kv_memory import KVMemory
 from kvtransfer.digest import block_digest
 from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports import tcp
@@ -23,20 +24,21 @@ class Sink:
     """Stands in for the receiver: one open grant of four blocks."""
 
     def __init__(self) -> None:
-        self.blocks = [bytearray(SIZE) for _ in range(4)]
+        self.memory = KVMemory(LAYOUT, 4)
+        self.blocks = [self.memory.block_bytes(block) for block in range(4)]
         self.arrived: list[int] = []
         self.corrupt = 0
         self.dead = 0
         self.open = True
         self.transport = tcp.TcpReceiver(
             "127.0.0.1",
-            SIZE,
+            self.memory,
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
                 named=lambda writer, slot, generation: (
                     REF if self.open and (slot, generation) == REF[1:] else None
                 ),
-                destination=lambda writer, ref, index: memoryview(self.blocks[index]) if index < 4 else None,
+                destination=lambda writer, ref, index: index if index < 4 else None,
                 arrived=lambda writer, ref, index, digest: self.arrived.append(index),
                 corrupt=lambda writer, ref: self.count("corrupt"),
             ),
@@ -87,12 +89,12 @@ async def test_every_kind_of_damage_is_caught(sink, channel):
         if bytes(sent) == payload and digest == block_digest(REF, index, payload):
             continue
         damaged += 1
-        await channel.send(REF, index, memoryview(sent), digest)
+        await channel.send_block(REF, index, memoryview(sent), digest)
     await until(lambda: sink.corrupt == damaged)
     assert damaged > 250
     assert sink.arrived == []
     assert all(block == bytearray(SIZE) for block in sink.blocks), "nothing damaged touched the pool"
-    await channel.send(REF, 2, memoryview(payload), block_digest(REF, 2, payload))
+    await channel.send_block(REF, 2, memoryview(payload), block_digest(REF, 2, payload))
     await until(lambda: sink.arrived == [2])
     assert sink.blocks[2] == payload
 
@@ -101,8 +103,8 @@ async def test_an_older_generation_is_dropped(sink, channel):
     payload = bytes(range(256)) * (SIZE // 256 + 1)
     payload = payload[:SIZE]
     old = REF._replace(generation=16)
-    await channel.send(old, 0, memoryview(payload), block_digest(old, 0, payload))
-    await channel.send(REF, 1, memoryview(payload), block_digest(REF, 1, payload))
+    await channel.send_block(old, 0, memoryview(payload), block_digest(old, 0, payload))
+    await channel.send_block(REF, 1, memoryview(payload), block_digest(REF, 1, payload))
     await until(lambda: sink.arrived == [1])
     assert sink.blocks[0] == bytearray(SIZE)
     assert sink.corrupt == 0
@@ -112,10 +114,10 @@ async def test_a_grant_that_ends_while_its_block_is_on_the_way_stays_untouched(s
     loop = asyncio.get_running_loop()
     payload = bytes([7]) * SIZE
     header = tcp._HEADER.pack(REF.slot, REF.generation, 0, SIZE, block_digest(REF, 0, payload))
-    await loop.sock_sendall(channel._connection, header + payload[: SIZE // 2])
+    await loop.sock_sendall(channel._connection._connection, header + payload[: SIZE // 2])
     await asyncio.sleep(0.05)
     sink.open = False
-    await loop.sock_sendall(channel._connection, payload[SIZE // 2 :])
+    await loop.sock_sendall(channel._connection._connection, payload[SIZE // 2 :])
     await asyncio.sleep(0.05)
     assert sink.blocks[0] == bytearray(SIZE)
     assert sink.arrived == []
@@ -128,7 +130,7 @@ async def test_after_the_fence_nothing_is_copied(sink, channel):
 
     async def keep_sending() -> None:
         while True:
-            await channel.send(REF, 0, memoryview(payload), block_digest(REF, 0, payload))
+            await channel.send_block(REF, 0, memoryview(payload), block_digest(REF, 0, payload))
             await asyncio.sleep(0.01)
 
     with pytest.raises(TransportError):
@@ -150,9 +152,9 @@ async def test_strangers_and_second_uses_of_a_token_are_refused(sink):
 
 
 async def test_a_block_of_a_wrong_size_ends_the_connection(sink, channel):
-    await channel.send(REF, 0, memoryview(bytes(SIZE - 1)), bytes(16))
+    await channel.send_block(REF, 0, memoryview(bytes(SIZE - 1)), bytes(16))
     await until(lambda: sink.dead == 1)
 
 
 async def test_the_data_goes_out_without_delay(channel):
-    assert channel._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert channel._connection._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -72,20 +72,22 @@ class HandoffServiceLinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[HandoffWelcome, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., denied: _Optional[_Union[GrantDenied, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id")
+    __slots__ = ("worker_id", "incarnation", "pid", "fingerprint", "transports", "host_id", "device")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pid: int
     fingerprint: Fingerprint
     transports: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    device: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class HandoffWelcome(_message.Message):
     __slots__ = ("worker_id", "incarnation", "fingerprint", "transport", "endpoint", "token", "num_blocks")

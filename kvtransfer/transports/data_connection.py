@@ -1,0 +1,106 @@
+"""The writer's end of a data socket: connect, show the token, send, hear how many blocks arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.data_listener import COUNT, REGISTRATION_S
+
+
+class DataConnection:
+    """One socket to one decode worker."""
+
+    def __init__(self, connection: socket.socket, greeting: bytes) -> None:
+        self.greeting = greeting
+        self.acknowledged = 0
+        """Blocks that the other end has taken or dropped."""
+        self.broken = False
+        """The other end is gone."""
+        self._connection = connection
+        self._changed = asyncio.Event()
+        self._hearing = asyncio.create_task(self._hear())
+
+    @classmethod
+    async def open(cls, welcome: Welcome, greeting_bytes: int) -> DataConnection:
+        """Connect and register. Raises TransportError."""
+        host, port = endpoint_of(welcome)
+        loop = asyncio.get_running_loop()
+        connection: socket.socket | None = None
+        try:
+            async with asyncio.timeout(REGISTRATION_S):
+                family, kind, proto, _, address = (
+                    await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                )[0]
+                connection = socket.socket(family, kind, proto)
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_connect(connection, address)
+                await loop.sock_sendall(connection, welcome.token)
+                greeting = await _receive(connection, greeting_bytes)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, (OSError, TimeoutError)):
+                raise TransportError(f"no data connection to the decode worker: {error}") from error
+            raise
+        return cls(connection, greeting)
+
+    def local_host(self) -> str:
+        """Our own address on this connection."""
+        return str(self._connection.getsockname()[0])
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Returns when the bytes are the kernel's. Raises TransportError."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._connection, data)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"the data connection broke: {error}") from error
+
+    async def until_acknowledged(self, blocks: int) -> None:
+        """Wait until so many blocks were acknowledged. Raises TransportError when that cannot come."""
+        while self.acknowledged < blocks:
+            if self.broken:
+                raise TransportError("the decode worker closed the data connection")
+            self._changed.clear()
+            await self._changed.wait()
+
+    def close(self) -> None:
+        """End the connection. Call it when no `send` runs."""
+        self._hearing.cancel()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        # Not before the reader has left it: its number could be another socket's by then.
+        self._hearing.add_done_callback(lambda _: self._connection.close())
+
+    async def _hear(self) -> None:
+        try:
+            while True:
+                (self.acknowledged,) = COUNT.unpack(await _receive(self._connection, COUNT.size))
+                self._changed.set()
+        except (OSError, TransportError):
+            pass  # said by `broken`
+        finally:
+            self.broken = True
+            self._changed.set()
+
+
+async def _receive(connection: socket.socket, size: int) -> bytes:
+    loop, received = asyncio.get_running_loop(), b""
+    while len(received) < size:
+        part = await loop.sock_recv(connection, size - len(received))
+        if not part:
+            raise TransportError("the decode worker closed the data connection")
+        received += part
+    return received
+
+
+def endpoint_of(welcome: Welcome) -> tuple[str, int]:
+    """A listener on all addresses is reached at the one where its gRPC server was."""
+    host, _, port = welcome.endpoint.rpartition(":")
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::", ""):
+        host = welcome.address.rpartition(":")[0].strip("[]")
+    return host, int(port)

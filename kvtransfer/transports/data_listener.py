@@ -1,0 +1,207 @@
+"""Data sockets of copying transports: a token, then frames one way and the number of arrivals the other way.
+
+    writer → token of the welcome                     decode → a greeting when it is accepted
+    writer → frame*, as its transport arranges them   decode → count*, of blocks taken or dropped so far
+
+Closing a data socket is the fence: nothing that it brought is copied from that moment on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from kvtransfer.messages import WriterId
+from kvtransfer.transports.base import TransportError
+
+TOKEN_BYTES = 32
+REGISTRATION_S = 2.0
+COUNT = struct.Struct("<Q")
+"""Blocks taken or dropped since the socket was opened."""
+_log = logging.getLogger(__name__)
+
+
+class Frames(Protocol):
+    """Reads the frames of one data socket into buffers of its own."""
+
+    def greeting(self) -> bytes:
+        """What an accepted writer is told; of a fixed length."""
+        ...
+
+    def target(self) -> memoryview:
+        """The buffer to be filled first."""
+        ...
+
+    def filled(self) -> memoryview:
+        """The buffer is full; which is to be filled next. Raises TransportError to end the socket."""
+        ...
+
+    def ended(self) -> None:
+        """No more frames come."""
+        ...
+
+
+class DataListener:
+    """One listener, one data socket a writer."""
+
+    def __init__(
+        self,
+        host: str,
+        open_frames: Callable[[WriterId, DataSocket], Frames],
+        dead: Callable[[WriterId], None],
+    ) -> None:
+        self.host = host
+        self.open_frames = open_frames
+        self._dead = dead
+        self._server: asyncio.Server | None = None
+        self._admitted: dict[bytes, WriterId] = {}
+        self._sockets: dict[WriterId, DataSocket] = {}
+
+    async def start(self) -> None:
+        """Listen on a free port. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: DataSocket(self), self.host, 0)
+
+    @property
+    def endpoint(self) -> str:
+        """host:port."""
+        if self._server is None:
+            raise TransportError("not started")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def admit(self, writer: WriterId) -> bytes:
+        """Let whoever shows the token, once, write as `writer`."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
+            del self._admitted[old]
+        self._admitted[token] = writer
+        return token
+
+    def registered(self, writer: WriterId) -> bool:
+        """Whether its data socket is open."""
+        return writer in self._sockets
+
+    def end(self, writer: WriterId) -> None:
+        """Close the writer's data socket, if it has one: `dead` follows before this returns."""
+        connection = self._sockets.get(writer)
+        if connection is not None:
+            connection.end()
+
+    async def close(self) -> None:
+        """Stop listening and close every data socket."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._sockets.values()):
+            connection.end()
+        if self._server is not None:
+            await self._server.wait_closed()
+            self._server = None
+
+    def accept(self, token: bytes, connection: DataSocket) -> WriterId | None:
+        """The writer whose token this is."""
+        for known, writer in self._admitted.items():
+            if hmac.compare_digest(known, token):
+                del self._admitted[known]
+                self.end(writer)
+                self._sockets[writer] = connection
+                return writer
+        return None
+
+    def ended(self, writer: WriterId, connection: DataSocket) -> None:
+        """A data socket is closed for us."""
+        if self._sockets.get(writer) is connection:
+            del self._sockets[writer]
+            self._dead(writer)
+
+
+class DataSocket(asyncio.BufferedProtocol):
+    """Reads the token, then frames, straight into their buffers."""
+
+    def __init__(self, listener: DataListener) -> None:
+        self._listener = listener
+        self._transport: asyncio.Transport | None = None
+        self._writer: WriterId | None = None
+        self._frames: Frames | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._target = memoryview(bytearray(TOKEN_BYTES))
+        self._filled = 0
+        self._taken = 0
+        self.over = False
+        """Nothing that it brought may be copied any more."""
+
+    def took(self, blocks: int) -> None:
+        """Tell the writer that so many more blocks were taken or dropped."""
+        self._taken += blocks
+        if self._transport is not None and not self.over:
+            self._transport.write(COUNT.pack(self._taken))
+
+    def local_host(self) -> str:
+        """Our own address on this connection."""
+        if self._transport is None:
+            raise TransportError("not connected")
+        return str(self._transport.get_extra_info("sockname")[0])
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the interface but not the type.
+        self._transport = cast("asyncio.Transport", transport)
+        # Frees nothing: a socket that never says who it is holds nothing but itself.
+        self._deadline = asyncio.get_running_loop().call_later(REGISTRATION_S, self.end)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._target[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        if self.over or self._filled < self._target.nbytes:
+            return
+        if self._frames is None:
+            self._authenticate()
+            return
+        try:
+            self._target, self._filled = self._frames.filled(), 0
+        except TransportError as error:
+            _log.error("%s", error)
+            self.end()
+
+    def eof_received(self) -> None:
+        self.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Read nothing more, from this moment on."""
+        if self.over:
+            return
+        self.over = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        if self._frames is not None:
+            self._frames.ended()
+        if self._writer is not None:
+            self._listener.ended(self._writer, self)
+
+    def _authenticate(self) -> None:
+        self._writer = self._listener.accept(bytes(self._target), self)
+        if self._writer is None or self._transport is None:
+            _log.warning("a data connection showed an unknown token")
+            self.end()
+            return
+        if self._deadline is not None:
+            self._deadline.cancel()
+        try:
+            self._frames = self._listener.open_frames(self._writer, self)
+        except TransportError as error:
+            _log.error("%s", error)
+            self.end()
+            return
+        self._transport.write(self._frames.greeting())
+        self._target, self._filled = self._frames.target(), 0

@@ -1,0 +1,56 @@
+"""A thread for calls that block on another process, so that neither an event loop nor an engine ever does."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class PairThread:
+    """Runs one call after another. A daemon: a call that never returns does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The call's result or error. When this is cancelled, a call that has begun still goes on."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def call() -> None:
+            if result.cancelled():
+                return
+            try:
+                settle, value = _set_result, function(*arguments)
+            except BaseException as error:
+                settle, value = _set_error, error  # type: ignore[assignment]
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, value)
+
+        self._calls.put(call)
+        return await result
+
+    def stop(self) -> None:
+        """End after the calls that wait."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # with it the arguments: the thread may wait for long
+
+
+def _set_result(result: asyncio.Future[Any], value: Any) -> None:
+    if not result.done():
+        result.set_result(value)
+
+
+def _set_error(result: asyncio.Future[Any], error: BaseException) -> None:
+    if not result.done():
+        result.set_exception(error)

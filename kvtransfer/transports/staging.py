@@ -1,0 +1,102 @@
+"""Ring slots: blocks are packed into one, sent whole, and unpacked from another into the granted blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.kv_memory import KVMemory
+from kvtransfer.digest import block_digest
+from kvtransfer.failpoints import damage_payload
+from kvtransfer.host_bytes import host_view, read_block, write_block
+from kvtransfer.messages import GrantRef
+
+SLOTS = 4
+_SLOT_BYTES = 4 << 20
+MAX_BLOCKS = 256
+"""Of one message: their digests travel in its header."""
+
+
+def blocks_per_slot(block_bytes: int, slot_bytes: int = _SLOT_BYTES) -> int:
+    """The same on both sides, since it follows from the layout."""
+    return max(1, min(MAX_BLOCKS, slot_bytes // block_bytes))
+
+
+class Staging(Protocol):
+    """The slots of one end."""
+
+    blocks: int
+    """That fit one slot."""
+
+    def data(self, slot: int, count: int) -> torch.Tensor:
+        """The bytes of the first `count` blocks of a slot, `[n]` uint8."""
+        ...
+
+    def pack(
+        self, slot: int, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int
+    ) -> list[bytes]:
+        """Copy blocks into a slot; the digest of each. Blocks until they are there."""
+        ...
+
+    async def unpack(
+        self,
+        slot: int,
+        ref: GrantRef,
+        first: int,
+        digests: Sequence[bytes],
+        destination: Callable[[int], int | None],
+    ) -> list[bool | None]:
+        """Copy blocks to where they belong: True done, False damaged, None stale (and not copied).
+
+        `destination` of a place is asked when nothing can come between the answer and the copy.
+        """
+        ...
+
+
+class HostStaging:
+    """Slots in this process' memory; a GPU's blocks pass through it. Damaged blocks are not copied."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._size = memory.layout.bytes_per_block
+        self.blocks = blocks_per_slot(self._size)
+        self._slots = [torch.empty(self.blocks * self._size, dtype=torch.uint8) for _ in range(SLOTS)]
+        self._bytes = [host_view(slot) for slot in self._slots]
+
+    def data(self, slot: int, count: int) -> torch.Tensor:
+        """The bytes of the first `count` blocks of a slot."""
+        return self._slots[slot][: count * self._size]
+
+    def pack(
+        self, slot: int, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int
+    ) -> list[bytes]:
+        """Copy blocks into a slot; the digest of each, taken from where they came."""
+        digests = []
+        for at, block in enumerate(block_ids):
+            payload = read_block(memory, block)
+            digests.append(block_digest(ref, first + at, payload))
+            self._block(slot, at)[:] = damage_payload(payload)
+        return digests
+
+    async def unpack(
+        self,
+        slot: int,
+        ref: GrantRef,
+        first: int,
+        digests: Sequence[bytes],
+        destination: Callable[[int], int | None],
+    ) -> list[bool | None]:
+        """All within one turn of the event loop, as the grants that it asks about."""
+        results: list[bool | None] = []
+        for at, digest in enumerate(digests):
+            payload, block = self._block(slot, at), destination(first + at)
+            intact = block is not None and block_digest(ref, first + at, payload) == digest
+            if intact and block is not None:
+                write_block(self._memory, block, payload)
+            results.append(None if block is None else intact)
+        return results
+
+    def _block(self, slot: int, at: int) -> memoryview:
+        return self._bytes[slot][at * self._size : (at + 1) * self._size]
