@@ -37,6 +37,7 @@ class DecodeWorker:
 
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
+        self._max_batch = settings.max_batch
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
         memory = allocate_pool(engine.layout, settings.num_blocks(engine.layout.bytes_per_block))
@@ -107,6 +108,7 @@ class DecodeWorker:
             free_blocks=self._pool.available(),
             total_blocks=self._pool.total,
             quarantined_blocks=self._pool.quarantined(),
+            max_running=self._max_batch,
         )
 
     def _utilization(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,11 @@ class GatewaySettings(ProgramSettings):
     )
     max_queued_tokens: Annotated[int, Field(ge=1)] = Field(
         400_000, description="prompt tokens that may wait for prefill; beyond, requests are refused"
+    )
+    max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = Field(
+        30.0,
+        description="refuse a request whose prefill would begin later than this, as predicted; "
+        "auto = eight times what the prefill of an average request takes",
     )
     drain_settle_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="seconds from NOT_SERVING to refusing new requests at shutdown"

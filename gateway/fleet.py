@@ -30,6 +30,8 @@ from runtime.block_hash import block_keys, namespace_key
 from runtime.directory.records import WorkerRecord
 
 RECONCILE_S = 0.25
+PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
+UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit
 _log = logging.getLogger(__name__)
 
 
@@ -182,9 +184,25 @@ class Fleet:
         formats = {w.kv_format for w in prefill}
         return None if any(w.kv_format in formats for w in decode) else Role.DECODE
 
+    def capacity(self) -> tuple[int, int]:
+        """Sequences that may be under way at once, and prefill workers. Beside those in decode batches there
+        are the few whose prompts are being computed.
+        """
+        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
+        batches = [w.load.max_running or UNKNOWN_BATCH for w in decode]
+        return sum(batches) + PREFILLING_SEQUENCES * len(prefill), len(prefill)
+
     def token_limit(self) -> int | None:
         """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
         return max((w.max_tokens for w in self.linked(Role.DECODE)), default=None)
+
+    def tokens_to_compute(self, job: Job) -> int:
+        """Of the prompt, as predicted: what the decode worker that holds most of it does not hold."""
+        prompt = job.request.prompt_ids
+        decode = self.linked(Role.DECODE)
+        hits = self._prefix_hits(decode, job, prompt)
+        cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
+        return max(len(prompt) - cached, 1)
 
     def block_size(self) -> int | None:
         return next((w.record.block_size for w in self.linked(Role.DECODE)), None)
@@ -274,11 +292,11 @@ class Fleet:
         worker = self._workers.get(worker_id)
         if worker is None:
             return
-        leaves = load.draining and not worker.load.draining
+        before = worker.load
         worker.reported(load)
         if load.step_times:
             self.ejections.report(worker_id, worker.record.role, load.step_times, self._clock())
-        if leaves:
+        if (load.draining, load.max_running) != (before.draining, before.max_running):
             self._on_change()
 
     def on_news(self, worker_id: str, news: list[News]) -> None:

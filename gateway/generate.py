@@ -138,7 +138,7 @@ class Generator:
             report.conversation = conversation
             self._live.add(conversation)
             ticket = self._gate.enter(
-                len(request.prompt_ids),
+                self._fleet.tokens_to_compute(conversation.job),
                 sequences=request.beam_width or request.choices,
                 priority=request.priority,
                 time_left_s=call.time_left_s(self._clock()),

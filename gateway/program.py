@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from gateway import limits
 from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
-from gateway.admission import AdmissionGate, AdmissionQueue
+from gateway.admission import AdmissionGate, AdmissionQueue, Patience
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet import Fleet, FleetIdentity
@@ -55,9 +55,12 @@ class Gateway:
             settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
         )
         self._changed = asyncio.Event()
-        self.fleet = Fleet(self.mirror, self.live, identity, on_change=self._changed.set)
+        self.fleet = Fleet(self.mirror, self.live, identity, on_change=self._workers_changed)
+        delay_s = settings.max_queue_delay_s
+        patience = Patience(seconds=None if delay_s == "auto" else delay_s)
         self.gate = AdmissionGate(
-            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens), time.monotonic
+            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, patience=patience),
+            time.monotonic,
         )
         self.generator = Generator(
             model,
@@ -147,6 +150,10 @@ class Gateway:
         if self._admin is not None:
             await self._admin.close()
         await asyncio.to_thread(self.telemetry.stop)
+
+    def _workers_changed(self) -> None:
+        self._changed.set()
+        self.gate.resize(*self.fleet.capacity())
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""

@@ -71,6 +71,7 @@ class Load:
     quarantined_blocks: int = 0
     draining: bool = False  # it takes nothing new
     step_times: tuple[StepTime, ...] = ()
+    max_running: int = 0  # sequences in a step of a decode worker; 0 = it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,7 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
                 StepTime(one.size_class, one.steps, one.median.ToNanoseconds() / 1e9)
                 for one in said.step_times
             ),
+            said.max_running,
         )
     return Beat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.admission import REQUEST_OVERHEAD_TOKENS, AdmissionQueue, Ticket
+from gateway.admission import REQUEST_OVERHEAD_TOKENS, WINDOW_TOKENS, AdmissionQueue, Patience, Ticket
 from runtime.errors import DeadlineUnattainable, QueueFull
 
 
@@ -73,7 +73,7 @@ def test_a_deadline_that_the_queue_cannot_make_is_refused_at_once() -> None:
     queue.offer(10_000 - REQUEST_OVERHEAD_TOKENS, now=1.0)  # waits: ten seconds of work
     with pytest.raises(DeadlineUnattainable) as refused:
         queue.offer(10, time_left_s=5.0, now=1.0)
-    assert refused.value.retry_after_s == pytest.approx(10.0)
+    assert refused.value.retry_after_s == pytest.approx(5.0)  # then it would wait for five
     queue.offer(10, time_left_s=11.0, now=1.0)
 
 
@@ -84,20 +84,108 @@ def test_no_deadline_is_refused_while_nothing_waits_before_it() -> None:
     assert queue.offer(10_000, time_left_s=0.001, now=100.0).admitted
 
 
+def measured(queue: AdmissionQueue, tokens: int = 84, stay_s: float = 1.0) -> float:
+    """Forty requests, one after the other, at 1,000 tokens a second; returns the time."""
+    now = 0.0
+    for _ in range(40):
+        ticket = queue.offer(tokens, now=now)
+        now += (tokens + REQUEST_OVERHEAD_TOKENS) / 1000
+        queue.prefilled(ticket, now)
+        queue.leave(ticket, now + stay_s)
+    return now
+
+
+def flooded(queue: AdmissionQueue, now: float) -> tuple[list[Ticket], list[float]]:
+    """A hundred requests at once: who is taken, and the hints of the others."""
+    taken, hints = [], []
+    for _ in range(100):
+        try:
+            taken.append(queue.offer(84, now=now))
+        except QueueFull as refused:
+            hints.append(refused.retry_after_s or 0.0)
+    return taken, hints
+
+
+def test_beyond_its_patience_a_queue_refuses_and_tells_when_there_is_room() -> None:
+    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=2.0))
+    now = measured(queue)
+    taken, hints = flooded(queue, now)
+    assert len(taken) == pytest.approx(21, abs=2)  # two seconds of work, and the one before them
+    assert hints[0] < 0.3
+    # Each is told another time: who comes back then finds room for one.
+    assert hints[10] - hints[0] == pytest.approx(10 * 0.1, rel=0.1)
+
+
+def test_automatic_patience_is_a_number_of_average_prefills() -> None:
+    for workers in (1, 2):
+        queue = AdmissionQueue(1000, 1_000_000, patience=Patience(services=8))
+        now = measured(queue)
+        queue.resize(1000, workers, now)
+        assert len(flooded(queue, now)[0]) == pytest.approx(8 * workers, abs=2)
+
+
+def test_places_in_decode_batches_count_too() -> None:
+    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=5.0))
+    now = measured(queue, stay_s=10.0)  # ten seconds each: a batch of ten ends one a second
+    queue.resize(10, 1, now)
+    taken, _ = flooded(queue, now)
+    assert sum(ticket.admitted for ticket in taken) == 10
+    assert len(taken) == pytest.approx(15, abs=1)
+    for ticket in taken[:10]:
+        queue.prefilled(ticket, now + 1)
+    assert taken[10] in queue.leave(taken[0], now + 10)
+    queue.invariants()
+
+
+def test_more_places_admit_at_once() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    queue.resize(1, 1, 0.0)
+    first, second = queue.offer(1, now=0), queue.offer(1, now=0)
+    assert [first.admitted, second.admitted] == [True, False]
+    assert queue.resize(2, 1, 0.0) == [second]
+
+
+def test_prefill_workers_get_what_keeps_them_busy_and_the_rest_waits_here() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    tickets = [queue.offer(WINDOW_TOKENS // 4, now=0) for _ in range(10)]
+    assert sum(ticket.admitted for ticket in tickets) == 3
+    assert queue.prefilled(tickets[0], 1.0) == [tickets[3]]
+    queue.invariants()
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+    queue = AdmissionQueue(1, 1_000_000)
+    running = queue.offer(100, tenant="flood", now=0)
+    for _ in range(50):
+        queue.offer(500, tenant="flood", priority=9, now=0)
+    quiet = queue.offer(100, tenant="quiet", now=0)
+    order = [running]
+    while quiet not in order:
+        order += queue.leave(order[-1])
+    assert len(order) <= 4
+
+
 class QueueMachine(RuleBasedStateMachine):
-    @initialize(running=st.integers(1, 3), tokens=st.integers(50, 400))
+    @initialize(running=st.integers(1, 3), tokens=st.integers(50, 4000))
     def begin(self, running: int, tokens: int) -> None:
         self.queue = AdmissionQueue(running, tokens)
         self.limit = tokens
         self.alive: list[Ticket] = []
         self.now = 0.0
 
-    @rule(tokens=st.integers(1, 120), priority=st.integers(-2, 2), sequences=st.integers(1, 4))
-    def offer(self, tokens: int, priority: int, sequences: int) -> None:
+    @rule(
+        tokens=st.integers(1, 1200),
+        priority=st.integers(-2, 2),
+        sequences=st.integers(1, 4),
+        tenant=st.sampled_from("abc"),
+    )
+    def offer(self, tokens: int, priority: int, sequences: int, tenant: str) -> None:
         self.now += 0.1
         before = self.queue.waiting_tokens
         try:
-            ticket = self.queue.offer(tokens, sequences=sequences, priority=priority, now=self.now)
+            ticket = self.queue.offer(
+                tokens, sequences=sequences, priority=priority, tenant=tenant, now=self.now
+            )
             self.alive.append(ticket)
         except QueueFull:
             assert before + tokens + REQUEST_OVERHEAD_TOKENS > self.limit
@@ -124,6 +212,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.invariants()
         assert self.queue.running == sum(t.admitted for t in self.alive)
         assert self.queue.sequences == sum(t.sequences for t in self.alive if t.admitted)
+        assert all(t.admitted and t in self.alive for t in self.queue.woken())
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)
 

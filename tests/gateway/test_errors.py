@@ -56,11 +56,17 @@ async def hung(stack: Stack) -> AsyncIterator[None]:
     call.cancel()
 
 
+def measured(stack: Stack, tokens_per_s: float) -> None:
+    """As if prefill had been so fast for long."""
+    rate = stack.gateway.gate.queue.rate
+    rate._units, rate._seconds = 1000 * tokens_per_s, 1000.0
+
+
 @asynccontextmanager
 async def slow(stack: Stack) -> AsyncIterator[None]:
     """One request has the only place, and those before took a second for each token."""
     async with hung(stack):
-        stack.gateway.gate.queue._tokens_per_s = 1.0
+        measured(stack, 1.0)
         yield
 
 
@@ -302,7 +308,7 @@ async def test_the_hint_is_what_the_queue_needs(bundled: ServedModel, redis_url:
     async with running(bundled, redis_url, *workers, **row.settings) as stack, crowded(stack):
         assert (await over_grpc(stack, row)).retry_s == FIRST_RETRY_S
         queue = stack.gateway.gate.queue
-        queue._tokens_per_s = queue.waiting_tokens / 4.0
+        measured(stack, queue.waiting_tokens / 4.0)
         assert (await over_grpc(stack, row)).retry_s == pytest.approx(4.0, abs=0.01)
 
 

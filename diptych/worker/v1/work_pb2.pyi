@@ -258,7 +258,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., busy: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., late: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining")
+    __slots__ = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "quarantined_blocks", "step_times", "draining", "max_running")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +267,7 @@ class Load(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -275,7 +276,8 @@ class Load(_message.Message):
     quarantined_blocks: int
     step_times: _containers.RepeatedCompositeFieldContainer[StepTime]
     draining: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    max_running: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., step_times: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., draining: _Optional[bool] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("size_class", "steps", "median")

@@ -1,0 +1,36 @@
+"""How much is done a second while there is something to do: an average that forgets. Pure."""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_S = 3.0  # of busy time: what is older counts less than a third
+FIRST_S = 0.25  # prefills end in batches: a rate over less time than this means nothing
+
+
+class RateMeter:
+    """Units done, over the time in which some were waiting to be done. Idle time does not count."""
+
+    def __init__(self) -> None:
+        self._units = 0.0
+        self._seconds = 0.0
+        self._noted_at = 0.0
+        self._busy = False
+
+    @property
+    def per_s(self) -> float | None:
+        """None until enough was seen."""
+        return self._units / self._seconds if self._seconds >= FIRST_S and self._units else None
+
+    def begin(self, now: float) -> None:
+        """There is something to do. Nothing changes if there was."""
+        if not self._busy:
+            self._busy, self._noted_at = True, now
+
+    def done(self, units: float, now: float, *, more: bool) -> None:
+        """So much was done; ``more``: there is something left to do."""
+        elapsed = max(now - self._noted_at, 0.0) if self._busy else 0.0
+        fade = math.exp(-elapsed / MEMORY_S)
+        self._units = self._units * fade + units
+        self._seconds = self._seconds * fade + elapsed
+        self._busy, self._noted_at = more, now
