@@ -1,0 +1,326 @@
+"""Decode attention over blocks: rows with one query token each, split over the context.
+
+Flash-decoding (Dao et al. 2023): a row's context is cut into splits, each split's softmax is computed alone
+with its maximum and sum, and a second pass joins them. Means kernels/paged_decode.py.
+
+- **Who does what.** A fixed number of programs walks a list of items (row, split, KV head) that every program
+  derives from the lengths on the device, so one captured graph serves all lengths, and neither a long
+  neighbour nor an empty row costs a launch. All query heads that share a KV head are one tile.
+- **Batch invariance.** Splits are counted in tokens and depend on the row's own length alone; the second pass
+  adds them in their order, in groups of fixed size. A row's bits are the same alone and among others.
+- **What lies beyond a length** is not read into the result, whatever it holds: hidden keys are replaced after
+  the product, hidden values are not loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import INTERPRETED, LOG2_E, check_dense, multiprocessors, operand_type, power_of_two
+from kernels.gpu.tuning import decode_default, look_up, shape_class
+
+SHORT_CONTEXT = 2048
+"""Tokens. Up to here splits are short, so that one young sequence fills more of the device."""
+SHORT_SPLIT = 128
+LONG_SPLIT = 512
+"""Tokens of a split. Its partial result in float32 is under 2% of the bytes read for it."""
+_JOINED = 32
+"""Splits that the second pass adds at a time."""
+_JOINED_DIMS = 64
+
+
+@dataclass(frozen=True)
+class DecodeScratch:
+    """Partial results of all splits, float32: allocated once, used by every layer and step."""
+
+    mixed: torch.Tensor
+    """`[rows, heads, splits, head_dim]`, not yet divided by the sums."""
+    peaks: torch.Tensor
+    """`[rows, heads, splits]`: the largest score of each split, times log2(e)."""
+    sums: torch.Tensor
+    """`[rows, heads, splits]`."""
+
+
+def max_splits(max_tokens: int) -> int:
+    """The most splits that a context of up to `max_tokens` can have."""
+    return max(1, -(-min(max_tokens, SHORT_CONTEXT) // SHORT_SPLIT), -(-max_tokens // LONG_SPLIT))
+
+
+def make_scratch(
+    rows: int, heads: int, head_dim: int, max_tokens: int, device: torch.device
+) -> DecodeScratch:
+    """Scratch for up to `rows` rows with contexts of up to `max_tokens`."""
+    splits = max_splits(max_tokens)
+    return DecodeScratch(
+        torch.empty(rows, heads, splits, head_dim, device=device),
+        torch.empty(rows, heads, splits, device=device),
+        torch.empty(rows, heads, splits, device=device),
+    )
+
+
+@triton.jit
+def _first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where reading begins: the start of the block that holds the first visible position."""
+    first = lengths * 0
+    if WINDOW > 0:
+        first = tl.maximum(lengths - WINDOW, 0) // BLOCK_SIZE * BLOCK_SIZE
+    return first
+
+
+@triton.jit
+def _split_size(tokens, SHORT_CONTEXT: tl.constexpr, SHORT_SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr):
+    return tl.where(tokens <= SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+
+
+@triton.jit
+def _splits(
+    query,
+    blocks,
+    tables,
+    lengths,
+    scales,
+    mixed,
+    peaks,
+    sums,
+    out,
+    rows,
+    layer_offset,
+    block_stride,
+    table_stride,
+    scratch_splits,
+    score_scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    SHORT_CONTEXT: tl.constexpr,
+    SHORT_SPLIT: tl.constexpr,
+    LONG_SPLIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    WIDTH: tl.constexpr = D * BLOCK_SIZE
+    numbers = tl.arange(0, ROWS_PAD)
+    all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
+    read = all_lengths - _first_read(all_lengths, WINDOW, BLOCK_SIZE)
+    size = _split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+    counts = (read + size - 1) // size
+    ends = tl.cumsum(counts, axis=0)
+    items = tl.sum(counts, axis=0) * KV_HEADS
+
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, D_PAD)
+    tokens = tl.arange(0, TILE)
+    in_group = group < GROUP
+    in_head = dims < D
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        head = item % KV_HEADS
+        place = item // KV_HEADS
+        row = tl.sum((ends <= place).to(tl.int32), axis=0)
+        split = place - tl.sum(tl.where(numbers < row, counts, 0), axis=0)
+
+        length = tl.load(lengths + row)
+        first = _first_read(length, WINDOW, BLOCK_SIZE)
+        split_size = _split_size(length - first, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+        begin = tl.multiple_of(first + split * split_size, BLOCK_SIZE)
+        end = tl.minimum(begin + split_size, length)
+
+        heads = head * GROUP + group
+        q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
+        q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0).to(OPERAND)
+        key_scale = score_scale
+        value_scale = 1.0
+        if SCALED:
+            key_scale = score_scale * tl.load(scales + head)
+            value_scale = tl.load(scales + KV_HEADS + head)
+
+        peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+        keys = blocks + layer_offset + head * WIDTH
+        values = keys + KV_HEADS * WIDTH
+        for position in range(begin, end, TILE):
+            at = tl.multiple_of(position, BLOCK_SIZE) + tokens
+            lane = at % BLOCK_SIZE
+            # Whole blocks: a mask of single tokens would cut the loads of keys into single numbers.
+            held = at // BLOCK_SIZE * BLOCK_SIZE < end
+            block = tl.load(tables + row * table_stride + at // BLOCK_SIZE, mask=held, other=0)
+            start = block.to(tl.int64) * block_stride
+            k_place = keys + start[None, :] + dims[:, None] * BLOCK_SIZE + lane[None, :]
+            k = tl.load(k_place, mask=in_head[:, None] & held[None, :], other=0.0)
+            seen = at < end
+            if WINDOW > 0:
+                seen = seen & (at >= length - WINDOW)
+            v_place = values + start[:, None] + lane[:, None] * D + dims[None, :]
+            v = tl.load(v_place, mask=seen[:, None] & in_head[None, :], other=0.0)
+
+            scores = tl.dot(q, k.to(OPERAND), input_precision="ieee")
+            scores = tl.where(seen[None, :], scores * key_scale, float("-inf"))
+            # Every tile holds a visible token, so the maximum is a number.
+            higher = tl.maximum(peak, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - higher[:, None])
+            faded = tl.exp2(peak - higher)
+            total = total * faded + tl.sum(weights, axis=1)
+            acc = acc * faded[:, None]
+            acc = tl.dot(weights.to(OPERAND), v.to(OPERAND), acc, input_precision="ieee")
+            peak = higher
+
+        acc = acc * value_scale
+        kept = in_group[:, None] & in_head[None, :]
+        row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        if length - first <= split_size:
+            place_out = out + row_head[:, None] * D + dims[None, :]
+            tl.store(place_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
+        else:
+            partial = row_head * scratch_splits + split
+            tl.store(mixed + partial[:, None] * D + dims[None, :], acc, mask=kept)
+            tl.store(peaks + partial, peak, mask=in_group)
+            tl.store(sums + partial, total, mask=in_group)
+
+
+@triton.jit
+def _join(
+    lengths,
+    mixed,
+    peaks,
+    sums,
+    out,
+    scratch_splits,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHORT_CONTEXT: tl.constexpr,
+    SHORT_SPLIT: tl.constexpr,
+    LONG_SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
+):
+    row = tl.program_id(2)
+    length = tl.load(lengths + row)
+    read = length - _first_read(length, WINDOW, BLOCK_SIZE)
+    size = _split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+    count = (read + size - 1) // size
+    # A row with one split is finished already.
+    if count != 1:
+        row_head = row.to(tl.int64) * HEADS + tl.program_id(1)
+        dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+        in_head = dims < D
+        some = tl.arange(0, JOINED)
+        base = row_head * scratch_splits
+        top = tl.full([JOINED], float("-inf"), tl.float32)
+        for first in range(0, count, JOINED):
+            there = first + some < count
+            top = tl.maximum(top, tl.load(peaks + base + first + some, mask=there, other=float("-inf")))
+        highest = tl.max(top, axis=0)
+        acc = tl.zeros([DIMS], tl.float32)
+        total = 0.0
+        for first in range(0, count, JOINED):
+            split = base + first + some
+            there = first + some < count
+            faded = tl.exp2(tl.load(peaks + split, mask=there, other=float("-inf")) - highest)
+            part = tl.load(
+                mixed + split[:, None] * D + dims[None, :], mask=there[:, None] & in_head[None, :], other=0.0
+            )
+            acc += tl.sum(part * faded[:, None], axis=0)
+            total += tl.sum(tl.load(sums + split, mask=there, other=0.0) * faded, axis=0)
+        # A row without a context (padding of a captured batch) is zero.
+        result = acc / tl.where(count > 0, total, 1.0)
+        tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty), mask=in_head)
+
+
+def paged_decode(
+    query: torch.Tensor,
+    blocks: torch.Tensor,
+    layer: int,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    window: int | None = None,
+    scales: torch.Tensor | None = None,
+    scratch: DecodeScratch | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions of its
+    sequence, the new token included; a length of 0 gives zeros.
+
+    `tables` is int32 `[rows, n]`, `lengths` int32 `[rows]`. With a `window`, a row sees that many last
+    tokens. With `scales`, float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the
+    scale of their head. `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens.
+    Returns `[rows, heads, head_dim]`.
+    """
+    rows, heads, head_dim = check_dense("query", query).shape
+    kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim
+    most = tables.shape[1] * block_size
+    out = torch.empty_like(query) if out is None else check_dense("out", out)
+    if rows == 0:
+        return out
+    scratch = scratch or make_scratch(rows, heads, head_dim, most, query.device)
+    if scratch.sums.shape[0] < rows or scratch.sums.shape[2] < max_splits(most):
+        raise ValueError(f"scratch {tuple(scratch.sums.shape)} is too small for {rows} rows of {most} tokens")
+    shapes = shape_class(head_dim, heads // kv_heads, block_size, query.dtype, blocks.dtype)
+    default = decode_default(head_dim, blocks.element_size())
+    tuned = look_up(query.device, "paged_decode", shapes, default)
+    splitting = {
+        "BLOCK_SIZE": block_size,
+        "WINDOW": window or 0,
+        "SHORT_CONTEXT": SHORT_CONTEXT,
+        "SHORT_SPLIT": SHORT_SPLIT,
+        "LONG_SPLIT": LONG_SPLIT,
+    }
+    programs = multiprocessors(query.device) * tuned["programs"]
+    scratch_splits = scratch.sums.shape[2]
+    _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
+        query,
+        blocks,
+        tables,
+        lengths,
+        query if scales is None else scales[layer],
+        scratch.mixed,
+        scratch.peaks,
+        scratch.sums,
+        out,
+        rows,
+        layer * 2 * kv_heads * blocks.shape[-1],
+        blocks.stride(0),
+        tables.stride(0),
+        scratch_splits,
+        head_dim**-0.5 * LOG2_E,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_PAD=power_of_two(heads // kv_heads, 16),
+        D=head_dim,
+        D_PAD=power_of_two(head_dim, 16),
+        TILE=max(tuned["tile"], block_size),
+        SCALED=scales is not None,
+        ROWS_PAD=power_of_two(rows, 64),
+        OPERAND=operand_type(query.dtype),
+        num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
+        **splitting,
+    )
+    dims = power_of_two(head_dim) if INTERPRETED else _JOINED_DIMS
+    _join[(triton.cdiv(head_dim, dims), heads, rows)](
+        lengths,
+        scratch.mixed,
+        scratch.peaks,
+        scratch.sums,
+        out,
+        scratch_splits,
+        HEADS=heads,
+        D=head_dim,
+        DIMS=dims,
+        JOINED=_JOINED,
+        num_warps=4,
+        **splitting,
+    )
+    return out

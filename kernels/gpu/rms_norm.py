@@ -1,0 +1,72 @@
+"""Root mean square normalisation, alone and with the residual's addition, one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import check_dense, power_of_two
+
+
+@triton.jit
+def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < columns
+    wide = tl.load(x + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * columns + at
+        # Rounded as it is stored: the norm is of what later layers will read.
+        summed = (wide + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(place, summed, mask=inside)
+        wide = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
+    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)
+    scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x [..., n]` normalised over n, times `weight [n]`, as in kernels/rms_norm.py; `x` may be `out`."""
+    out = torch.empty_like(x) if out is None else out
+    _launch(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Add `x` to `residual [..., n]` in place and return the norm of the sum, in one pass over memory."""
+    out = torch.empty_like(x) if out is None else out
+    _launch(x, check_dense("residual", residual), weight, eps, out)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    columns = x.shape[-1]
+    rows = check_dense("x", x).numel() // columns
+    if rows == 0:
+        return
+    width = power_of_two(columns)
+    _rms_norm[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        check_dense("out", out),
+        columns,
+        eps,
+        ADD=residual is not None,
+        WIDTH=width,
+        # 16 bytes a thread and turn: eight bfloat16 numbers.
+        num_warps=min(16, max(1, width // 512)),
+    )

@@ -1,0 +1,177 @@
+"""Everything between the QKV product and attention, in one launch: norms of queries and keys, rotary
+embedding, and the write of keys and values into their blocks.
+
+Means kernels/rms_norm.py and kernels/rotary.py, then kernels/paged_decode.py's `write_kv_rows`. One program
+takes a tile of tokens of one head. Keys lie transposed in a block, so neighbouring threads store
+neighbouring tokens: a tile of 16 consecutive tokens fills whole sectors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import INTERPRETED, check_dense, power_of_two
+
+_FEW_TOKENS = 128
+"""Up to here a step is decode: one token a program spreads it over the device."""
+
+
+@triton.jit
+def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr, eps, TYPE: tl.constexpr):
+    """RMS norm over a head that is held in two halves; rounded where kernels/rms_norm.py rounds."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    scale = tl.rsqrt(squares / D + eps)[:, None]
+    low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    high = tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    first = ((first * scale).to(TYPE).to(tl.float32) * low).to(TYPE).to(tl.float32)
+    second = ((second * scale).to(TYPE).to(tl.float32) * high).to(TYPE).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr):
+    """`x` as the cache holds it; beyond what FP8 can say it is cut off, not infinite."""
+    if SCALED:
+        x = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _rotary_write(
+    qkv,
+    cos,
+    sin,
+    blocks,
+    block_ids,
+    lanes,
+    q_norm,
+    k_norm,
+    scales,
+    out,
+    tokens,
+    layer_offset,
+    block_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    TYPE: tl.constexpr = qkv.dtype.element_ty
+    STORED: tl.constexpr = blocks.dtype.element_ty
+    head = tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    at = tl.arange(0, HALF_PAD)
+    real = token < tokens
+    inside = at < HALF
+    both = real[:, None] & inside[None, :]
+    row = token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + head * D
+    place = qkv + row[:, None] + at[None, :]
+    first = tl.load(place, mask=both, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=both, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if NORM:
+            if head < HEADS:
+                first, second = _unit(first, second, q_norm, at, inside, HALF, D, eps, TYPE)
+            else:
+                first, second = _unit(first, second, k_norm, at, inside, HALF, D, eps, TYPE)
+        angle = token[:, None] * HALF + at[None, :]
+        turn = tl.load(cos + angle, mask=both, other=0.0).to(tl.float32)
+        side = tl.load(sin + angle, mask=both, other=0.0).to(tl.float32)
+        turned = first * turn - second * side
+        second = second * turn + first * side
+        first = turned
+    if head < HEADS:
+        q_place = out + token.to(tl.int64)[:, None] * (HEADS * D) + head * D + at[None, :]
+        tl.store(q_place, first.to(TYPE), mask=both)
+        tl.store(q_place + HALF, second.to(TYPE), mask=both)
+    else:
+        block = tl.load(block_ids + token, mask=real, other=-1)
+        lane = tl.load(lanes + token, mask=real, other=0)
+        kept = block >= 0
+        kv_head = (head - HEADS) % KV_HEADS
+        is_value = (head - HEADS) // KV_HEADS
+        scale = 1.0
+        if SCALED:
+            scale = tl.load(scales + is_value * KV_HEADS + kv_head)
+        base = blocks + layer_offset + (is_value * KV_HEADS + kv_head) * (D * BLOCK_SIZE)
+        start = tl.maximum(block, 0).to(tl.int64) * block_stride
+        low = _stored(first, scale, SCALED, STORED)
+        high = _stored(second, scale, SCALED, STORED)
+        if is_value == 0:
+            k_place = base + start[None, :] + at[:, None] * BLOCK_SIZE + lane[None, :]
+            k_here = kept[None, :] & inside[:, None]
+            tl.store(k_place, tl.trans(low), mask=k_here)
+            tl.store(k_place + HALF * BLOCK_SIZE, tl.trans(high), mask=k_here)
+        else:
+            v_place = base + start[:, None] + lane[:, None] * D + at[None, :]
+            v_here = kept[:, None] & inside[None, :]
+            tl.store(v_place, low, mask=v_here)
+            tl.store(v_place + HALF, high, mask=v_here)
+
+
+def rotary_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    blocks: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    lanes: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Turn queries and keys of `qkv [T, heads + 2 * kv_heads, D]` by `cos` and `sin [T, D / 2]`, store keys
+    and values of token t at block `block_ids[t]`, lane `lanes[t]`, and return the queries `[T, heads, D]`.
+
+    `block_ids` is int64, -1 where nothing is to be written (padding rows); `lanes` is int32. Both norms
+    (`[D]`, with `eps`) come before the turn, or neither is there. With `scales`, float32 `[layers, 2,
+    kv_heads]`, the cache holds each number divided by the scale of its head (FP8).
+    """
+    tokens, _, head_dim = check_dense("qkv", qkv).shape
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are both normalised, or neither")
+    out = qkv.new_empty(tokens, heads, head_dim) if out is None else out
+    if tokens == 0:
+        return out
+    width = head_dim * (blocks.shape[-1] // head_dim)
+    tile = 1 if tokens <= _FEW_TOKENS and not INTERPRETED else 16
+    _rotary_write[(triton.cdiv(tokens, tile), heads + 2 * kv_heads)](
+        qkv,
+        check_dense("cos", cos),
+        check_dense("sin", sin),
+        blocks,
+        block_ids,
+        lanes,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        cos if scales is None else scales[layer],
+        check_dense("out", out),
+        tokens,
+        layer * 2 * kv_heads * width,
+        blocks.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        HALF_PAD=power_of_two(head_dim // 2),
+        BLOCK_SIZE=blocks.shape[-1] // head_dim,
+        TOKENS=tile,
+        NORM=q_norm is not None,
+        SCALED=scales is not None,
+        num_warps=1 if tile == 1 else 4,
+    )
+    return out

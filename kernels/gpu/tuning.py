@@ -1,0 +1,126 @@
+"""Which tile sizes a kernel runs with: found once by measuring, kept in a JSON file, looked up by device.
+
+A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
+row's result must not depend on its neighbours. benchmarks/gpu runs the tuner; without its file the written
+defaults hold, which are meant for an H200.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Config = dict[str, int]
+
+FILE_VARIABLE = "DIPTYCH_GPU_TUNING"
+"""Names another file."""
+
+_SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on Hopper."""
+
+
+def tuning_file() -> Path:
+    """Where found configurations lie: the user's cache folder, or what the environment names."""
+    named = os.environ.get(FILE_VARIABLE)
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "diptych" / "gpu_tuning.json"
+
+
+def shape_class(head_dim: int, group: int, block_size: int, query: torch.dtype, kept: torch.dtype) -> str:
+    """The name under which attention over such heads is tuned; `group` is query heads a KV head."""
+    return f"D{head_dim} G{group} B{block_size} {_short(query)}/{_short(kept)}"
+
+
+def device_name(device: torch.device) -> str:
+    """What the file knows a device by."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+@lru_cache(maxsize=1024)
+def look_up(device: torch.device, operator: str, shapes: str, default: tuple[tuple[str, int], ...]) -> Config:
+    """What was found for `operator` on this device, over `default`s (name, value) where nothing was."""
+    found = _read(tuning_file()).get(device_name(device), {}).get(operator, {}).get(shapes, {})
+    return {name: int(found.get(name, value)) for name, value in default}
+
+
+def keep(device: torch.device, operator: str, shapes: str, config: Mapping[str, int]) -> None:
+    """Write one found configuration into the file; the rest of it stays. Raises OSError."""
+    path = tuning_file()
+    everything = _read(path)
+    everything.setdefault(device_name(device), {}).setdefault(operator, {})[shapes] = dict(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(everything, indent=2, sort_keys=True) + "\n")
+    # Whole or not at all: workers may be starting.
+    fresh.replace(path)
+    look_up.cache_clear()
+
+
+def decode_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
+    """Of paged decode, `itemsize` bytes a number in the cache.
+
+    32 KB of keys and values a tile: with five stages, of which the look-up of the block takes its share, two
+    tiles are on their way while one is multiplied, and three programs fit on a multiprocessor. Keys in FP8
+    cannot go through the asynchronous copy (they are turned on their way): there, more programs hide the
+    latency.
+    """
+    tile = max(16, min(128, 8192 // head_dim // 16 * 16))
+    tile = 1 << (tile.bit_length() - 1)
+    if itemsize == 1:
+        return (("tile", min(tile, 64)), ("num_warps", 4), ("num_stages", 1), ("programs", 3))
+    if itemsize == 4:
+        return (("tile", max(16, tile // 2)), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
+    return (("tile", tile), ("num_warps", 4), ("num_stages", 5), ("programs", 3))
+
+
+def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
+    """Of paged prefill: the largest tiles that need no more registers than there are."""
+    if itemsize == 4:
+        return (("rows", 64), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
+    tile = 64 if head_dim > 128 or itemsize == 1 else 128
+    return (("rows", 128), ("tile", tile), ("num_warps", 8), ("num_stages", 3))
+
+
+def decode_candidates(head_dim: int) -> Iterable[Config]:
+    """What the tuner tries for paged decode."""
+    for tile in (32, 64, 128):
+        for num_warps in (2, 4, 8):
+            for num_stages in (2, 3, 4, 5):
+                if 2 * tile * head_dim * 2 * num_stages <= _SHARED_MEMORY // 2:
+                    for programs in (2, 4, 6, 8):
+                        yield _config(
+                            tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs
+                        )
+
+
+def prefill_candidates(head_dim: int) -> Iterable[Config]:
+    """What the tuner tries for paged prefill in 16 bits."""
+    for rows, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+        for tile in (32, 64, 128):
+            for num_stages in (2, 3, 4):
+                held = rows * head_dim * 2 + 2 * tile * head_dim * 2 * num_stages
+                if held <= _SHARED_MEMORY:
+                    yield _config(rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
+
+
+def _config(**values: int) -> Config:
+    return values
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,184 @@
+"""Compiles every Triton kernel for Hopper on a machine without a GPU.
+
+Run as a program. A driver that only says what the target is stands in for CUDA's; the launchers run as they
+are, up to the launch. Prints a line per compiled kernel: its name, registers, bytes spilled, shared memory,
+the widest global loads, and the matrix instructions it is made of. Exits with an error if one does not
+compile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class TargetOnly(DriverBase):  # type: ignore[misc]
+    """Enough of a driver to compile with."""
+
+    def __init__(self) -> None:
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device=0: 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+def report(name: str, kernel: Any) -> None:
+    """One line of what came out."""
+    ptx = kernel.asm["ptx"]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    used = " ".join(re.findall(r"(?:REG|STACK|LOCAL):\d+", told.stdout))
+    copies = Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (?:0x)?(\d+)", ptx))
+    loads = Counter(re.findall(r"ld\.global[.\w:]*", ptx))
+    stores = Counter(re.findall(r"st\.global[.\w:]*", ptx))
+    matrix = Counter(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[.\w]*", ptx))
+    print(f"{name}: {used} SHARED:{kernel.metadata.shared}")
+    for what, forms in (("cp.async", copies), ("", loads), ("", stores), ("", matrix)):
+        if forms:
+            print("   ", what, ", ".join(f"{count} x {form}" for form, count in forms.items()), flush=True)
+
+
+def compile_instead_of_launching() -> None:
+    """From here on, launching a kernel compiles it and reports what came out."""
+    triton.runtime.driver.set_active(TargetOnly())
+    run = triton.runtime.JITFunction.run
+    seen: set[str] = set()
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            report(self.fn.__name__, kernel)
+        return kernel
+
+    triton.runtime.JITFunction.run = compiled
+
+
+def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
+    """Every launcher at the shapes that matter, by name."""
+    from kernels.gpu.paged_decode import paged_decode
+    from kernels.gpu.paged_prefill import paged_prefill
+    from kernels.gpu.rms_norm import add_rms_norm, rms_norm
+    from kernels.gpu.rotary_write import rotary_write
+    from kernels.gpu.swiglu import swiglu
+
+    made: list[tuple[str, Callable[[], object]]] = []
+
+    def attention(
+        heads: int, kv_heads: int, head_dim: int, size: int, dtype: torch.dtype, kept: torch.dtype
+    ) -> None:
+        name = f"{heads}/{kv_heads}x{head_dim} block {size} {dtype} {kept}"
+        blocks = torch.zeros(4, 2, 2, kv_heads, head_dim * size).to(kept)
+        scales = torch.ones(2, 2, kv_heads) if kept.itemsize == 1 else None
+        query = torch.zeros(16, heads, head_dim, dtype=dtype)
+        tables = torch.zeros(16, 64, dtype=torch.int32)
+        lengths = torch.ones(17, dtype=torch.int32)
+        made.append(
+            (f"decode {name}", lambda: paged_decode(query, blocks, 1, tables, lengths[:16], scales=scales))
+        )
+        made.append(
+            (
+                f"prefill {name}",
+                lambda: paged_prefill(
+                    query, blocks, 1, tables, lengths[:16], lengths, max_tokens=9, scales=scales
+                ),
+            )
+        )
+        qkv = torch.zeros(200, heads + 2 * kv_heads, head_dim, dtype=dtype)
+        half = torch.zeros(200, head_dim // 2, dtype=dtype)
+        ids, lanes, norm = (
+            torch.zeros(200, dtype=torch.int64),
+            torch.zeros(200, dtype=torch.int32),
+            torch.zeros(head_dim, dtype=dtype),
+        )
+        for count in (1, 200):
+            made.append(
+                (
+                    f"rotary {count} {name}",
+                    lambda count=count: rotary_write(
+                        qkv[:count],
+                        half[:count],
+                        half[:count],
+                        blocks,
+                        1,
+                        ids[:count],
+                        lanes[:count],
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        q_norm=norm,
+                        k_norm=norm,
+                        eps=1e-6,
+                        scales=scales,
+                    ),
+                )
+            )
+
+    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    attention(32, 8, 128, 16, bf16, bf16)
+    attention(32, 8, 128, 16, bf16, fp8)
+    if not quick:
+        attention(9, 3, 64, 16, bf16, bf16)
+        attention(9, 3, 64, 16, fp32, fp32)
+        attention(32, 8, 128, 32, fp16, fp16)
+        attention(32, 8, 128, 64, bf16, bf16)
+        attention(12, 12, 80, 16, bf16, bf16)
+        attention(32, 8, 96, 16, bf16, bf16)
+        attention(16, 2, 256, 16, bf16, bf16)
+        attention(16, 2, 256, 64, fp32, fp32)
+    x = torch.zeros(3, 4096, dtype=bf16)
+    made.append(("rms_norm", lambda: rms_norm(x, x[0], 1e-5)))
+    made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
+    made.append(("swiglu", lambda: swiglu(x)))
+    return made
+
+
+def main() -> int:
+    compile_instead_of_launching()
+    failed = 0
+    for name, launch in cases("quick" in sys.argv):
+        print(f"-- {name}", flush=True)
+        try:
+            launch()
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {type(error).__name__}: {str(error)[:2000]}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Packed prefill attention on the GPU equals its meaning, a sequence at a time, however prompts are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.paged_prefill import paged_prefill
+from kernels.paged_attention import paged_attention as meaning
+from tests.kernels.gpu.paged import DTYPES, LAYER, ODD_HEADS, TOLERANCE, Heads, Paged, error, paged
+
+SMALL = Heads(4, 2, 64, 16)
+
+
+def run(
+    query: torch.Tensor,
+    memory: Paged,
+    starts: list[int],
+    chunks: list[int],
+    window: int | None = None,
+    **kwargs: torch.Tensor,
+) -> torch.Tensor:
+    offsets = torch.tensor([0, *chunks]).cumsum(0).int()
+    return paged_prefill(
+        query,
+        memory.blocks,
+        LAYER,
+        memory.tables,
+        torch.tensor(starts, dtype=torch.int32, device=query.device),
+        offsets.to(query.device),
+        max_tokens=max(chunks),
+        window=window,
+        **kwargs,
+    )
+
+
+def expected(
+    query: torch.Tensor, memory: Paged, starts: list[int], chunks: list[int], window: int | None
+) -> torch.Tensor:
+    """The meaning in float32 on the CPU, a sequence at a time."""
+    blocks, parts = memory.blocks.float().cpu(), query.float().cpu().split(chunks)
+    rows = [
+        meaning(part, blocks, LAYER, table.long(), start, window)
+        for part, table, start in zip(parts, memory.tables.cpu(), starts, strict=True)
+        if len(part)
+    ]
+    return torch.cat(rows).to(query.device)
+
+
+def case(
+    heads: Heads, starts: list[int], chunks: list[int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, Paged]:
+    ends = [start + chunk for start, chunk in zip(starts, chunks, strict=True)]
+    query = torch.randn(sum(chunks), heads.heads, heads.head_dim, device=device, dtype=dtype)
+    return query, paged(heads, ends, dtype, device)
+
+
+@pytest.mark.parametrize("heads", ODD_HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 13])
+def test_it_is_causal_attention(heads: Heads, window: int | None, device: torch.device) -> None:
+    torch.manual_seed(1)
+    starts, chunks = [0, 3, 70, 0], [1, 2 * heads.block_size + 3, 5, 33]
+    query, memory = case(heads, starts, chunks, torch.float32, device)
+    got = run(query, memory, starts, chunks, window)
+    assert error(got, expected(query, memory, starts, chunks, window)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_keeps_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(2)
+    starts, chunks = [150, 0], [40, 90]
+    query, memory = case(SMALL, starts, chunks, dtype, device)
+    got = run(query, memory, starts, chunks)
+    assert got.dtype == dtype
+    assert error(got, expected(query, memory, starts, chunks, None)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_neighbours_and_cuts_change_no_bit(window: int | None, device: torch.device) -> None:
+    torch.manual_seed(3)
+    starts, chunks = [0, 0], [130, 37]
+    query, memory = case(SMALL, starts, chunks, torch.bfloat16, device)
+    whole = run(query, memory, starts, chunks, window)
+    first = Paged(memory.blocks, memory.tables[:1])
+    assert torch.equal(run(query[:130].clone(), first, [0], [130], window), whole[:130])
+    cut = 0
+    for chunk in (1, 63, 50, 16):
+        part = run(query[cut : cut + chunk].clone(), first, [cut], [chunk], window)
+        assert torch.equal(part, whole[cut : cut + chunk])
+        cut += chunk
+
+
+def test_an_empty_chunk_among_others_is_skipped(device: torch.device) -> None:
+    torch.manual_seed(4)
+    starts, chunks = [4, 9, 0], [7, 0, 20]
+    query, memory = case(SMALL, starts, chunks, torch.float32, device)
+    assert error(run(query, memory, starts, chunks), expected(query, memory, starts, chunks, None)) < 2e-6
+
+
+def test_rows_of_no_sequence_are_left_alone(device: torch.device) -> None:
+    torch.manual_seed(5)
+    query, memory = case(SMALL, [0], [20], torch.float32, device)
+    out = torch.full_like(query, 7.0)
+    run(query, memory, [0], [12], out=out)
+    assert (out[12:] == 7.0).all()
+    assert error(out[:12], expected(query[:12], memory, [0], [12], None)) < 2e-6
+
+
+def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:
+    torch.manual_seed(6)
+    query, plain = case(SMALL, [30], [20], torch.float32, device)
+    scales = torch.rand(2, 2, SMALL.kv_heads, device=device) * 0.1 + 0.01
+    spread = scales[None, :, :, :, None]
+    stored = Paged((plain.blocks / spread).clamp(-448, 448).to(torch.float8_e4m3fn), plain.tables)
+    meant = Paged(stored.blocks.float() * spread, plain.tables)
+    got = run(query, stored, [30], [20], scales=scales)
+    assert error(got, expected(query, meant, [30], [20], None)) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "heads", [Heads(32, 8, 128, 16), Heads(9, 3, 64, 32), Heads(16, 2, 256, 16)], ids=str
+)
+def test_real_sizes(heads: Heads, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(7)
+    starts, chunks = [0, 1000, 3001], [1111, 257, 1]
+    query, memory = case(heads, starts, chunks, dtype, torch.device("cuda"))
+    got = run(query, memory, starts, chunks)
+    assert error(got, expected(query, memory, starts, chunks, None)) < TOLERANCE[dtype]

@@ -1,0 +1,43 @@
+"""RMS norm on the GPU, alone and with the residual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm as meaning
+from tests.kernels.gpu.paged import DTYPES, TOLERANCE, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (2, 5, 577), (4, 4096)])
+def test_it_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device=device) * 30).to(dtype)
+    weight = torch.randn(shape[-1], device=device, dtype=dtype)
+    got = rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    assert error(got, meaning(x, weight, 1e-5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_residual_grows_and_the_norm_is_of_what_is_stored(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(1)
+    x, residual = (torch.randn(7, 577, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(577, device=device, dtype=dtype)
+    summed, out = x + residual, torch.full_like(x, torch.nan)
+    got = add_rms_norm(x, residual, weight, 1e-6, out=out)
+    assert got is out
+    assert error(residual, summed) < TOLERANCE[dtype]
+    assert error(got, meaning(residual, weight, 1e-6)) < TOLERANCE[dtype]
+
+
+def test_it_may_work_in_place_and_on_nothing(device: torch.device) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(3, 64, device=device), torch.ones(64, device=device)
+    expected = meaning(x, weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, out=x), expected)
+    assert rms_norm(x[:0], weight, 1e-5).shape == (0, 64)
