@@ -7,6 +7,8 @@
 #   make check      lint, types, import arrows, stubs current, protocol lint
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
+#   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
+#   make museum     bugs that other servers had, brought into this code one by one: is each caught?
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
 
@@ -29,10 +31,10 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: help install clients demo serve test test-full fuzz test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers
+.PHONY: help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers
 
 help:
-	@sed -n '2,11s/^# \{0,1\}//p' Makefile
+	@sed -n '2,14s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -72,6 +74,18 @@ $(CLIENTS_VENV)/.installed: | $(BIN)/python
 # FUZZ_MESSAGES=… is another number of them.
 fuzz: install
 	$(BIN)/python -m pytest tests/end_to_end/public_api/test_fuzz.py -m full $(ARGS)
+
+# atheris is built for a few Pythons only and wanted here alone: it gets a folder of its own.
+ATHERIS := build/atheris
+CORPUS ?= build/fuzz-corpus
+RUNS ?= 200000
+
+fuzz-coverage: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(ATHERIS) "atheris==3.0.0"
+	PYTHONPATH=$(ATHERIS) $(BIN)/python -m tests.end_to_end.public_api.coverage_guided $(CORPUS) --runs $(RUNS) $(ARGS)
+
+museum: install
+	$(BIN)/python -m tests.museum
 
 peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)

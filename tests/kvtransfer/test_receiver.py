@@ -152,6 +152,21 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     assert [a.ref.key[0] for a in granted_now if isinstance(a, SendGrant)] == ["large", "small"]
 
 
+def test_what_no_pool_could_hold_is_denied_at_once():
+    """It would stand before everybody else in the queue, for ever."""
+    pool = BlockPool(8)
+    receiver = Receiver(pool, 2, lambda: 0)
+    receiver.link_up(WRITER, in_place=True)
+    receiver.expect(Expected(KEY, 17, []))
+    denied, failed = receiver.ask(WRITER, KEY)
+    assert isinstance(denied, SendDenied)
+    assert isinstance(failed, Fail)
+    assert failed.reason == work_pb2.FAILURE_REASON_NEVER_FITS
+    receiver.expect(Expected(("r", 2), 16, []))
+    (grant,) = receiver.ask(WRITER, ("r", 2))
+    assert isinstance(grant, SendGrant)
+
+
 def test_waits_are_escalated_and_free_nothing():
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0, Patience(early_ask_s=1.0, stopping_s=30.0))

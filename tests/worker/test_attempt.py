@@ -68,3 +68,9 @@ def test_stop_tokens_are_held_back_until_there_are_enough() -> None:
     attempt = read(work_pb2.Sampling(**OFF))  # type: ignore[arg-type]
     assert attempt.sample_row(attempt.params, [8]).suppress == (2,)
     assert attempt.sample_row(attempt.params, [8, 9]).suppress == ()
+
+
+def test_a_second_try_is_another_attempt() -> None:
+    attempt = read(work_pb2.Sampling())
+    assert attempt.key == ("r", 2)
+    assert attempt.delivered_ids == [8]

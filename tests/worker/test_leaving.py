@@ -58,6 +58,19 @@ async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes
         assert await made.empty() == []
 
 
+async def test_who_leaves_while_blocks_are_waited_for_takes_its_ask_along():
+    async with house("shared_memory", blocks=14) as made:
+        gateway, decode = Gateway(made), made.decodes[0]
+        kept = decode.pool.allocate(14)
+        gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
+        await until(lambda: decode.handoff.stats().waiting_asks == 1)
+        decode.loop.attempts.cancel(("r", 1))
+        assert decode.handoff.stats().waiting_asks == 0
+        decode.pool.release(kept)
+        await gateway.close()
+        assert await made.empty() == []
+
+
 async def test_a_worker_that_waits_for_blocks_is_not_busy():
     """A gateway takes a busy worker without progress for stuck, and gives up all its requests."""
     async with house("shared_memory", blocks=64) as made:

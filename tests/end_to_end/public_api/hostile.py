@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end.public_api.tiny_tools import MODEL
 
@@ -179,3 +180,36 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     for name in draw(st.lists(st.sampled_from(_NAMES), max_size=4, unique=True)):
         body[name] = draw(_JSON)
     return path, json.dumps(body).encode("utf-8", "surrogatepass")
+
+
+_PARAMETERS = st.dictionaries(
+    st.sampled_from([*_NAMES, "timeout", "sampling_parameters", "exclude_input_in_output", "x"]),
+    st.one_of(
+        st.fixed_dictionaries({"int64_param": st.integers(-(2**63), 2**63 - 1)}),
+        st.fixed_dictionaries({"double_param": _ODD_FLOATS}),
+        st.fixed_dictionaries({"string_param": _ODD_TEXT | _SCHEMAS}),
+        st.fixed_dictionaries({"bool_param": st.booleans()}),
+    ),
+    max_size=4,
+)
+_SHAPES = st.lists(st.integers(-1, 3) | st.just(2**40), max_size=3)
+
+
+@st.composite
+def infers(draw: st.DrawFn) -> oip.ModelInferRequest:
+    """By KServe's protocol: a tensor or two that may not hold what they say, and parameters of any kind."""
+    message = oip.ModelInferRequest(model_name=draw(st.sampled_from([MODEL] * 9 + [""])), id=draw(_ODD_TEXT))
+    message.parameters["max_tokens"].int64_param = 2
+    for name, value in draw(_PARAMETERS).items():
+        message.parameters[name].MergeFrom(oip.InferParameter(**value))
+    for name in draw(
+        st.lists(st.sampled_from(["text_input", "token_ids", "n", "x"]), min_size=1, max_size=2)
+    ):
+        kind = draw(st.sampled_from(["BYTES", "BYTES", "INT64", "INT32", "FP32", "BOOL", "x"]))
+        tensor = message.inputs.add(name=name, datatype=kind, shape=draw(st.just([1]) | _SHAPES))
+        if draw(st.booleans()):
+            message.raw_input_contents.append(draw(st.binary(max_size=24)))
+        else:
+            tensor.contents.bytes_contents.extend(draw(st.lists(st.binary(max_size=8), max_size=2)))
+            tensor.contents.int64_contents.extend(draw(st.lists(st.integers(-5, 400), max_size=2)))
+    return message

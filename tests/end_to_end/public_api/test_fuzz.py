@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from diptych.client import AsyncClient
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end.public_api import hostile
+from tests.end_to_end.public_api.found_inputs import found_inputs
 from tests.end_to_end.public_api.tiny_tools import MODEL
 from tests.end_to_end.stack import Stack
 
@@ -87,7 +88,7 @@ class Sender:
         self._loop.run_until_complete(everything())
 
     async def _grpc(self, method: str, data: bytes) -> None:
-        path = f"{SERVICE}/{method}"
+        path = method if method.startswith("/") else f"{SERVICE}/{method}"
         try:
             if method == "StreamGenerate":
                 async for _ in self._channel.unary_stream(path)(data, timeout=TIMEOUT_S):
@@ -147,6 +148,16 @@ def run(stack: Stack, sender: Sender, count: int) -> None:
 
 def test_hostile_requests(stack: Stack, sender: Sender) -> None:
     run(stack, sender, SMALL)
+
+
+def test_what_coverage_guided_fuzzing_found(stack: Stack, sender: Sender) -> None:
+    before = stack.pids()
+    found = found_inputs()
+    for at in range(0, len(found), BATCH):
+        sender.send([(door.kind, (door.path, data)) for door, data in found[at : at + BATCH]])
+    assert stack.pids() == before
+    assert sum(sender.answers.values()) == len(found)
+    assert {"OK", "INVALID_ARGUMENT", "HTTP 200", "HTTP 400"} <= set(sender.answers)
 
 
 @pytest.mark.full
