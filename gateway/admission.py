@@ -36,12 +36,12 @@ class Patience:
     """How long a request may have to wait, as predicted at its arrival.
 
     ``seconds``, or without them ``services`` times what one prefill of average length takes. At 80% of its
-    capacity a queue with random arrivals has about ten services in front of the unluckiest percent (M/D/1),
-    so eight keep those that are taken in an overload below that.
+    capacity a queue with random arrivals has up to ten services in front of the unluckiest percent (M/D/1).
+    Four are enough to keep the workers busy, and are gone soon after an overload ends.
     """
 
     seconds: float | None = None
-    services: float = 8.0
+    services: float = 4.0
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,7 @@ class GatewaySettings(ProgramSettings):
     max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0,
         description="refuse a request whose prefill would begin later than this, as predicted; "
-        "auto = eight times what the prefill of an average request takes",
+        "auto = four times what the prefill of an average request takes",
     )
     drain_settle_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="seconds from NOT_SERVING to refusing new requests at shutdown"

@@ -1,4 +1,4 @@
-"""Loading a worker's model: weights, runner, digest, and a first step so that no request pays for it."""
+"""Loading a worker's model: weights, runner, digest, and an inference that shows that it works."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from engine.batch import SequenceStep
 from engine.core_share import CoreShare
-from engine.kv_memory import KVLayout, KVMemory
+from engine.kv_memory import KVLayout
 from engine.model import Model, load_model, native_step_works
 from engine.precision import Precision, choose_precision
 from engine.runner import Runner
@@ -23,15 +20,14 @@ from runtime.cpu_slice import take_long_turns
 from runtime.model_digest import model_digest
 from runtime.settings import cpu_features
 from worker.config import WorkerSettings
+from worker.probe import probe
 
 log = logging.getLogger(__name__)
-
-WARM_UP_TOKENS = 17  # more than one block of the default size, and a partial one
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A model that has computed its first step."""
+    """A model that has passed its probe."""
 
     model: Model
     runner: Runner
@@ -57,7 +53,7 @@ class LoadedEngine:
 
 
 async def load_engine(settings: WorkerSettings) -> LoadedEngine:
-    """Read the weights and run one step, off the event loop: it takes seconds."""
+    """Read the weights and pass the probe, off the event loop: it takes seconds. Raises ProbeFailed."""
     return await asyncio.to_thread(_load, settings)
 
 
@@ -70,7 +66,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
-    _warm_up(engine)
+    probe(runner, layout)
     log.info(
         "loaded %s in %.1f s: %s, %s backend, %d threads",
         path.name,
@@ -97,15 +93,3 @@ def _core_share(settings: WorkerSettings) -> CoreShare | None:
         return None
     home = [int(core) for core in settings.home_cores.split(",") if core]
     return CoreShare(settings.cores_fd, home=home, cores=settings.machine_cores)
-
-
-def _warm_up(engine: LoadedEngine) -> None:
-    """Compute a few tokens in throw-away memory, so that allocators and thread pools are warm."""
-    blocks = engine.layout.blocks_for(WARM_UP_TOKENS + 1)
-    memory = KVMemory(engine.layout, blocks)
-    table = range(blocks)
-    engine.runner.step([SequenceStep(memory, table, 0, [0] * WARM_UP_TOKENS, wants_logits=True)])
-    logits = engine.runner.step([SequenceStep(memory, table, WARM_UP_TOKENS, [0], wants_logits=True)])
-    if not bool(torch.isfinite(logits).all()):
-        raise RuntimeError(f"the model's first step gave logits that are not finite ({engine.dtype})")
-    engine.runner.rest()

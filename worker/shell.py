@@ -1,8 +1,9 @@
 """The shell around a worker's engine loop: server, directory, heartbeats, metrics, drain.
 
-A worker is ready when its weights are loaded and a first step has been computed; until then it is in no
-directory. At SIGTERM, or when it is told to drain, it leaves the directory first, lets what runs finish for
-a while, hands the rest back to its gateways, and ends.
+A worker is ready when its weights are loaded and a probe inference has passed; until then it is in no
+directory. At SIGTERM, or when it is told to drain, it says so to its gateways and leaves the directory, lets
+what runs finish for the first half of its grace, hands the rest back to its gateways, which move it, and
+ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from diptych.worker.v1 import work_pb2
 from runtime.directory.publisher import DirectoryPublisher
 from runtime.directory.records import WorkerRecord
 from runtime.http_edge import HttpEdge
@@ -26,6 +28,8 @@ from worker.kind import WorkerKind
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.1
+FINISHING_SHARE = 0.5
+"""Of the grace; afterwards there is as much time again for what is handed back to find another worker."""
 HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
@@ -72,6 +76,7 @@ class WorkerShell:
         announce_ready(settings, {"grpc_port": port, "http_port": http.port})
         status = await _until(stop, self._drain_asked, engine, beat)
         self._loop.draining = True
+        self._beat_once()  # the gateways need not wait to learn that nothing new is taken
         await health.set_ready(False)
         await self._publisher.close()
         if status == 0:
@@ -120,12 +125,13 @@ class WorkerShell:
         self._drain_asked.set()
 
     async def _drain(self) -> None:
-        """Let what is here finish; what does not within the grace period goes back to its gateways."""
-        if await self._emptied(self._grace_s):
+        """Let what is here finish; what does not in its share of the grace goes back to its gateways."""
+        finishing_s = FINISHING_SHARE * self._grace_s
+        if await self._emptied(finishing_s):
             return
-        log.warning("not everything finished within %.1f s: it goes elsewhere", self._grace_s)
+        log.warning("not everything finished within %.1f s: it goes elsewhere", finishing_s)
         self._loop.hand_back()
-        await self._emptied(HAND_BACK_S)
+        await self._emptied(max(self._grace_s - finishing_s, HAND_BACK_S))
 
     async def _emptied(self, seconds: float) -> bool:
         """Wait for the last request to end; False when it does not in time."""
@@ -136,13 +142,17 @@ class WorkerShell:
             await asyncio.sleep(0.05)
         return True
 
+    def _beat_once(self) -> work_pb2.Load:
+        load = self._kind.load()
+        beat = heartbeat(self._loop, load)
+        for stream in tuple(self._kind.streams):
+            stream.heartbeat(beat)
+        return load
+
     async def _beat(self) -> None:
         """Say ten times a second that the engine moves, or how late its step is, and how loaded it is."""
         while True:
-            load = self._kind.load()
-            beat = heartbeat(self._loop, load)
-            for stream in tuple(self._kind.streams):
-                stream.heartbeat(beat)
+            load = self._beat_once()
             if self._publisher is not None:
                 self._publisher.set_load(
                     running=load.running,

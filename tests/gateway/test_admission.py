@@ -118,10 +118,10 @@ def test_beyond_its_patience_a_queue_refuses_and_tells_when_there_is_room() -> N
 
 def test_automatic_patience_is_a_number_of_average_prefills() -> None:
     for workers in (1, 2):
-        queue = AdmissionQueue(1000, 1_000_000, patience=Patience(services=8))
+        queue = AdmissionQueue(1000, 1_000_000, patience=Patience(services=4))
         now = measured(queue)
         queue.resize(1000, workers, now)
-        assert len(flooded(queue, now)[0]) == pytest.approx(8 * workers, abs=2)
+        assert len(flooded(queue, now)[0]) == pytest.approx(4 * workers, abs=1.5)
 
 
 def test_places_in_decode_batches_count_too() -> None:

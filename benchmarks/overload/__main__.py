@@ -1,0 +1,87 @@
+"""`python -m benchmarks.overload`: start a system, overload it, print what came of it.
+
+Four minutes; `--seconds 10` is a quick look. `--address` takes a system that runs already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.backends import Unreachable
+from benchmarks.backends.asking import Asking
+from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.overload.phases import Plan, Played, play
+from benchmarks.overload.report import lines, table
+from benchmarks.peers.process import RunningServer, StartFailed
+from benchmarks.peers.servers import Server
+from benchmarks.request import RequestFailed
+
+_TIMEOUT_S = 120.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0, 1 when the system fails or a figure is missed, 2 for wrong flags."""
+    options = _parser().parse_args(argv)
+    plan = Plan(options.seconds, options.input_len, options.output_len, seed=options.seed)
+    try:
+        if options.address is not None:
+            played = _played(options.address, plan)
+        else:
+            server = _server(options.model, options.dtype)
+            with tempfile.TemporaryDirectory() as folder, RunningServer(server, Path(folder)) as running:
+                played = _played(running.address, plan)
+    except (RequestFailed, StartFailed, Unreachable) as error:
+        print(f"benchmarks.overload: {error}", file=sys.stderr)
+        return 1
+    found = lines(played)
+    print(table(played, found))
+    return 0 if all(line.met for line in found) else 1
+
+
+def _played(address: str, plan: Plan) -> Played:
+    async def run() -> Played:
+        backend = GrpcBackend(address, Asking(timeout_s=_TIMEOUT_S))
+        try:
+            return await play(backend, plan)
+        finally:
+            await backend.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def _server(model: str, dtype: str) -> Server:
+    """With a queue as short as keeps the workers busy: latency before everything."""
+    return Server(
+        name="diptych",
+        family="diptych",
+        precision=dtype,
+        arguments=(
+            *(sys.executable, "-m", "launcher", "up", "--dtype", dtype, "--model", model),
+            *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
+            *("--set", "gateway.max-queue-delay-s=auto"),
+        ),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m benchmarks.overload", description="Four times too much.")
+    parser.add_argument("--address", help="host:port of a gateway that runs already")
+    parser.add_argument("--model", default="bundled", help="GGUF file or Hugging Face folder")
+    parser.add_argument("--dtype", default="auto", help="as `diptych up` takes it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load (60)")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt (128)")
+    parser.add_argument("--output-len", type=int, default=48, help="tokens of an answer (48)")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
