@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from gateway.session import Session, State, Tally
+from gateway.recovery import WAIT_FOR_WORKER_S
+from gateway.retry_budget import RetryBudget
+from gateway.session import Session, State
 from gateway.session_events import (
     Action,
     Attach,
@@ -32,11 +34,14 @@ from gateway.session_events import (
     Launched,
     NeedRoute,
     NoRoute,
+    Restored,
     Role,
     Routed,
     StopMatched,
     TokensArrived,
+    WaitOver,
 )
+from gateway.tally import Tally
 from runtime.errors import Internal
 
 
@@ -48,10 +53,20 @@ class Choices:
         max_tokens: most output tokens of one choice, at least 1.
         count: how many choices, at least 1.
         now: seconds on a monotonic clock, as in every `handle`.
+        budget, wait_s: see `gateway.tally.Tally`.
     """
 
-    def __init__(self, prompt_ids: tuple[int, ...], max_tokens: int, count: int = 1, *, now: float) -> None:
-        tally = Tally(len(prompt_ids), max_tokens)
+    def __init__(
+        self,
+        prompt_ids: tuple[int, ...],
+        max_tokens: int,
+        count: int = 1,
+        *,
+        now: float,
+        budget: RetryBudget | None = None,
+        wait_s: float = WAIT_FOR_WORKER_S,
+    ) -> None:
+        tally = Tally(len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s)
         self.sessions = tuple(Session(tally, now=now, choice=index) for index in range(count))
         self.attempts = 0  # launched so far
         self.retries: Counter[Cause] = Counter()  # of these, why all after the first
@@ -67,7 +82,7 @@ class Choices:
 
     @property
     def preemptions(self) -> int:
-        return sum(session.failures[Cause.PREEMPTED] for session in self.sessions)
+        return sum(session.setbacks.failures[Cause.PREEMPTED] for session in self.sessions)
 
     @property
     def phase(self) -> State:
@@ -83,7 +98,7 @@ class Choices:
                 return self._one(event.choice, event, now)
             case Routed():
                 return self._launch(event, now)
-            case DecodeFinished() | StopMatched():
+            case DecodeFinished() | StopMatched() | Restored() | WaitOver():
                 return self._one(event.choice, event, now)
             case AttemptFailed(choice=int(choice)):
                 return self._one(choice, event, now)
@@ -147,15 +162,16 @@ class Choices:
         if not sessions:
             return []  # the request ended while its route was chosen
         self.attempts += 1
-        if (cause := sessions[0].lost_by) is not None:
+        if (cause := sessions[0].setbacks.lost_by) is not None:
             self.retries[cause] += 1
         for session in sessions:
             session.handle(Launched(self.attempts, event.prefill_id, event.decode_id), now)
         attempt = Attempt(
             self.attempts,
             self._tokens_of(sessions[0]),
-            any(session.reserve for session in sessions),
+            any(session.setbacks.reserve for session in sessions),
             tuple(session.choice for session in sessions),
+            uncached=any(session.setbacks.uncached for session in sessions),
         )
         return [Attach(event.decode_id, attempt), Dispatch(event.prefill_id, event.decode_id, attempt)]
 
@@ -185,7 +201,7 @@ class Choices:
         return [
             ChooseRoute(
                 self._tokens_of(group[0]),
-                frozenset().union(*(session.avoid for session in group)),
+                frozenset().union(*(session.setbacks.avoid for session in group)),
                 tuple(session.choice for session in group),
             )
             for group in groups.values()

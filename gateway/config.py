@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from gateway.recovery import WAIT_FOR_WORKER_S
 from runtime.settings import Port, ProgramSettings
 
 GRPC_PORT = 50051
@@ -38,6 +39,11 @@ class GatewaySettings(ProgramSettings):
     )
     drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="seconds that running requests get to finish at shutdown"
+    )
+
+    recovery_wait_s: Annotated[float, Field(ge=0, le=600)] = Field(
+        WAIT_FOR_WORKER_S,
+        description="seconds that a request which lost its worker waits for another one to come",
     )
 
     @property

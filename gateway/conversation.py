@@ -23,10 +23,13 @@ from gateway.output import OutputStream
 from gateway.phase_times import PhaseBook, Phases
 from gateway.placement import Placement
 from gateway.prompt_scores import PromptScores
+from gateway.recovery import WAIT_FOR_WORKER_S
+from gateway.retry_budget import RetryBudget
 from gateway.router import NoWorker, RouteRequest
 from gateway.session_events import (
     Action,
     Attach,
+    AwaitWorker,
     Broken,
     Cancel,
     ChooseRoute,
@@ -46,6 +49,7 @@ from gateway.session_events import (
     StopMatched,
     TimeLimitReached,
     TokensArrived,
+    WaitOver,
     WorkerGone,
 )
 from gateway.wires import News, PromptScored
@@ -75,6 +79,14 @@ class RouteChoice:
     placement: Placement | None
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How far the gateway goes for a request that lost its worker; see `gateway.tally.Tally`."""
+
+    budget: RetryBudget | None = None
+    wait_s: float = WAIT_FOR_WORKER_S
+
+
 class Conversation:
     """One request from its arrival to its end.
 
@@ -82,6 +94,7 @@ class Conversation:
         outputs: turn tokens into pieces, one for each choice.
         workers: where attempts go.
         hold: nothing is sent before the end.
+        recovery: what it may cost to make up for lost workers; None = no limit but the request's own.
 
     ``on_first_token`` is called once, when the first token of any output is there.
     """
@@ -94,11 +107,20 @@ class Conversation:
         *,
         clock: Callable[[], float],
         hold: bool = False,
+        recovery: Recovery | None = None,
     ) -> None:
         request = job.request
         self.job = job
         self.outputs = outputs
-        self.choices = Choices(request.prompt_ids, job.max_tokens, len(outputs), now=clock())
+        recovery = recovery or Recovery()
+        self.choices = Choices(
+            request.prompt_ids,
+            job.max_tokens,
+            len(outputs),
+            now=clock(),
+            budget=recovery.budget,
+            wait_s=recovery.wait_s,
+        )
         self.prompt_scores = PromptScores(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
@@ -151,7 +173,7 @@ class Conversation:
             event = item.event
             if item.phases is not None:
                 self._phases.note(item.attempt, item.choice, item.phases)
-            if isinstance(event, TokensArrived) and self.cached_tokens is None and event.attempt == 1:
+            if isinstance(event, TokensArrived) and self.cached_tokens is None:
                 self.cached_tokens = item.cached_tokens
             if isinstance(event, PromptScored):
                 self._prompt_scored(event)
@@ -213,6 +235,9 @@ class Conversation:
                 self._send(worker_id, partial(self._workers.dispatch, worker_id, decode_id, self._work))
             case Cancel(role, worker_id, number, choices):
                 self._workers.cancel(role, worker_id, self.job.work_id, number, choices)
+            case AwaitWorker(choice, number, seconds):
+                over = WaitOver(choice, number)
+                self._timers.append(asyncio.get_running_loop().call_later(seconds, self.feed, over))
             case Finish(reason, choice):
                 self._finish(choice, reason)
             case Fail(error):
@@ -235,7 +260,7 @@ class Conversation:
         try:
             send()
         except LinkDown:
-            self._events.append(WorkerGone(worker_id))
+            self._events.append(WorkerGone(worker_id, left=True))  # it never had the request
 
     def _emit(self, new: Emit, now: float) -> None:
         self.last_token_at = now

@@ -48,7 +48,8 @@ class FleetListener(Protocol):
     """Who handles what the workers say."""
 
     def deliver(self, news: Sequence[News]) -> None: ...
-    def worker_gone(self, worker_id: str) -> None: ...
+    def worker_gone(self, worker_id: str, left: bool) -> None: ...
+    def worker_up(self, worker_id: str, returned: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class Fleet:
         worker = self._workers.pop(worker_id)
         self.ejections.forget(worker_id)
         if worker.link.up:
-            self._listener.worker_gone(worker_id)
+            self._listener.worker_gone(worker_id, worker.leaving)
         task = asyncio.create_task(worker.link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -278,14 +279,20 @@ class Fleet:
     # --- gateway.links.LinkListener -------------------------------------------------------------------
 
     def on_up(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            returned, worker.was_up = worker.was_up, True
+            self._listener.worker_up(worker_id, returned)
         self._on_change()
 
     def on_down(self, worker_id: str) -> None:
-        if worker_id in self._workers:
-            self._workers[worker_id].lost()
+        worker = self._workers.get(worker_id)
+        left = worker is not None and worker.leaving
+        if worker is not None:
+            worker.lost()
             self.ejections.forget(worker_id)
         self.flushes.lost(worker_id)
-        self._listener.worker_gone(worker_id)
+        self._listener.worker_gone(worker_id, left)
         self._on_change()
 
     def on_load(self, worker_id: str, load: Load) -> None:

@@ -15,7 +15,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.admission import AdmissionGate, Ticket
 from gateway.call import Call
-from gateway.conversation import Conversation
+from gateway.conversation import Conversation, Recovery
 from gateway.detokenizer import Detokenizer
 from gateway.fleet import Fleet
 from gateway.grammar_check import GrammarCheck
@@ -45,6 +45,7 @@ class Generator:
         live: LiveRequests,
         gate: AdmissionGate,
         *,
+        recovery: Recovery,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
@@ -54,6 +55,7 @@ class Generator:
         self._fleet = fleet
         self._live = live
         self._gate = gate
+        self._recovery = recovery
         self._telemetry = telemetry
         self._metrics = metrics
         self._clock = clock
@@ -144,6 +146,8 @@ class Generator:
                 time_left_s=call.time_left_s(self._clock()),
                 on_admitted=partial(conversation.feed, Admitted()),
             )
+            if self._recovery.budget is not None:
+                self._recovery.budget.arrived(request.choices, self._clock())
             conversation.start_timers(request.time_limit_s)
             return await self._answer(conversation, call, one_message=one_message)
         finally:
@@ -165,7 +169,7 @@ class Generator:
         )
         outputs = [self._output(request, frozenset(stop_ids)) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
-        return Conversation(job, outputs, self._fleet, clock=self._clock, hold=hold)
+        return Conversation(job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery)
 
     def _output(self, request: ParsedRequest, stop_ids: frozenset[int]) -> OutputStream:
         parser = self._model.tools.parser(request.tools)
@@ -218,7 +222,8 @@ class Generator:
         if outgoing.held:
             if isinstance(outgoing.error, WorkerLost | KvTransferFailed):
                 # Tokens had come to this process, but nothing went out to the client: safe to replay.
-                raise type(outgoing.error)() from outgoing.error
+                hint = outgoing.error.retry_after_s
+                raise type(outgoing.error)(retry_after_s=hint) from outgoing.error
             raise outgoing.error
         pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
         if pending:

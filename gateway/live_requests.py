@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from gateway.conversation import Conversation
-from gateway.session_events import CancelAsked, Event, ShuttingDown, WorkerGone
+from gateway.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
 from gateway.wires import News
 from runtime.errors import DuplicateRequest
 
@@ -65,9 +65,13 @@ class LiveRequests:
             if conversation is not None:
                 conversation.hear(items)
 
-    def worker_gone(self, worker_id: str) -> None:
-        """Every request that this worker had part in learns it now."""
-        self._feed_all(WorkerGone(worker_id))
+    def worker_gone(self, worker_id: str, left: bool) -> None:
+        """Every request that this worker had part in learns it now. ``left``: it had said it would go."""
+        self._feed_all(WorkerGone(worker_id, left))
+
+    def worker_up(self, worker_id: str, returned: bool) -> None:
+        """It is linked; ``returned``: not for the first time."""
+        self._feed_all(WorkerUp(worker_id, returned))
 
     def shut_down(self) -> None:
         """The grace of a shutdown is over."""

@@ -15,12 +15,14 @@ from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission import AdmissionGate, AdmissionQueue, Patience
 from gateway.call import Calls
 from gateway.config import GatewaySettings
+from gateway.conversation import Recovery
 from gateway.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
 from gateway.kserve.door import SERVICE as KSERVE_SERVICE
 from gateway.kserve.door import KServeDoor
 from gateway.live_requests import LiveRequests
 from gateway.openai.door import OpenAIDoor
+from gateway.retry_budget import RetryBudget
 from gateway.served_model import ServedModel
 from gateway.service import SERVICE, add_inference_service
 from gateway.session_events import Role
@@ -67,6 +69,7 @@ class Gateway:
             self.fleet,
             self.live,
             self.gate,
+            recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,

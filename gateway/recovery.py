@@ -1,7 +1,14 @@
 """What to do when an attempt ends without finishing its request: try again, or give up with which error.
 
-One pure function over the cause and what the request has been through. A new way to recover (another worker
-after a death, say) is a new rule here; the session that asks does not change.
+One pure function over the cause and what the request has been through. A new way to recover is a new rule
+here; the session that asks does not change.
+
+Three limits hold a request that nothing helps:
+
+- deaths: workers that died under it. A second one makes it the suspect, and it ends before it meets a third.
+  A worker that said it would go, or that comes back, has not died.
+- losses and refusals since its last token: while it gets on, operators may restart workers as they like.
+- the gateway's `RetryBudget`, for what costs a prefill because of a fault.
 """
 
 from __future__ import annotations
@@ -22,8 +29,12 @@ from runtime.errors import (
 )
 
 TRANSFER_FAILURES_RECOMPUTED = 1  # a second corrupt hand-over is no accident
-REFUSALS_REROUTED = 3  # workers that were draining when the request reached them
+ROW_FAILURES_RECOMPUTED = 1  # nor is a second step that gives it no token
+DEATHS_SURVIVED = 1
+LOSSES_RECOVERED = 8  # without a token between them: the way to the workers is no good
+REFUSALS_REROUTED = 3  # likewise: workers that were draining when the request reached them
 PREEMPTIONS_BEFORE_RESERVE = 2  # from then on a grant needs room for the worst case
+WAIT_FOR_WORKER_S = 15.0  # a supervisor has a dead worker back in a few seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,11 @@ class History:
     delivered: int = 0  # output tokens the client has
     preemptions: int = 0
     transfer_failures: int = 0
-    refusals: int = 0
+    row_failures: int = 0
+    deaths: int = 0  # of workers that had it
+    losses: int = 0  # of workers and of the way to them, since its last token
+    refusals: int = 0  # since its last token
+    attempts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +58,10 @@ class Retry:
     """Prefill prompt plus delivered tokens again and continue at the next index."""
 
     reserve_worst_case: bool = False
-    avoid_worker: bool = False  # do not route to the worker that failed
+    avoid_worker: bool = False  # do not route to the worker that refused
+    elsewhere: bool = False  # nor to the one that failed, if there is another
+    uncached: bool = False  # compute all of it anew
+    fault: bool = True  # its prefill is to be paid from the retry budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +71,33 @@ class GiveUp:
     error: DiptychError
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Stay for so long, should a worker come."""
+
+    seconds: float
+
+
 def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
     """The rule for ``cause``; ``phase`` names where the request was, for the deadline's error."""
     reserve = history.preemptions >= PREEMPTIONS_BEFORE_RESERVE
     match cause:
         case Cause.PREEMPTED:
-            return Retry(reserve_worst_case=reserve)
+            return Retry(reserve, fault=False)
         case Cause.KV_TRANSFER_FAILED:
             if history.transfer_failures <= TRANSFER_FAILURES_RECOMPUTED:
-                return Retry(reserve_worst_case=reserve)
+                return Retry(reserve)
             return GiveUp(KvTransferFailed(tokens_emitted=history.delivered))
         case Cause.DRAINING:
             if history.refusals <= REFUSALS_REROUTED:
-                return Retry(reserve_worst_case=reserve, avoid_worker=True)
+                return Retry(reserve, avoid_worker=True, fault=False)
             return GiveUp(_lost_unless(history, Draining()))
         case Cause.PEER_LOST | Cause.WORKER_LOST:
-            return GiveUp(WorkerLost(tokens_emitted=history.delivered))
+            return _lost(cause, history, reserve)
+        case Cause.ROW_FAILED:
+            if history.row_failures <= ROW_FAILURES_RECOMPUTED:
+                return Retry(reserve, elsewhere=True, uncached=True)
+            return GiveUp(Internal())
         case Cause.NEVER_FITS:
             return GiveUp(_never_fits(history))
         case Cause.DEADLINE:
@@ -81,14 +110,37 @@ def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
             return GiveUp(Internal())
 
 
-def no_route(role: str, history: History) -> DiptychError:
-    """No worker can take the (next) attempt: replayable only while nothing was delivered."""
+def poisonous(history: History) -> bool:
+    """Whether it has cost so many workers their life that it must not get another one."""
+    return history.deaths > DEATHS_SURVIVED
+
+
+def no_route(role: str, history: History, wait_s: float = WAIT_FOR_WORKER_S) -> Wait | GiveUp:
+    """No worker can take the (next) attempt. Who has had one may wait for a worker to come back."""
+    return Wait(wait_s) if history.attempts and wait_s else GiveUp(nobody_came(role, history))
+
+
+def nobody_came(role: str, history: History) -> DiptychError:
+    """No worker took it: replayable only while nothing was delivered."""
     return _lost_unless(history, NoReadyWorker(role))
+
+
+def over_budget(history: History, retry_after_s: float) -> DiptychError:
+    """Too much is being repeated already."""
+    return WorkerLost(tokens_emitted=history.delivered, retry_after_s=retry_after_s)
 
 
 def shutting_down(history: History) -> DiptychError:
     """This gateway cannot finish the request any more."""
     return _lost_unless(history, Draining())
+
+
+def _lost(cause: Cause, history: History, reserve: bool) -> Retry | GiveUp:
+    if poisonous(history):
+        return GiveUp(Internal())
+    if history.losses > LOSSES_RECOVERED:
+        return GiveUp(WorkerLost(tokens_emitted=history.delivered))
+    return Retry(reserve, elsewhere=cause is Cause.PEER_LOST)
 
 
 def _lost_unless(history: History, error: DiptychError) -> DiptychError:

@@ -8,8 +8,9 @@ The life of a choice (a request has one, or ``n``, see `gateway.choices`):
 3. PREFILLING: the decode worker was told to expect the attempt, and the prefill worker to compute it.
 4. DECODING: tokens of this attempt have come. Each goes to the client exactly once: what was delivered
    already is dropped by its index, and a gap is a bug that ends the request.
-5. A preemption, a corrupt hand-over, or a worker that refuses leads back to ROUTING when `recovery.decide`
-   says so; the client sees nothing of it.
+5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt hand-over)
+   leads back to ROUTING when `recovery.decide` says so; the client sees nothing of it. If no worker can take
+   the next attempt, the choice stays there for a while, should one come.
 6. FINISHED, FAILED or ABANDONED: over. Whichever worker has not said its last word is told to cancel.
 
 `handle` takes one event and returns what is to be done, in order. Time comes in as an argument.
@@ -17,14 +18,23 @@ The life of a choice (a request has one, or ``n``, see `gateway.choices`):
 
 from __future__ import annotations
 
-from collections import Counter
 from enum import Enum
 
-from gateway.recovery import GiveUp, History, Retry, decide, no_route, shutting_down
+from gateway.recovery import (
+    GiveUp,
+    History,
+    decide,
+    no_route,
+    nobody_came,
+    over_budget,
+    poisonous,
+    shutting_down,
+)
 from gateway.session_events import (
     Action,
     Admitted,
     AttemptFailed,
+    AwaitWorker,
     Broken,
     Cancel,
     CancelAsked,
@@ -41,13 +51,18 @@ from gateway.session_events import (
     NeedRoute,
     NoRoute,
     PrefillCommitted,
+    Restored,
     Role,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
     TokensArrived,
+    WaitOver,
     WorkerGone,
+    WorkerUp,
 )
+from gateway.setbacks import Setbacks
+from gateway.tally import Tally
 from runtime.errors import DeadlineExceeded, DiptychError, Internal
 
 
@@ -79,15 +94,6 @@ class IllegalMove(Exception):
     """The session was asked to do what its table forbids: a bug in the caller or in the table."""
 
 
-class Tally:
-    """What all choices of a request have in common: its sizes, and how many tokens its client has."""
-
-    def __init__(self, prompt_tokens: int, max_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens  # of one choice
-        self.delivered = 0  # over all choices
-
-
 class Session:
     """The state of one choice; see the module's docstring.
 
@@ -102,14 +108,12 @@ class Session:
         self.output_ids: list[int] = []
         self.attempt = 0  # the one it is or was part of
         self.attempts: list[int] = []  # all of them
-        self.failures: Counter[Cause] = Counter()
-        self.lost_by: Cause | None = None  # why its last attempt ended; None before the second one
+        self.setbacks = Setbacks()
         self.transitions: list[tuple[State, float]] = [(State.QUEUED, now)]
         self.state = State.QUEUED
-        self.reserve = False  # its next attempt needs room for the worst case
-        self.avoid: frozenset[str] = frozenset()
         self._tally = tally
         self._working: dict[Role, str] = {}  # who has not said the last word on the current attempt
+        self._had_by: dict[Role, str] = {}  # who has, or had, the current attempt
 
     @property
     def over(self) -> bool:
@@ -122,15 +126,8 @@ class Session:
 
     @property
     def history(self) -> History:
-        """What `recovery.decide` goes by."""
-        return History(
-            self._tally.prompt_tokens,
-            self._tally.max_tokens,
-            delivered=self._tally.delivered,
-            preemptions=self.failures[Cause.PREEMPTED],
-            transfer_failures=self.failures[Cause.KV_TRANSFER_FAILED],
-            refusals=self.failures[Cause.DRAINING],
-        )
+        """What `gateway.recovery` goes by."""
+        return self.setbacks.history(self._tally, len(self.attempts))
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Apply one event. After the end every event is without effect.
@@ -150,7 +147,7 @@ class Session:
             case Launched(attempt, prefill_id, decode_id):
                 return self._launch(attempt, prefill_id, decode_id, now)
             case NoRoute(role):
-                return self._fail(no_route(role.value, self.history), now)
+                return self._no_route(role, now)
             case PrefillCommitted(attempt) if self._runs(attempt):
                 self._working.pop(Role.PREFILL, None)
                 return []
@@ -159,9 +156,14 @@ class Session:
                 return self._finish(reason, now)
             case AttemptFailed() if self._runs(event.attempt):
                 return self._attempt_failed(self._working.pop(event.role, None), event.cause, now)
-            case WorkerGone(worker_id) if worker_id in self._working.values():
-                self._working = {r: w for r, w in self._working.items() if w != worker_id}
-                return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
+            case WorkerGone(worker_id, left):
+                return self._worker_gone(worker_id, left, now)
+            case WorkerUp(worker_id, returned):
+                return self._worker_up(worker_id, returned)
+            case WaitOver(_, attempt) if attempt == self.attempt:
+                return self._wait_over(now)
+            case Restored(token_ids, _, reason):
+                return self._restore(token_ids, reason, now)
             case _:
                 return self._interrupt(event, now)
 
@@ -206,8 +208,16 @@ class Session:
         self.move(State.PREFILLING, now)
         self.attempt = attempt
         self.attempts.append(attempt)
+        self.setbacks.waiting_for = None
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
+        self._had_by = dict(self._working)
         return []
+
+    def _restore(self, token_ids: tuple[int, ...], reason: FinishReason | None, now: float) -> list[Action]:
+        if self.state is not State.QUEUED or self.output_ids:
+            raise IllegalMove("what the client has is told at the beginning")
+        self.output_ids.extend(token_ids)
+        return [] if reason is None else self._finish(reason, now)
 
     def _tokens(self, event: TokensArrived, now: float) -> list[Action]:
         have = len(self.output_ids)
@@ -219,30 +229,65 @@ class Session:
             return self._fail(Internal(), now)
         if self.state is not State.DECODING:
             self.move(State.DECODING, now)
+            if fresh:
+                self.setbacks.got_on()
         if not fresh:
             return []
         self.output_ids.extend(fresh)
         self._tally.delivered += len(fresh)
         return [Emit(have, fresh, self.choice, event.scores[skip:])]
 
+    def _worker_gone(self, worker_id: str, left: bool, now: float) -> list[Action]:
+        casualties = self._tally.casualties
+        if worker_id in self._working.values():
+            casualties.gone(worker_id, left=left)
+            self._working = {r: w for r, w in self._working.items() if w != worker_id}
+            return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
+        if casualties.suspected(worker_id):
+            casualties.gone(worker_id, left=left)
+        if poisonous(self.history):
+            return self._fail(Internal(), now)
+        return []
+
+    def _worker_up(self, worker_id: str, returned: bool) -> list[Action]:
+        """One that is there again, or a new one in its place: who waits may have an answer now."""
+        self._tally.casualties.up(worker_id, returned=returned)
+        if not returned:
+            self.setbacks.replaced(worker_id)
+        return [] if self.setbacks.waiting_for is None else [NeedRoute(self.choice)]
+
     def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
         if worker_id is None:
             return []  # it had its last word already
-        self.failures[cause] += 1
-        self.lost_by = cause
+        if cause is Cause.PEER_LOST:  # it speaks of the other one
+            worker_id = next((w for w in self._had_by.values() if w != worker_id), worker_id)
+            self._tally.casualties.suspect(worker_id)
+        self.setbacks.failed(cause)
+        if len(self.output_ids) >= self._tally.max_tokens:  # only the word that it is complete was lost
+            return [*self._cancel_working(), *self._finish(FinishReason.LENGTH, now)]
         verdict = decide(cause, self.history, phase=self.state.value)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
-        return self._retry(verdict, worker_id, now)
+        budget = self._tally.budget
+        if verdict.fault and budget is not None and not budget.spend(now):
+            return self._fail(over_budget(self.history, budget.wait_s(now)), now)
+        self.setbacks.follow(verdict, worker_id)
+        return [*self._cancel_working(), *self._need_route(now)]
 
-    def _retry(self, verdict: Retry, worker_id: str, now: float) -> list[Action]:
-        cancels = self._cancel_working()
-        if len(self.output_ids) >= self._tally.max_tokens:  # only the word that it is complete was lost
-            return [*cancels, *self._finish(FinishReason.LENGTH, now)]
-        self.reserve = verdict.reserve_worst_case
-        if verdict.avoid_worker:
-            self.avoid |= {worker_id}
-        return [*cancels, *self._need_route(now)]
+    def _no_route(self, role: Role, now: float) -> list[Action]:
+        if self.setbacks.forgive():
+            return [NeedRoute(self.choice)]
+        waiting, self.setbacks.waiting_for = self.setbacks.waiting_for is not None, role
+        if waiting:
+            return []  # whoever came was not the one
+        verdict = no_route(role.value, self.history, self._tally.wait_s)
+        if isinstance(verdict, GiveUp):
+            return self._fail(verdict.error, now)
+        return [AwaitWorker(self.choice, self.attempt, verdict.seconds)]
+
+    def _wait_over(self, now: float) -> list[Action]:
+        role = self.setbacks.waiting_for
+        return [] if role is None else self._fail(nobody_came(role.value, self.history), now)
 
     def _finish(self, reason: FinishReason, now: float) -> list[Action]:
         return [*self._end(State.FINISHED, now), Finish(reason, self.choice)]

@@ -33,6 +33,7 @@ class Cause(Enum):
     DEADLINE = "deadline"
     INCOMPATIBLE = "incompatible"
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules leave no token
+    ROW_FAILED = "row_failed"  # the worker could not compute a token of it: an error, or logits not finite
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
 
 
@@ -139,6 +140,35 @@ class WorkerGone:
     """The link to this worker is down, and with it whatever it ran for this request."""
 
     worker_id: str
+    left: bool = False  # it had said that it would go, or it never had the request: nobody's fault
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """A link to a worker is up. ``returned``: it is the very process that was gone, so it had not died."""
+
+    worker_id: str
+    returned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Before anything else: the client has these tokens of a choice already, from a stream that broke.
+
+    ``reason`` is set when they are all that there is; only the word that it is complete was lost.
+    """
+
+    token_ids: tuple[int, ...] = field(repr=False)
+    choice: int = 0
+    reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOver:
+    """The time of an `AwaitWorker` is up; ``attempt`` as it was named there."""
+
+    choice: int
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +221,9 @@ Event = (
     | DecodeFinished
     | AttemptFailed
     | WorkerGone
+    | WorkerUp
+    | Restored
+    | WaitOver
     | StopMatched
     | TimeLimitReached
     | DeadlinePassed
@@ -211,11 +244,20 @@ class NeedRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitWorker:
+    """Nobody can take the choice now. Say `WaitOver` after ``seconds``, and `WorkerUp` when one comes."""
+
+    choice: int
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ChooseRoute:
     """Pick a prefill and a decode worker for these tokens; answer with `Routed` or `NoRoute`."""
 
     token_ids: tuple[int, ...] = field(repr=False)  # prompt, then what was delivered
-    avoid: frozenset[str]  # workers that refused this request
+    avoid: frozenset[str]  # workers that refused this request, or failed it
     choices: tuple[int, ...] = (0,)  # that share the attempt
 
 
@@ -227,6 +269,7 @@ class Attempt:
     token_ids: tuple[int, ...] = field(repr=False)
     reserve_worst_case: bool
     choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
+    uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,4 +326,4 @@ class Fail:
     error: DiptychError
 
 
-Action = NeedRoute | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+Action = NeedRoute | AwaitWorker | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail

@@ -83,7 +83,7 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
             stop_token_ids=job.stop_token_ids,
         ),
         cache_namespace=cache_namespace,
-        cache_read=request.cache_read,
+        cache_read=request.cache_read and not attempt.uncached,
         cache_write=request.cache_write,
         priority=request.priority,
         traceparent=job.trace.traceparent,

@@ -194,8 +194,10 @@ class _Interrupted(DiptychError):
 
     explanation: ClassVar[str]
 
-    def __init__(self, tokens_emitted: int = 0) -> None:
-        super().__init__(self.explanation, metadata={"tokens_emitted": str(tokens_emitted)})
+    def __init__(self, tokens_emitted: int = 0, retry_after_s: float | None = None) -> None:
+        super().__init__(
+            self.explanation, metadata={"tokens_emitted": str(tokens_emitted)}, retry_after_s=retry_after_s
+        )
         self.code = grpc.StatusCode.ABORTED if tokens_emitted else grpc.StatusCode.UNAVAILABLE
 
 

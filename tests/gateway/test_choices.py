@@ -16,6 +16,7 @@ from gateway.session_events import (
     Admitted,
     Attach,
     AttemptFailed,
+    AwaitWorker,
     Broken,
     Cancel,
     CancelAsked,
@@ -38,7 +39,9 @@ from gateway.session_events import (
     StopMatched,
     TimeLimitReached,
     TokensArrived,
+    WaitOver,
     WorkerGone,
+    WorkerUp,
 )
 from runtime.errors import DeadlineExceeded, Internal
 
@@ -172,6 +175,7 @@ class ChoicesMachine(RuleBasedStateMachine):
         self.prefill: dict[int, str] = {}  # attempt → worker that is busy with it
         self.decode: dict[int, tuple[str, set[int]]] = {}  # attempt → worker, and choices it is busy with
         self.asked: list[ChooseRoute] = []
+        self.waiting: dict[int, AwaitWorker] = {}  # choices for which there was no worker
         self.decode_ever: set[int] = set()  # attempts that were launched
         self.just_ended: set[int] = set()  # choices with a last word at this moment
 
@@ -192,6 +196,9 @@ class ChoicesMachine(RuleBasedStateMachine):
                     assert token_ids == (*PROMPT, *self.client[choice]), "a token would be lost or doubled"
                     assert not any(choice in busy for _, busy in self.decode.values()), "two attempts at once"
                 self.asked.append(action)
+            case AwaitWorker(choice):
+                assert choice not in self.waiting, "two waits at once"
+                self.waiting[choice] = action
             case Attach(worker, attempt):
                 assert attempt.number == len(self.decode_ever) + 1
                 self.decode_ever.add(attempt.number)
@@ -230,6 +237,7 @@ class ChoicesMachine(RuleBasedStateMachine):
     def route(self, found: int) -> None:
         wanted = self.asked.pop(0)
         if found:
+            self.waiting = {c: wait for c, wait in self.waiting.items() if c not in wanted.choices}
             self.feed(Routed(f"p{found}", f"d{found}", wanted.choices))
         else:
             self.feed(NoRoute(Role.DECODE, wanted.choices))
@@ -298,7 +306,18 @@ class ChoicesMachine(RuleBasedStateMachine):
             if name == worker:
                 choices.clear()
         self.prefill = {a: w for a, w in self.prefill.items() if w != worker}
-        self.feed(WorkerGone(worker))
+        self.feed(WorkerGone(worker, left=data.draw(st.booleans())))
+
+    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), returned=st.booleans())
+    def worker_comes(self, number: int, role: str, returned: bool) -> None:
+        self.feed(WorkerUp(f"{role}{number}", returned))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def nobody_comes(self, data: st.DataObject) -> None:
+        wait = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        self.feed(WaitOver(wait.choice, wait.attempt))
+        assert self.choices.over
 
     @rule(data=st.data())
     def stop_string(self, data: st.DataObject) -> None:
@@ -334,8 +353,13 @@ class ChoicesMachine(RuleBasedStateMachine):
             assert len(self.ended) == self.COUNT
 
     @invariant()
+    def no_third_worker_dies(self) -> None:
+        deaths = self.choices.sessions[0].history.deaths
+        assert deaths <= (2 if self.choices.over else 1)
+
+    @invariant()
     def no_choice_is_forgotten(self) -> None:
-        waiting = {choice for wanted in self.asked for choice in wanted.choices}
+        waiting = {choice for wanted in self.asked for choice in wanted.choices} | set(self.waiting)
         for session in self.choices.sessions:
             if session.state is State.ROUTING:
                 assert session.choice in waiting

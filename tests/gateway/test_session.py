@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.session import LEGAL, IllegalMove, Session, State, Tally
+from gateway.session import LEGAL, IllegalMove, Session, State
 from gateway.session_events import (
     Action,
     Admitted,
     AttemptFailed,
+    AwaitWorker,
     Cancel,
     CancelAsked,
     Cause,
@@ -35,8 +36,11 @@ from gateway.session_events import (
     TimeLimitReached,
     TokensArrived,
     TokenScore,
+    WaitOver,
     WorkerGone,
+    WorkerUp,
 )
+from gateway.tally import Tally
 from runtime.errors import Internal, KvTransferFailed, NoReadyWorker, WorkerLost
 
 PROMPT = (7, 8, 9)
@@ -69,7 +73,7 @@ def test_an_error_counts_what_all_choices_delivered() -> None:
     tally = Tally(len(PROMPT), 10)
     first, second = started(tally=tally), started(tally=tally, choice=1)
     first.handle(TokensArrived(1, 0, (1, 2)), 3.0)
-    failed = second.handle(AttemptFailed(1, Role.DECODE, Cause.WORKER_LOST), 4.0)[-1]
+    failed = second.handle(AttemptFailed(1, Role.DECODE, Cause.INCOMPATIBLE), 4.0)[-1]
     assert isinstance(failed, Fail)
     assert failed.error.code.name == "ABORTED"
     assert failed.error.metadata == {"tokens_emitted": "2"}
@@ -86,9 +90,6 @@ def test_scores_go_with_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("delivered", "cause", "error"),
     [
-        (0, Cause.WORKER_LOST, WorkerLost(0)),
-        (2, Cause.WORKER_LOST, WorkerLost(2)),
-        (2, Cause.PEER_LOST, WorkerLost(2)),
         (0, Cause.INCOMPATIBLE, NoReadyWorker("decode")),
         (2, Cause.INCOMPATIBLE, WorkerLost(2)),
         (1, Cause.INTERNAL, Internal()),
@@ -123,15 +124,6 @@ def test_preemption_after_the_last_token_is_the_end() -> None:
     assert actions[-1] == Finish(FinishReason.LENGTH)
 
 
-def test_no_route_for_a_later_attempt_is_aborted() -> None:
-    session = started()
-    session.handle(TokensArrived(1, 0, (1,)), 3.0)
-    session.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)
-    (failed,) = session.handle(NoRoute(Role.DECODE), 5.0)
-    assert isinstance(failed, Fail)
-    assert isinstance(failed.error, WorkerLost)
-
-
 def test_more_than_max_tokens_is_a_bug() -> None:
     session = started(max_tokens=2)
     actions = session.handle(TokensArrived(1, 0, (1, 2, 3)), 3.0)
@@ -152,6 +144,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.busy: dict[tuple[str, int], bool] = {}  # (worker, attempt) → not cancelled, no last word
         self.attempts = 0
         self.want_route = False
+        self.waiting: AwaitWorker | None = None
         self.end: Action | None = None
 
     def feed(self, event: Event) -> None:
@@ -168,8 +161,12 @@ class SessionMachine(RuleBasedStateMachine):
             case NeedRoute():
                 assert self.session.output_ids == self.client, "a token would be lost or doubled"
                 assert not any(self.busy.values()), "two attempts at once"
-                assert self.session.reserve == (self.session.history.preemptions >= 2)
+                assert self.session.setbacks.reserve == (self.session.history.preemptions >= 2)
                 self.want_route = True
+            case AwaitWorker():
+                assert self.attempts, "a request that no worker ever had waits"
+                assert self.waiting is None, "two waits at once"
+                self.waiting = action
             case Cancel(_, worker, number, (0,)):
                 assert self.busy[worker, number], "a cancel for nothing"
                 self.busy[worker, number] = False
@@ -191,11 +188,12 @@ class SessionMachine(RuleBasedStateMachine):
     def admit(self) -> None:
         self.feed(Admitted())
 
-    @precondition(lambda self: self.session.state is State.ROUTING)
+    @precondition(lambda self: self.want_route and self.session.state is State.ROUTING)
     @rule(found=st.integers(0, 5))
     def route(self, found: int) -> None:
         self.want_route = False
         if found:
+            self.waiting = None
             self.attempts = number = self.attempts + found
             self.busy[f"p{number}", number] = self.busy[f"d{number}", number] = True
             self.feed(Launched(number, f"p{number}", f"d{number}"))
@@ -244,7 +242,18 @@ class SessionMachine(RuleBasedStateMachine):
         role = data.draw(st.sampled_from(sorted(self.session.working, key=str)))
         worker = self.session.working[role]
         self.busy[worker, self.attempts] = False
-        self.feed(WorkerGone(worker))
+        self.feed(WorkerGone(worker, left=data.draw(st.booleans())))
+
+    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), returned=st.booleans())
+    def worker_comes(self, number: int, role: str, returned: bool) -> None:
+        self.feed(WorkerUp(f"{role}{number}", returned))
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def nobody_comes(self) -> None:
+        assert self.waiting is not None
+        self.feed(WaitOver(self.waiting.choice, self.waiting.attempt))
+        assert self.session.over
 
     @rule()
     def lose_a_stranger(self) -> None:
@@ -276,7 +285,13 @@ class SessionMachine(RuleBasedStateMachine):
             assert not any(self.busy.values()), "a worker was left working"
             assert self.session.state is State.ABANDONED or self.end is not None
         else:
-            assert self.want_route == (self.session.state is State.ROUTING)
+            routing = self.want_route or self.waiting is not None
+            assert routing == (self.session.state is State.ROUTING)
+
+    @invariant()
+    def no_third_worker_dies(self) -> None:
+        assert self.session.history.deaths <= 2
+        assert self.session.over or self.session.history.deaths <= 1
 
     @invariant()
     def every_move_was_legal_and_in_time(self) -> None:

@@ -27,6 +27,7 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_DEADLINE: _ClassVar[FailureReason]
     FAILURE_REASON_INCOMPATIBLE: _ClassVar[FailureReason]
     FAILURE_REASON_NOTHING_ALLOWED: _ClassVar[FailureReason]
+    FAILURE_REASON_ROW_FAILED: _ClassVar[FailureReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -39,6 +40,7 @@ FAILURE_REASON_NEVER_FITS: FailureReason
 FAILURE_REASON_DEADLINE: FailureReason
 FAILURE_REASON_INCOMPATIBLE: FailureReason
 FAILURE_REASON_NOTHING_ALLOWED: FailureReason
+FAILURE_REASON_ROW_FAILED: FailureReason
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")
