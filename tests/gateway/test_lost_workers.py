@@ -1,4 +1,4 @@
-"""Workers that die under a request, through the real gateway over real gRPC, with scripted workers behind it."""
+"""Workers that die under a request: the real gateway over real gRPC, with scripted workers behind it."""
 
 from __future__ import annotations
 
