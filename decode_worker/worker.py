@@ -16,6 +16,7 @@ from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_
 from engine.block_pool import BlockPool
 from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.server import HandoffServer
+from kvtransfer.transports import registry
 from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
@@ -56,7 +57,7 @@ class DecodeWorker:
             fingerprint=engine.fingerprint,
             memory=memory,
             pool=self._pool,
-            transports=settings.transports,
+            transports=registry.chosen(settings.transport, memory.memory.data.device),
             running=lambda: self._loop.num_running,
             on_ready=self._loop.attempts.on_ready,
             on_failed=self._loop.attempts.on_failed,

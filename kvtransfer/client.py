@@ -7,9 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVLayout, KVMemory
+from kvtransfer.device_order import CPU, gpu_uuid
 from kvtransfer.errors import HandoffRefused, PeerReplaced
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.lease import Lease, LeaseTimes, Verdict
@@ -36,7 +39,7 @@ class HandoffClient:
     `on_abort(key)`: stop computing this attempt, then `peer.stop`. `on_peer_lost(address, keys)`: the same
     for all of them, and the decode process may be gone. `scratch` makes the own blocks when the first
     copying peer needs them; without it only peers that share memory are accepted. Sent blocks of which
-    none is acknowledged for `stall_s` end a link.
+    none is acknowledged for `stall_s` end a link. `device` is where this worker computes.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class HandoffClient:
         beat: Callable[[], Beat] = Beat,
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._stall_s = stall_s
         self._me = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
@@ -99,7 +104,9 @@ class HandoffClient:
     async def _link(self, address: str, expected_incarnation: int) -> Peer:
         if self._closed:
             raise HandoffRefused(_PEER_LOST, "this worker is closing")
-        link = await PeerLink.connect(address, self._me, self._fingerprint, self._transports)
+        link = await PeerLink.connect(
+            address, self._me, self._fingerprint, self._transports, gpu_uuid(self._device)
+        )
         try:
             if link.welcome.incarnation != expected_incarnation:
                 raise PeerReplaced
@@ -130,9 +137,11 @@ class HandoffClient:
         try:
             if hello.transport in registry.IN_PLACE:
                 # The same process has the same pool: one mapping serves all its links.
-                memory = peer.memory if peer.memory is not None else await registry.map_pool(welcome)
+                mapped = peer.memory
+                memory = mapped if mapped is not None else await registry.map_pool(welcome, self._device)
                 copying = None
             else:
+                await peer.quiesced()
                 memory, scratch = None, self._own_scratch()
                 copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
         except TransportError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from diptych.worker.v1 import work_pb2
 from engine.kv_memory import KVMemory
 from kvtransfer.action_pump import ActionPump
+from kvtransfer.device_order import queued_work, until_written
 from kvtransfer.errors import AttemptOver, GrantRefused, PeerLost
 from kvtransfer.granted import Granted
 from kvtransfer.messages import (
@@ -148,6 +149,7 @@ class Peer:
         """
         if self._progress.pop(granted.ref, None) is None:
             return
+        await until_written(granted.memory)
         reason = None if failure is None else failure.reason
         message = "" if failure is None else failure.message
 
@@ -184,6 +186,11 @@ class Peer:
             self._handle(response)
 
         link.start(handle, lambda: self._ended(link))
+
+    async def quiesced(self) -> None:
+        """Wait until nothing of an earlier link is under way: what maps a pool may still copy into it."""
+        if self._queue is not None and not self.linked:
+            await self._queue.close()
 
     def stalled(self, now: float) -> bool:
         """Whether blocks are sent that do not arrive. Ask at every interval."""
@@ -240,7 +247,8 @@ class Peer:
             blocks = granted.block_table[first:upto_block]
             progress.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
             targets = granted.target_table[first:upto_block]
-            self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets))
+            computed = queued_work(granted.memory)
+            self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets, computed))
 
     def _sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
         self._pump.run(self._sender.push(ref, first, len(digests), digests))

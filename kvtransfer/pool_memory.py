@@ -21,7 +21,14 @@ class PoolMemory:
     """Blocks and the file behind them. The file descriptor stays open as long as the process."""
 
     memory: KVMemory
-    fd: int
+    fd: int | None
+    """None where the blocks are a GPU's memory: there is no file then."""
+
+    def file(self) -> int:
+        """The file that peers map. Raises OSError where there is none."""
+        if self.fd is None:
+            raise OSError(f"blocks on {self.memory.device} lie in no file")
+        return self.fd
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:

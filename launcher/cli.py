@@ -51,7 +51,9 @@ def up(
     prefill_chunk: Annotated[int | None, typer.Option(help="Tokens per prefill step.")] = None,
     kv_memory_mib: Annotated[int | None, typer.Option(help="KV memory of each decode worker.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="The same as a number of blocks.")] = None,
-    transport: Annotated[str | None, typer.Option(help="auto, shared_memory, tcp or gloo.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8).")
     ] = None,

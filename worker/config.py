@@ -23,7 +23,7 @@ class WorkerSettings(ProgramSettings):
         0, description="with cores-fd: how many cores there are to share"
     )
     backend: Literal["auto", "native", "torch"] = Field("auto", description="how the model is computed")
-    transport: Literal["auto", "shared_memory", "gloo", "tcp"] = Field(
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
     )
     advertise_host: str | None = Field(
@@ -32,8 +32,3 @@ class WorkerSettings(ProgramSettings):
     drain_s: Annotated[float, Field(ge=0)] = Field(
         10.0, description="seconds that running requests get at shutdown"
     )
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """Names of the transports that may be used, the preferred one first."""
-        return ("shared_memory", "tcp") if self.transport == "auto" else (self.transport,)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.messages import GrantRef, WriterId
 
@@ -100,6 +102,8 @@ class Run:
     """Where they are, in `memory`."""
     target_ids: Sequence[int] = ()
     """Where they belong, in the decode worker's pool: for transports that map it."""
+    computed: torch.cuda.Event | None = None
+    """On a GPU: when it has come, the blocks are computed."""
 
 
 Wanted = Callable[[GrantRef], bool]

@@ -30,6 +30,7 @@ from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports import worlds
 from kvtransfer.transports.base import Place, ReceiverHooks, TransportError
 from kvtransfer.transports.data_listener import DataListener, DataSocket
+from kvtransfer.transports.device_staging import DeviceStaging
 from kvtransfer.transports.pair_thread import PairThread
 from kvtransfer.transports.staging import SLOTS, HostStaging, Staging
 
@@ -40,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 def make_staging(name: str, memory: KVMemory) -> Staging:
-    return HostStaging(memory)
+    """NCCL's slots are beside the blocks; Gloo's are the host's, wherever the blocks are."""
+    return DeviceStaging(memory) if name == worlds.NCCL else HostStaging(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class _Frames:
     def _build(self) -> worlds.World:
         store = worlds.open_store(self._host, self._port, self._listener)
         world = worlds.build(self._name, store, worlds.DECODE_RANK, self._host, self._device)
+        self._staging.prepare()
         shown = torch.empty(_SECRET_BYTES, dtype=torch.uint8, device=self._staging.data(0, 1).device)
         world.receive(shown)
         if not hmac.compare_digest(bytes(shown.tolist()), self._secret):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
@@ -71,19 +70,14 @@ class PairedChannel:
         for at in range(0, len(run.block_ids), size):
             if not wanted(run.ref):
                 return None
-            digests += await self._send_slot(world, run, at, run.block_ids[at : at + size])
+            digests += await self._send_slot(world, run, at, min(size, len(run.block_ids) - at))
         return digests
 
-    async def _send_slot(
-        self, world: worlds.World, run: Run, at: int, block_ids: Sequence[int]
-    ) -> list[bytes]:
+    async def _send_slot(self, world: worlds.World, run: Run, at: int, count: int) -> list[bytes]:
         if len(self._under_way) == SLOTS:  # the slot is free when what it held was taken at the other end
             await self._connection.until_acknowledged(self._under_way.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
-        first, count = run.first + at, len(block_ids)
-        packing = asyncio.create_task(
-            self._packer.run(self._staging.pack, slot, run.memory, block_ids, run.ref, first)
-        )
+        packing = asyncio.create_task(self._packer.run(self._staging.pack, slot, run, at, count))
         try:
             digests = await asyncio.shield(packing)
         except asyncio.CancelledError:
@@ -91,7 +85,7 @@ class PairedChannel:
             raise
         self._sent += count
         self._under_way.append(self._sent)
-        header = HEADER.pack(run.ref.slot, run.ref.generation, first, count)
+        header = HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
         await self._connection.send(header + b"".join(digests))
         sending = asyncio.create_task(self._thread.run(world.send, self._staging.data(slot, count)))
         self._sending.add(sending)
@@ -124,6 +118,7 @@ class PairedChannel:
         store = worlds.open_store(self._store_host, port, None)
         host = self._connection.local_host()
         world = worlds.build(self._name, store, worlds.PREFILL_RANK, host, self._device)
+        self._staging.prepare()
         device = self._staging.data(0, 1).device
         world.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
         return world

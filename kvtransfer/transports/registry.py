@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from engine.kv_memory import KVMemory
+from kvtransfer.host import host_id
 from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.transports import paired, paired_channel, shared_memory, tcp, worlds
+from kvtransfer.transports import paired, paired_channel, pushing, shared_memory, tcp, worlds
 from kvtransfer.transports.base import (
     PushChannel,
     ReceiverHooks,
@@ -12,32 +15,49 @@ from kvtransfer.transports.base import (
     TransportError,
     Welcome,
 )
+from kvtransfer.transports.cuda_port import CudaPort
+from kvtransfer.transports.device_port import DevicePort, HostPort
 
-IN_PLACE = frozenset({shared_memory.NAME})
+IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """With these the prefill worker computes straight into the decode worker's pool."""
+_ON_HOST = (shared_memory.NAME, tcp.NAME)
+_ON_GPU = (shared_memory.ON_GPU, pushing.NAME, tcp.NAME)
+_NEEDS_GPU = frozenset({shared_memory.ON_GPU, pushing.NAME, worlds.NCCL})
 
 
-def automatic(device_type: str) -> tuple[str, ...]:
-    """Names in order of preference for workers whose blocks are on such a device."""
-    return (shared_memory.NAME, tcp.NAME) if device_type == "cpu" else (tcp.NAME,)
+def chosen(flag: str, device: torch.device) -> tuple[str, ...]:
+    """What `--transport` means for a worker whose blocks are on `device`, names in order of preference.
+
+    `cuda_ipc` computes in place where both workers have the same GPU. Raises ValueError for what cannot be.
+    """
+    if flag == "auto":
+        return _ON_HOST if device.type == "cpu" else _ON_GPU
+    if device.type == "cpu" and flag in _NEEDS_GPU:
+        raise ValueError(f"--transport {flag} needs blocks on a GPU, and this worker's device is the CPU")
+    if device.type != "cpu" and flag == shared_memory.NAME:
+        raise ValueError("--transport shared_memory is for CPU workers; on a GPU it is cuda_ipc")
+    if flag == worlds.NCCL and (why := worlds.nccl_unusable(device)) is not None:
+        raise ValueError(f"--transport nccl: {why}")
+    return (shared_memory.ON_GPU, flag) if flag == pushing.NAME else (flag,)
 
 
 def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
-    """The decode worker's end. ValueError if there is no such transport, or not for this memory."""
-    memory = pool.memory
+    """The decode worker's end. ValueError if there is no such transport."""
     match name:
-        case shared_memory.NAME:
-            return shared_memory.SharedMemoryReceiver(pool, hooks)
+        case shared_memory.NAME | shared_memory.ON_GPU:
+            return shared_memory.SharedMemoryReceiver(name, pool, port_of(pool.memory.data.device), hooks)
+        case pushing.NAME:
+            return pushing.PushReceiver(pool, port_of(pool.memory.data.device), hooks)
         case tcp.NAME:
-            return tcp.TcpReceiver(host, memory, hooks)
-        case worlds.GLOO:
-            return paired.PairedReceiver(name, host, memory, hooks)
+            return tcp.TcpReceiver(host, pool.memory, hooks)
+        case worlds.GLOO | worlds.NCCL:
+            return paired.PairedReceiver(name, host, pool.memory, hooks)
     raise ValueError(f"there is no transport {name!r}")
 
 
-async def map_pool(welcome: Welcome) -> KVMemory:
-    """The decode worker's pool, to compute in. Raises TransportError."""
-    return await shared_memory.open_shared_memory(welcome)
+async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
+    """The decode worker's pool, for `device` to compute in. Raises TransportError."""
+    return await shared_memory.open_shared_memory(welcome, port_of(device))
 
 
 async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushChannel:
@@ -48,6 +68,13 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
     match name:
         case tcp.NAME:
             return await tcp.TcpChannel.open(welcome)
-        case worlds.GLOO:
+        case worlds.GLOO | worlds.NCCL:
             return await paired_channel.PairedChannel.open(name, welcome, scratch)
+        case pushing.NAME:
+            return await pushing.PushChannel.open(welcome, port_of(scratch.data.device))
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
+
+
+def port_of(device: torch.device) -> DevicePort:
+    """How pools on such a device are mapped."""
+    return HostPort(host_id()) if device.type == "cpu" else CudaPort(device, host_id())

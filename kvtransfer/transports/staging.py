@@ -12,6 +12,7 @@ from kvtransfer.digest import block_digest
 from kvtransfer.failpoints import damage_payload
 from kvtransfer.host_bytes import host_view, read_block, write_block
 from kvtransfer.messages import GrantRef
+from kvtransfer.transports.base import Run
 
 SLOTS = 4
 _SLOT_BYTES = 4 << 20
@@ -34,10 +35,12 @@ class Staging(Protocol):
         """The bytes of the first `count` blocks of a slot, `[n]` uint8."""
         ...
 
-    def pack(
-        self, slot: int, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int
-    ) -> list[bytes]:
-        """Copy blocks into a slot; the digest of each. Blocks until they are there."""
+    def prepare(self) -> None:
+        """Do what takes long; off the event loop, before anything else but `data`."""
+        ...
+
+    def pack(self, slot: int, run: Run, at: int, count: int) -> list[bytes]:
+        """Copy `count` blocks of a run, from its place `at`, into a slot; the digest of each. Blocks."""
         ...
 
     async def unpack(
@@ -69,15 +72,16 @@ class HostStaging:
         """The bytes of the first `count` blocks of a slot."""
         return self._slots[slot][: count * self._size]
 
-    def pack(
-        self, slot: int, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int
-    ) -> list[bytes]:
+    def prepare(self) -> None:
+        """Nothing takes long."""
+
+    def pack(self, slot: int, run: Run, at: int, count: int) -> list[bytes]:
         """Copy blocks into a slot; the digest of each, taken from where they came."""
         digests = []
-        for at, block in enumerate(block_ids):
-            payload = read_block(memory, block)
-            digests.append(block_digest(ref, first + at, payload))
-            self._block(slot, at)[:] = damage_payload(payload)
+        for place in range(count):
+            payload = read_block(run.memory, run.block_ids[at + place])
+            digests.append(block_digest(run.ref, run.first + at + place, payload))
+            self._block(slot, place)[:] = damage_payload(payload)
         return digests
 
     async def unpack(

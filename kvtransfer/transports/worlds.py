@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
+from kvtransfer.device_order import gpu_uuid
 from kvtransfer.transports.base import TransportError
 
 GLOO = "gloo"
@@ -170,11 +171,6 @@ def nccl_unusable(device: torch.device, other: str = "") -> str | None:
         text = ".".join(map(str, version))
         return f"NCCL {text} does not let two ranks share a GPU (2.30 does): use cuda_ipc"
     return None
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """What names this GPU on every machine; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _first_line(error: Exception) -> str:

@@ -125,7 +125,7 @@ def pattern(seed: int, place: int) -> torch.Tensor:
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
 
 
-@pytest.fixture(params=["shared_memory", "tcp", "gloo"])
+@pytest.fixture(params=["shared_memory", "tcp", "gloo", "cuda_ipc"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,8 +12,11 @@ from kvtransfer.host import host_id
 from kvtransfer.messages import WriterId
 from kvtransfer.pool_memory import allocate_pool, map_pool
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.device_port import HostPort
 from kvtransfer.transports.shared_memory import SharedMemoryReceiver, open_shared_memory
 from tests.kvtransfer.conftest import LAYOUT, until
+
+PORT = HostPort(host_id())
 
 
 def mappings() -> int:
@@ -25,8 +28,10 @@ def mappings() -> int:
 async def receiver():
     dead: list[WriterId] = []
     hooks = ReceiverHooks(dead.append, lambda *a: None, lambda *a: None, lambda *a: None, lambda *a: None)
-    receiver = SharedMemoryReceiver(allocate_pool(LAYOUT, 4), hooks)
+    pool = allocate_pool(LAYOUT, 4)
+    receiver = SharedMemoryReceiver("shared_memory", pool, PORT, hooks)
     await receiver.start()
+    receiver.pool = pool
     yield receiver
     await receiver.close()
 
@@ -37,11 +42,11 @@ def welcome(receiver: SharedMemoryReceiver, token: bytes) -> Welcome:
 
 async def test_both_sides_see_the_same_bytes(receiver):
     token = receiver.admit(WriterId("w", 1), os.getpid())
-    theirs = await open_shared_memory(welcome(receiver, token))
+    theirs = await open_shared_memory(welcome(receiver, token), PORT)
     assert receiver.registered(WriterId("w", 1))
     theirs.data[2] = 5.0
-    assert float(receiver._pool.memory.data[2].mean()) == 5.0
-    assert float(receiver._pool.memory.data[1].mean()) == 0.0
+    assert float(receiver.pool.memory.data[2].mean()) == 5.0
+    assert float(receiver.pool.memory.data[1].mean()) == 0.0
 
 
 async def test_a_pool_is_unmapped_with_its_last_user(make_pair):
@@ -62,10 +67,10 @@ async def test_a_pool_is_unmapped_with_its_last_user(make_pair):
 async def test_who_was_not_admitted_gets_no_memory(receiver, case):
     pid = os.getppid() if case == "another process" else os.getpid()
     token = receiver.admit(WriterId("w", 1), pid)
-    kept = [await open_shared_memory(welcome(receiver, token))] if case == "used token" else []
+    kept = [await open_shared_memory(welcome(receiver, token), PORT)] if case == "used token" else []
     before = mappings()
     with pytest.raises(TransportError):
-        await open_shared_memory(welcome(receiver, bytes(32) if case == "unknown token" else token))
+        await open_shared_memory(welcome(receiver, bytes(32) if case == "unknown token" else token), PORT)
     assert mappings() == before
     assert len(kept) == (case == "used token")
 
