@@ -34,6 +34,12 @@ class GatewaySettings(ProgramSettings):
         description="refuse a request whose prefill would begin later than this, as predicted; "
         "auto = four times what the prefill of an average request takes",
     )
+    share_ports: bool = Field(
+        False, description="let a successor listen on the same ports before this gateway has ended"
+    )
+    await_workers_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        0.0, description="seconds to wait for workers before opening the ports; then they open anyway"
+    )
     drain_settle_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.0, description="seconds from NOT_SERVING to refusing new requests at shutdown"
     )

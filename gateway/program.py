@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -35,6 +36,7 @@ from runtime.process import incarnation
 from runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from runtime.telemetry import Telemetry
 
+SHUT_DOWN_S = 0.5  # in which a status still reaches its client
 _log = logging.getLogger(__name__)
 
 
@@ -82,6 +84,8 @@ class Gateway:
         self._http: HttpEdge | None = None
         self._admin: AdminDoor | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._leaving = False
+        self._stopping: asyncio.Task[None] | None = None
         self.grpc_port = 0
         self.http_port = 0
         self.admin_port = 0
@@ -89,12 +93,16 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether a request that comes now has workers to run on."""
-        return not self.generator.draining and self.fleet.missing_role() is None
+        return not self._leaving and self.fleet.missing_role() is None
 
     async def start(self) -> None:
         """Bind all ports and serve. Raises OSError or UnsafeBindError."""
         settings = self._settings
-        server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES)
+        await self.mirror.start()
+        self.fleet.start()
+        await self._workers_or_timeout(settings.await_workers_s)
+        share = settings.share_ports
+        server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = Calls(self.telemetry, self.metrics, time.monotonic)
         add_inference_service(server, calls, self.generator, self._text)
         KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
@@ -109,6 +117,7 @@ class Gateway:
             insecure=settings.insecure,
             door=OpenAIDoor(calls, self.generator, self._text, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
+            share_port=share,
         )
         self.http_port = self._http.port
         self._admin = await AdminDoor.start(
@@ -117,26 +126,48 @@ class Gateway:
             calls,
             self._operations(),
             insecure=settings.insecure,
+            share_port=share,
         )
         self.admin_port = self._admin.port
-        await self.mirror.start()
-        self.fleet.start()
         self._server = server
         await server.start()
         self._watch = asyncio.create_task(self._watch_readiness(self._health), name="readiness")
 
     async def drain(self) -> None:
-        """Refuse what is new, let what runs finish within the grace, then end it with a status."""
-        self.generator.draining = True
+        """Refuse what is new, let what runs finish within the grace, then end it with a status.
+
+        Where a successor shares the ports nothing is refused: the listeners close, gRPC clients are told to
+        connect anew, and what still comes over an old connection is served.
+        """
+        self._leaving = True
         self._changed.set()
         if self._health is not None:
             await self._health.set_ready(False)
         await asyncio.sleep(self._settings.drain_settle_s)
+        if self._settings.share_ports:
+            await self._stop_listening()
+        else:
+            self.generator.draining = True
         try:
             await asyncio.wait_for(self.live.idle(), self._settings.drain_grace_s)
         except TimeoutError:
             _log.warning("%d requests outlived the grace", len(self.live))
             self.live.shut_down()
+
+    async def _stop_listening(self) -> None:
+        if self._http is not None:
+            await self._http.leave()
+        if self._server is not None:
+            grace = self._settings.drain_grace_s + SHUT_DOWN_S
+            self._stopping = asyncio.create_task(self._server.stop(grace), name="stop listening")
+            await asyncio.sleep(0)  # it is under way before anybody looks whether something still runs
+
+    async def _workers_or_timeout(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.fleet.missing_role() is not None:
+                    self._changed.clear()
+                    await self._changed.wait()
 
     async def close(self) -> None:
         """Stop at once; `drain` before it to be polite."""
@@ -144,7 +175,7 @@ class Gateway:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         if self._server is not None:
-            await self._server.stop(grace=0.5)
+            await self._server.stop(grace=SHUT_DOWN_S)
         await self.fleet.close()
         await self.generator.close()
         await self.mirror.close()
@@ -175,7 +206,7 @@ class Gateway:
             self.fleet,
             self.gate.queue,
             identity,
-            lambda: (self.ready, self.generator.draining, self.mirror.connected),
+            lambda: (self.ready, self._leaving, self.mirror.connected),
         )
 
     def _bind_gauges(self) -> None:

@@ -68,6 +68,10 @@ class ChildSpec:
     stdin: bytes | None = None
     probe: Probe | None = None
 
+    def with_values(self, values: Mapping[str, int | str]) -> "ChildSpec":
+        """With some of its values replaced."""
+        return replace(self, values={**self.values, **values})
+
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """The same process once more, at the addresses it had."""
         return replace(self, values={**self.values, **{key: announced[key] for key in self.keep}})

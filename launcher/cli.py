@@ -194,6 +194,19 @@ def drain(
 
 
 @app.command()
+def restart(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="As `decode-0`, `gateway`; none: every process.")
+    ] = None,
+    grpc_port: Annotated[int, typer.Option(help="Public port of the system.")] = GRPC_PORT,
+) -> None:
+    """Replace processes of a running `diptych up` one after the other, without refusing a request."""
+    from launcher.operate import restart_processes
+
+    raise typer.Exit(restart_processes(grpc_port, names or []))
+
+
+@app.command()
 def flush(
     worker_id: Annotated[str, typer.Argument(help="Empty: every decode worker.")] = "",
     address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",

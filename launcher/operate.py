@@ -1,7 +1,7 @@
 """`diptych workers`, `drain` and `flush`: an operator's questions to a gateway's AdminService."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from diptych.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
+from launcher.control import ask_restart
 
 _TIMEOUT_S = 10.0
 _STATES = {
@@ -52,6 +53,15 @@ def flush_prefix_cache(address: str, worker_id: str) -> int:
         print(f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S).blocks} blocks forgotten")
 
     return _operate(address, ask)
+
+
+def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
+    """Exit status 1 when no `diptych up` of this user serves at the port, or a process has no successor."""
+    try:
+        return 0 if ask_restart(grpc_port, names, print) else 1
+    except OSError as error:
+        print(f"diptych: no `diptych up` listens for port {grpc_port}: {error}", file=sys.stderr)
+        return 1
 
 
 def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub], None]) -> int:

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
+from launcher.supervisor import Ended, Event, Loading, Replaced, Serving, Wrote
 
 
 class NoteConsole(Console):
@@ -53,6 +53,8 @@ class Progress:
             case Ended(name, reason, restart_in_s):
                 self._loading.pop(name, None)
                 self._say(f"[red]●[/] {name} ended: {reason}; starts again in {restart_in_s:.1f} s")
+            case Replaced(name):
+                self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
             case Wrote("valkey", _):
                 pass  # advice about the machine's kernel settings; its last words are in ChildFailed
             case Wrote(name, line) if self._lines:

@@ -1,12 +1,15 @@
 """The foreground of `diptych up`: start, say where it serves, wait for the end."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from launcher.child import ChildFailed
+from launcher.control import control_socket
 from launcher.progress import NoteConsole, Progress
+from launcher.rolling import rolling_restart
 from launcher.stack import BadOptions, StackOptions
 from launcher.up import Stack, run_until_signal, running_stack
 from launcher.valkey import ValkeyMissing
@@ -32,7 +35,8 @@ async def _serve(
     try:
         async with running_stack(options, progress, ready_file=ready_file) as stack:
             _welcome(console, stack, show_secrets)
-            await asyncio.Event().wait()  # until cancelled
+            async with control_socket(stack.grpc_port, partial(rolling_restart, stack)):
+                await asyncio.Event().wait()  # until cancelled
             return 0
     finally:
         progress.close()

@@ -1,5 +1,7 @@
 """Which processes make up Diptych on one machine, and with which flags."""
 
+import errno
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +54,22 @@ class StackOptions:
     """(role, flag, value): any other flag of a program."""
 
 
+def _taken(host: str, port: int) -> bool:
+    """Whether somebody listens there. Our gateway shares its ports with its successor, so that it would
+    share them with another system as well, and each would get half the calls.
+    """
+    if port == 0:
+        return False
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 class BadOptions(ValueError):
     """Options that no process could start with."""
 
@@ -63,6 +81,9 @@ def check_options(options: StackOptions) -> None:
         require_safe_bind(options.host, encrypted=False, insecure=options.insecure)
     except (FileNotFoundError, UnsafeBindError) as error:
         raise BadOptions(str(error)) from None
+    for port in (options.grpc_port, options.http_port, _admin_port(options)):
+        if _taken(options.host, port):
+            raise BadOptions(f"port {port} of {options.host} is taken")
 
 
 @dataclass(frozen=True)
@@ -103,6 +124,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "host": options.host,
             "insecure": options.insecure or None,
             "drain-grace-s": DRAIN_S,
+            "share-ports": True,
+            "await-workers-s": Slot("await_workers_s"),
         },
         admin_port=_admin_port(options),
         grpc_port=options.grpc_port,
@@ -187,7 +210,10 @@ def _spec(
     values: dict[str, int] = {"grpc_port": grpc_port, "http_port": http_port}
     if admin_port is not None:
         values["admin_port"] = admin_port
-    for slot in (*values, "ready_fd", "death_fd"):
+    ports = tuple(values)
+    if role == "gateway":
+        values["await_workers_s"] = 0  # when everything starts at once, the gateway is there first
+    for slot in (*ports, "ready_fd", "death_fd"):
         argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
     return ChildSpec(
         name=name,
@@ -197,5 +223,5 @@ def _spec(
         values=values,
         # A gateway is known by its address; workers are found through the directory, and a new port
         # makes sure that nobody takes the new process for the old one.
-        keep=tuple(values) if role == "gateway" else (),
+        keep=ports if role == "gateway" else (),
     )

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,14 @@ class Wrote:
     line: str
 
 
-Event = Loading | Serving | Ended | Wrote
+@dataclass(frozen=True)
+class Replaced:
+    """A process has a successor that serves, and was told to end."""
+
+    name: str
+
+
+Event = Loading | Serving | Ended | Wrote | Replaced
 
 
 @dataclass
@@ -66,6 +73,8 @@ class _Kept:
     child: Child | None = None
     announced: Announcement | None = None
     restarts: int = 0
+    passing: bool = False  # it takes over from another, or is what another has taken over from
+    again: asyncio.Event = field(default_factory=asyncio.Event)  # set when it serves, once more
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     keeper: asyncio.Task[None] | None = None
 
@@ -129,7 +138,54 @@ class Supervisor:
                 kept.restarts,
             )
             for kept in self._kept.values()
+            if not kept.passing
         ]
+
+    async def replace(
+        self,
+        name: str,
+        values: Mapping[str, int | str],
+        settled: Callable[[Announcement], Awaitable[None]],
+    ) -> None:
+        """Starts a successor of a serving process beside it and, once `settled` returns, ends the old one.
+
+        It gets the same arguments but for `values`, and the addresses that a restart keeps: for these both
+        must be willing to share. Raises ChildFailed, or what `settled` raises; the old process then goes on.
+        """
+        old = self._kept[name]
+        if old.announced is None:
+            raise ChildFailed(name, "is not serving")
+        spec = old.spec.restarted(old.announced)
+        new = _Kept(spec.with_values(values), restarts=old.restarts + 1, passing=True)
+        self._kept[f"{name} (successor)"] = new  # so that a stop finds it
+        born = time.monotonic()
+        try:
+            await settled(await self._launch(new))
+        except BaseException:
+            await self._end([new])
+            raise
+        finally:
+            del self._kept[f"{name} (successor)"]
+        await _cancel([old.keeper] if old.keeper is not None else [])
+        new.passing, old.passing = False, True
+        new.spec = spec
+        self._kept[name], self._kept[f"{name} (predecessor)"] = new, old
+        new.keeper = asyncio.create_task(self._keep(new, born), name=f"keep {name}")
+        self._observe(Replaced(name))
+        try:
+            await self._end([old])
+        finally:
+            del self._kept[f"{name} (predecessor)"]
+
+    async def end_and_await(self, name: str) -> None:
+        """Ends a process that cannot have a successor beside it, and returns when it serves again."""
+        kept = self._kept[name]
+        if kept.child is None or kept.announced is None:
+            raise ChildFailed(name, "is not serving")
+        kept.again.clear()
+        kept.child.send(signal.SIGTERM)
+        async with asyncio.timeout(self._ready_timeout_s):
+            await kept.again.wait()
 
     async def stop(self, roles: Sequence[str] = ()) -> None:
         """Ends every process: those of `roles` first, one role after the other, then the rest together."""
@@ -204,6 +260,7 @@ class Supervisor:
             await child.exited()
             await asyncio.wait({lines}, timeout=_LAST_WORDS_S)  # they explain the failure
             raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
+        kept.again.set()
         self._observe(Serving(kept.spec.name, time.monotonic() - born))
         return kept.announced
 

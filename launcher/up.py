@@ -14,7 +14,7 @@ from launcher.child import ChildFailed
 from launcher.probe import http_status
 from launcher.ready_file import ReadyFile
 from launcher.stack import SharedSecrets, StackOptions, check_options, program_specs
-from launcher.supervisor import Ended, Event, Serving, Supervisor
+from launcher.supervisor import Ended, Event, Replaced, Serving, Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey
 
@@ -66,7 +66,7 @@ async def running_stack(
 
     def relay(event: Event) -> None:
         observe(event)
-        if file is not None and stack is not None and isinstance(event, (Ended, Serving)):
+        if file is not None and stack is not None and isinstance(event, (Ended, Serving, Replaced)):
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.write, stack.shared, supervisor.running())
 

@@ -45,6 +45,7 @@ class HttpEdge:
         self._ready = ready
         self._door = door
         self._runner: web.ServerRunner | None = None
+        self._leaving = False
         self.port = 0
 
     @classmethod
@@ -58,9 +59,11 @@ class HttpEdge:
         insecure: bool = False,
         door: Door | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
+        share_port: bool = False,
     ) -> "HttpEdge":
         """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503.
 
+        With `share_port` another process may listen there too, if it says so as well.
         Raises UnsafeBindError for an address beyond loopback unless `insecure`, OSError when the
         port is taken.
         """
@@ -70,12 +73,20 @@ class HttpEdge:
         edge._runner = web.ServerRunner(server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
-            await web.TCPSite(edge._runner, host, port, backlog=_BACKLOG).start()
+            site = web.TCPSite(edge._runner, host, port, backlog=_BACKLOG, reuse_port=share_port or None)
+            await site.start()
         except OSError:
             await edge._runner.cleanup()
             raise
         edge.port = edge._runner.addresses[0][1]
         return edge
+
+    async def leave(self) -> None:
+        """Stops listening; open connections are closed after their next answer."""
+        self._leaving = True
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
 
     async def close(self) -> None:
         """Stops listening and drops open connections."""
@@ -86,7 +97,10 @@ class HttpEdge:
         operator = _OPERATOR.get(request.path)
         if operator is None:
             if self._door is not None:
-                return await self._door(request)
+                response = await self._door(request)
+                if self._leaving:
+                    response.force_close()
+                return response
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})

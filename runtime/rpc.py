@@ -7,7 +7,8 @@ What the options are for (all measured against grpcio 1.8x):
 - keepalive with `ping_timeout_ms` on links between our own processes: a peer that is stopped but
   whose kernel still answers TCP is noticed after a second, not after gRPC's default of a minute.
 - both metadata limits equal: between the soft and the hard one gRPC rejects at random.
-- `so_reuseport` off: with gRPC's default two processes bind one port and each gets half the calls.
+- `so_reuseport` off unless `share_port`: with gRPC's default two processes bind one port and each gets half
+  the calls. Wanted only for the moment in which a process takes over from its predecessor.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ _PING_TIMEOUT_MS = 1000
 Option = tuple[str, int | str]
 
 
-def server_options(*, internal: bool, max_message_bytes: int, max_concurrent_streams: int) -> list[Option]:
+def server_options(
+    *, internal: bool, max_message_bytes: int, max_concurrent_streams: int, share_port: bool = False
+) -> list[Option]:
     options: list[Option] = [
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),
@@ -41,7 +44,7 @@ def server_options(*, internal: bool, max_message_bytes: int, max_concurrent_str
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share_port)),
     ]
     if internal:
         options += _liveness_options()
@@ -65,6 +68,7 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_concurrent_streams: int = MAX_CONCURRENT_STREAMS,
     maximum_concurrent_rpcs: int | None = None,
+    share_port: bool = False,
 ) -> grpc.aio.Server:
     """A server on the running loop, neither bound nor started.
 
@@ -77,6 +81,7 @@ def make_server(
             internal=internal,
             max_message_bytes=max_message_bytes,
             max_concurrent_streams=max_concurrent_streams,
+            share_port=share_port,
         ),
         maximum_concurrent_rpcs=maximum_concurrent_rpcs,
     )

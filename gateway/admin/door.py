@@ -27,10 +27,17 @@ class AdminDoor:
 
     @classmethod
     async def start(
-        cls, host: str, port: int, calls: Calls, operations: Operations, *, insecure: bool
+        cls,
+        host: str,
+        port: int,
+        calls: Calls,
+        operations: Operations,
+        *,
+        insecure: bool,
+        share_port: bool = False,
     ) -> AdminDoor:
         """Bind (0 = any free port) and serve. Raises OSError or UnsafeBindError."""
-        server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES)
+        server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES, share_port=share_port)
         add_service(server, calls, DESCRIPTOR, bodies(operations))
         health = await add_health_and_reflection(server, [DESCRIPTOR.full_name])
         bound = bind(server, host, port, insecure)

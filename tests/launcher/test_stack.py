@@ -25,7 +25,8 @@ def test_one_gateway_and_as_many_workers_as_asked_for_share_the_cores() -> None:
 def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
     made = specs(StackOptions(host="0.0.0.0", insecure=True, grpc_port=50051, http_port=8000))
 
-    assert made["gateway"].values == {"grpc_port": 50051, "http_port": 8000, "admin_port": 50052}
+    ports = {"grpc_port": 50051, "http_port": 8000, "admin_port": 50052}
+    assert made["gateway"].values == {**ports, "await_workers_s": 0}
     assert flag(made["gateway"], "host") == "0.0.0.0"
     assert "--insecure" in made["gateway"].argv
     for worker in ("prefill-0", "decode-0"):
@@ -35,7 +36,7 @@ def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
         assert "--insecure" not in made[worker].argv
 
     again = made["gateway"].restarted({"grpc_port": 41, "http_port": 42, "admin_port": 43, "worker_id": "x"})
-    assert again.values == {"grpc_port": 41, "http_port": 42, "admin_port": 43}
+    assert again.values == {"grpc_port": 41, "http_port": 42, "admin_port": 43, "await_workers_s": 0}
     assert flag(again, "grpc-port") == Slot("grpc_port")
 
 

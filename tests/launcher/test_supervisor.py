@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from launcher.child import ChildFailed
+from launcher.child import Announcement, ChildFailed
 from launcher.restart import RestartPolicy
 from launcher.supervisor import Ended, Event, Running, Serving, Supervisor, Wrote
 from tests.launcher.specs import ROOT, alive, program_spec, wait_until
@@ -175,3 +175,48 @@ def test_nothing_outlives_a_supervisor_that_was_killed() -> None:
         process.kill()
         process.wait()
         assert wait_until(lambda: not any(alive(pid) for pid in pids), 2)
+
+
+async def test_a_successor_serves_before_the_old_one_is_told_to_end(watched: Watched) -> None:
+    await watched.supervisor.start([program_spec("one")])
+    old = watched.process("one").pid
+    seen: list[tuple[int | None, int]] = []
+
+    async def settled(announced: Announcement) -> None:
+        assert old is not None
+        seen.append((watched.process("one").pid, int(alive(old))))
+
+    await watched.supervisor.replace("one", {}, settled)
+    assert seen == [(old, 1)]
+    new = watched.process("one")
+    assert new.pid not in (old, None)
+    assert new.restarts == 1
+    assert old is not None
+    assert not alive(old)
+    assert any(isinstance(event, Wrote) and event.line == "serve stopped cleanly" for event in watched.events)
+    os.kill(new.pid or 0, signal.SIGKILL)  # it is kept as the first one was
+    await watched.until_serving("one", 3)
+
+
+async def test_without_a_successor_the_old_one_goes_on(watched: Watched) -> None:
+    await watched.supervisor.start([program_spec("one")])
+    old = watched.process("one").pid
+
+    async def refuse(_: Announcement) -> None:
+        raise ChildFailed("one", "was not linked")
+
+    with pytest.raises(ChildFailed, match="not linked"):
+        await watched.supervisor.replace("one", {}, refuse)
+    assert watched.process("one").pid == old
+    assert len(watched.supervisor.running()) == 1
+
+
+async def test_what_cannot_have_a_successor_ends_and_comes_back(watched: Watched) -> None:
+    await watched.supervisor.start([program_spec("one", keep_port=True)])
+    before = watched.process("one")
+    await watched.supervisor.end_and_await("one")
+    after = watched.process("one")
+    assert after.pid != before.pid
+    assert before.announced is not None
+    assert after.announced is not None
+    assert after.announced["grpc_port"] == before.announced["grpc_port"]

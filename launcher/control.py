@@ -1,0 +1,88 @@
+"""How `diptych restart` reaches a running `diptych up`: a Unix socket named after the public port.
+
+The socket is abstract (Linux): it is no file, and is gone with the process. Anybody on the machine can
+connect, so the kernel says who it is, and only the user who runs the system, or root, is heard. One line of
+JSON goes in, the names of the processes to restart; lines of text come back, the last one "done" or
+"failed: why".
+"""
+
+import asyncio
+import json
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+_UCRED = struct.Struct("iII")
+_LINE_BYTES = 1 << 16
+DONE = "done"
+FAILED = "failed: "
+
+Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
+
+
+def socket_name(grpc_port: int) -> str:
+    """Of the system whose public port this is; the leading zero byte makes it abstract."""
+    return f"\0diptych-up.{grpc_port}"
+
+
+@asynccontextmanager
+async def control_socket(grpc_port: int, restart: Restart) -> AsyncIterator[None]:
+    """Listens while the context lasts; one restart at a time."""
+    lock = asyncio.Lock()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if _may_command(writer.get_extra_info("socket")):
+                await _command(reader, writer, restart, lock)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(serve, socket_name(grpc_port), limit=_LINE_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+async def _command(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, restart: Restart, lock: asyncio.Lock
+) -> None:
+    def say(text: str) -> None:
+        writer.write(text.replace("\n", " ").encode() + b"\n")
+
+    try:
+        names = json.loads(await reader.readline())["restart"]
+    except (ValueError, KeyError, TypeError):
+        say(f"{FAILED}this is no command")
+        return
+    if lock.locked():
+        say(f"{FAILED}a restart is going on")
+        return
+    async with lock:
+        try:
+            await restart([str(name) for name in names], say)
+        except Exception as error:  # whatever it is, who asked must hear that it did not work
+            say(f"{FAILED}{error or type(error).__name__}")
+        else:
+            say(DONE)
+
+
+def _may_command(peer: socket.socket) -> bool:
+    _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (0, os.getuid())
+
+
+def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]) -> bool:
+    """The other end: passes on what comes; whether it ended well. Raises OSError when nobody listens."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(socket_name(grpc_port))
+        connection.sendall(json.dumps({"restart": list(names)}).encode() + b"\n")
+        last = ""
+        with connection.makefile() as lines:
+            for line in lines:
+                last = line.rstrip("\n")
+                if last != DONE:
+                    say(last)
+    return last == DONE
