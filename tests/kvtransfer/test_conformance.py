@@ -346,3 +346,23 @@ async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, 
     await until(pair.decode.settled)
     decoding.cancel()
     assert pair.prefill.scratch.available() == 8
+
+
+async def test_a_late_writer_touches_nothing_after_its_promise(make_pair, times, transport):
+    """Aborted while it computes: what it writes until it stops is in quarantine, and after that nowhere."""
+    pair = await make_pair(transport)
+    peer = await pair.peer()
+    late = await pair.grant("late", 10)
+    fill(late, 10, 1)
+    await peer.push(late, 4)
+    pair.decode.server.cancel(("late", 1))
+    await until(lambda: pair.prefill.aborted == [("late", 1)])
+    fill(late, 10, 2)
+    await peer.push(late, 8)
+    await peer.stop(late)
+    await until(pair.decode.settled)
+    ready = await hand_over(pair, "next", 16 * BLOCK, 7, times)
+    await peer.push(late, 10)
+    await asyncio.sleep(0.05)
+    for place, block in enumerate(ready.block_ids):
+        assert torch.equal(pair.decode.memory.memory.data[block], pattern(7, place))

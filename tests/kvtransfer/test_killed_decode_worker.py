@@ -1,0 +1,68 @@
+"""The decode process dies or freezes under a prefill worker, by every transport: nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.kv_memory import KVMemory
+from kvtransfer.client import HandoffClient
+from kvtransfer.errors import HandoffRefused, PeerLost
+from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, fill, until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+async def test_its_grants_and_asks_are_over(transport, how):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.kvtransfer.decode_process", transport),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+    )
+    lost: list[str] = []
+    scratch = BlockPool(64)
+    client = HandoffClient(
+        worker_id="prefill",
+        incarnation=3,
+        fingerprint=FINGERPRINT,
+        layout=LAYOUT,
+        transports=[transport],
+        scratch=lambda: (KVMemory(LAYOUT, 64), scratch),
+        on_abort=lambda key: None,
+        on_peer_lost=lambda address, keys: lost.extend(request for request, _ in keys),
+    )
+    try:
+        assert process.stdout is not None
+        address = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+        peer = await client.peer(address, INCARNATION)
+        granted = await peer.ask(("r", 1), 50, [])
+        waiting = asyncio.create_task(peer.ask(("waiting", 1), 60, []))
+        fill(granted, 50, 1)
+        await peer.push(granted, 30)
+        await asyncio.sleep(0.05)
+        process.send_signal(how)
+        fill(granted, 50, 1)  # a mapped pool outlives its owner
+        async with asyncio.timeout(10):
+            await peer.push(granted, 49)
+            with pytest.raises(PeerLost):
+                await waiting
+            await until(lambda: lost == ["r"])
+            await peer.stop(granted)
+            await until(lambda: scratch.available() == 64)
+        if how is signal.SIGKILL:
+            with pytest.raises(HandoffRefused):
+                await client.peer(address, INCARNATION)
+    finally:
+        await client.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
