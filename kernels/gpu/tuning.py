@@ -84,7 +84,7 @@ def decode_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
 def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
     """Of paged prefill: the largest tiles that need no more registers than there are."""
     if itemsize == 4:
-        return (("rows", 64), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
+        return (("rows", 32), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
     tile = 64 if head_dim > 128 or itemsize == 1 else 128
     return (("rows", 128), ("tile", tile), ("num_warps", 8), ("num_stages", 3))
 

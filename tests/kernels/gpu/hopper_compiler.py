@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 import triton
@@ -91,10 +92,12 @@ def compile_instead_of_launching() -> None:
 
 def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     """Every launcher at the shapes that matter, by name."""
+    from kernels.gpu.copy_blocks import convert_blocks, copy_blocks
     from kernels.gpu.paged_decode import paged_decode
     from kernels.gpu.paged_prefill import paged_prefill
     from kernels.gpu.rms_norm import add_rms_norm, rms_norm
     from kernels.gpu.rotary_write import rotary_write
+    from kernels.gpu.sample import sample
     from kernels.gpu.swiglu import swiglu
 
     made: list[tuple[str, Callable[[], object]]] = []
@@ -159,11 +162,17 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         attention(12, 12, 80, 16, bf16, bf16)
         attention(32, 8, 96, 16, bf16, bf16)
         attention(16, 2, 256, 16, bf16, bf16)
-        attention(16, 2, 256, 64, fp32, fp32)
+        attention(16, 2, 256, 16, fp32, fp32)
     x = torch.zeros(3, 4096, dtype=bf16)
     made.append(("rms_norm", lambda: rms_norm(x, x[0], 1e-5)))
     made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
     made.append(("swiglu", lambda: swiglu(x)))
+    logits, ones, ids = torch.zeros(2, 128_256), torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    made.append(("sample", lambda: sample(logits, ones, ids.int(), ones, ones, ids, ids)))
+    small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))
+    made.append(("copy", lambda: copy_blocks(small, ids, small, ids)))
+    made.append(("copy, digest", lambda: copy_blocks(small, ids, small, ids, digests=ids, binding=ids)))
+    made.append(("convert", lambda: convert_blocks(small, ids, large, ids, head_dim=128, tokens=20, heads=4)))
     return made
 
 
