@@ -8,7 +8,6 @@ the hand-over (benchmarks/handover.py): all that is beyond the bytes over this m
 from __future__ import annotations
 
 import asyncio
-import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -93,13 +92,14 @@ def _against_contiguous(times: dict[str, Timing], size: int, names: Sequence[str
 
 
 def _copy(source: KVMemory, target: KVMemory, table: list[int], *, digest: bool) -> Callable[[], object]:
-    """One launch that copies the blocks of `table` in reverse, so that neither side is in order alone."""
-    copy_blocks = importlib.import_module("kernels.gpu.copy_blocks").copy_blocks
+    """One launch, from and to the same places of two pools."""
+    from kernels.gpu.copy_blocks import copy_blocks  # needs Triton
+
     device = source.data.device
     source_ids = torch.tensor(table, dtype=torch.int64, device=device)
     target_ids = source_ids.clone()
-    digests = torch.zeros((len(table), 2), dtype=torch.int64, device=device) if digest else None
-    binding = (0, 1, 0) if digest else None
+    digests = torch.zeros(len(table), dtype=torch.int64, device=device) if digest else None
+    binding = torch.arange(len(table), dtype=torch.int64, device=device) if digest else None
     return lambda: copy_blocks(
         source.data, source_ids, target.data, target_ids, digests=digests, binding=binding
     )

@@ -10,7 +10,7 @@ import torch
 from engine.kv_memory import KVMemory
 from kvtransfer.messages import GrantRef
 from kvtransfer.transports.base import Run
-from kvtransfer.transports.device_blocks import DigestedCopy
+from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
 from kvtransfer.transports.staging import SLOTS, blocks_per_slot
 
 _SLOT_BYTES = 32 << 20
@@ -67,15 +67,14 @@ class DeviceStaging:
         digests: Sequence[bytes],
         destination: Callable[[int], int | None],
     ) -> list[bool | None]:
-        """Queued within one turn of the event loop; a message with a stale block is dropped whole."""
+        """Queued within one turn of the event loop."""
         count = len(digests)
-        blocks = [block for at in range(count) if (block := destination(first + at)) is not None]
-        if len(blocks) != count:
-            return [None] * count
+        blocks = [destination(first + at) for at in range(count)]
+        places = [NOWHERE if block is None else block for block in blocks]
         with torch.cuda.device(self._device):
             stream = torch.cuda.default_stream(self._device)
             with torch.cuda.stream(stream):
-                copy = DigestedCopy(self._slots, self._ids(slot, count), self._memory, blocks, ref, first)
+                copy = DigestedCopy(self._slots, self._ids(slot, count), self._memory, places, ref, first)
                 copy.launch()
                 done = torch.cuda.Event()
                 done.record(stream)
@@ -84,7 +83,11 @@ class DeviceStaging:
             done.synchronize()
             return copy.digests()
 
-        return [a == b for a, b in zip(await asyncio.to_thread(taken), digests, strict=True)]
+        found = await asyncio.to_thread(taken)
+        return [
+            None if block is None else is_now == was
+            for block, is_now, was in zip(blocks, found, digests, strict=True)
+        ]
 
     def _ids(self, slot: int, count: int) -> range:
         return range(slot * self.blocks, slot * self.blocks + count)
