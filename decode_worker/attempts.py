@@ -25,6 +25,7 @@ from kvtransfer.messages import Expected, Key
 from kvtransfer.ready import HandoffStats, Ready
 from kvtransfer.wire import attempt_id
 from runtime.block_hash import block_keys
+from runtime.failpoints import reach
 from worker.attempt import Attempt
 from worker.grammar import Grammars
 from worker.step import StepThread
@@ -113,6 +114,7 @@ class Attempts:
         if attempt.grammar is not None:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         self._expect(request)
+        reach("decode.attached")
 
     def _expect(self, request: DecodeRequest) -> None:
         attempt, size = request.attempt, self._memory.layout.block_size
@@ -137,6 +139,7 @@ class Attempts:
             return
         if request.compiling is not None and not self._compiled(request, ready):
             return
+        reach("decode.verified")
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
         request.transport = ready.transport

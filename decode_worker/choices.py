@@ -37,6 +37,12 @@ class Choice(Gang):
         sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
         request.blocks.root(sequence)
         self.rows = [sequence]
+        if output and grammar is not None and grammar.complete:
+            # A client that resumes has the last token already; only the word that it was the last got lost.
+            request.gateway.finished(
+                request.key, self._choice, work_pb2.FINISH_REASON_STOP, request.times_now()
+            )
+            return "finished"
         return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
 
     def take(self, picked: Sequence[Sampled | SampleFailure]) -> Outcome | None:

@@ -18,6 +18,7 @@ from engine.batch import AbortWords, SequenceStep
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
+from runtime.failpoints import reach
 from worker.step import StepThread
 from worker.step_clock import StepClock
 
@@ -173,6 +174,7 @@ class EngineLoop:
     def _apply(self, batch: list[Gang], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""
         self.steps += 1
+        reach("decode.step")
         begin = 0
         for gang in batch:
             end = begin + len(gang.rows)

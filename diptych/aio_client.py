@@ -1,6 +1,8 @@
 """The asynchronous client."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -8,13 +10,14 @@ import grpc
 
 from diptych.channel import channel_options
 from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
-from diptych.failure import read_failure
+from diptych.failure import CallFailed, read_failure
 from diptych.options import Options, Prompt, build_request
 from diptych.results import Chunk, Completion, Model, Tokens
+from diptych.resumption import Resumption
+from diptych.servers import Servers
 from diptych.sync_client import DEFAULT_ADDRESS, first_model
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
 from diptych.v1 import inference_pb2 as pb
-from diptych.v1 import inference_pb2_grpc as rpc
 
 T = TypeVar("T")
 
@@ -25,9 +28,9 @@ class AsyncStream(AsyncIterator[Chunk]):
     `received` keeps what came, as that of `Stream`.
     """
 
-    def __init__(self, call: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, chunks: Callable[[Received], AsyncGenerator[Chunk, None]]) -> None:
         self.received = Received()
-        self._chunks = _chunks(call, self.received)
+        self._chunks = chunks(self.received)
 
     async def __anext__(self) -> Chunk:
         return await self._chunks.__anext__()
@@ -49,19 +52,20 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         retries: int = 3,
     ) -> None:
-        options = channel_options(retries)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options)
-            if credentials is None
-            else grpc.aio.secure_channel(address, credentials, options)
-        )
-        self._stub = rpc.InferenceServiceStub(self._channel)
+        def connect(address: str, retries: int) -> grpc.aio.Channel:
+            options = channel_options(retries)
+            if credentials is None:
+                return grpc.aio.insecure_channel(address, options)
+            return grpc.aio.secure_channel(address, credentials, options)
+
+        self._servers = Servers(address, retries, connect)
+        self._stub = self._servers.first
         self._model = model
 
     async def generate(
@@ -72,15 +76,24 @@ class AsyncClient:
         return read_completion(await _typed(self._stub.Generate(request, timeout=timeout_s)))
 
     def stream(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = False,
+        **options: Unpack[Options],
     ) -> AsyncStream:
-        """The answer piece by piece. The call begins with the first piece asked for."""
+        """The answer piece by piece, as `Client.stream`. The call begins with the first piece asked for."""
+
+        async def build() -> pb.GenerateRequest:
+            return build_request(prompt, await self.model(), options)
 
         async def call() -> Any:
-            request = build_request(prompt, await self.model(), options)
-            return self._stub.StreamGenerate(request, timeout=timeout_s)
+            return self._stub.StreamGenerate(await build(), timeout=timeout_s)
 
-        return AsyncStream(call)
+        if not resume:
+            return AsyncStream(lambda received: _chunks(call, received))
+        return AsyncStream(lambda received: _resumed_chunks(build, self._servers, received, timeout_s))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
@@ -112,7 +125,8 @@ class AsyncClient:
         return self._model
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._servers.channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,6 +142,28 @@ async def _typed(call: Awaitable[T]) -> T:
         return await call
     except grpc.RpcError as error:
         raise read_failure(error) from error
+
+
+async def _resumed_chunks(
+    build: Callable[[], Awaitable[pb.GenerateRequest]],
+    servers: Servers[grpc.aio.Channel],
+    received: Received,
+    timeout_s: float | None,
+) -> AsyncGenerator[Chunk, None]:
+    plan = Resumption(await build(), received, servers=len(servers), timeout_s=timeout_s)
+    while True:
+        stub, request = servers.once(plan.server), plan.request()
+
+        async def call() -> Any:
+            return stub.StreamGenerate(request, timeout=plan.timeout_s)  # noqa: B023
+
+        try:
+            async with aclosing(_chunks(call, received)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        except CallFailed as failure:
+            await asyncio.sleep(plan.wait_s(failure))
 
 
 async def _chunks(begin: Callable[[], Awaitable[Any]], received: Received) -> AsyncGenerator[Chunk, None]:

@@ -29,14 +29,27 @@ class Received:
         self._choices: dict[int, list[Choice]] = {}
         self._head: Chunk | None = None
         self._last: Chunk | None = None
+        self.resume_token = ""
 
     @property
-    def resume_token(self) -> str:
-        return self._head.resume_token if self._head is not None else ""
+    def begun(self) -> bool:
+        """Whether anything came."""
+        return self._head is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the message that ends a stream came."""
+        return self._last is not None and self._last.usage is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first choice."""
+        return tuple(token for piece in self._choices.get(0, ()) for token in piece.token_ids)
 
     def add(self, chunk: Chunk) -> None:
         self._head = self._head or chunk
         self._last = chunk
+        self.resume_token = chunk.resume_token or self.resume_token
         for choice in chunk.choices:
             self._choices.setdefault(choice.index, []).append(choice)
 

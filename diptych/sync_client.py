@@ -1,5 +1,6 @@
 """The synchronous client."""
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -11,9 +12,10 @@ from diptych.completion import Received, read_chunk, read_completion, read_model
 from diptych.failure import CallFailed, read_failure
 from diptych.options import Options, Prompt, build_request
 from diptych.results import Chunk, Completion, Model, Tokens
+from diptych.resumption import Resumption
+from diptych.servers import Servers
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
 from diptych.v1 import inference_pb2 as pb
-from diptych.v1 import inference_pb2_grpc as rpc
 
 T = TypeVar("T")
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -26,9 +28,9 @@ class Stream(Iterator[Chunk]):
     to resume with, if it gave one.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, chunks: Callable[[Received], Generator[Chunk, None, None]]) -> None:
         self.received = Received()
-        self._chunks = _chunks(call, self.received)
+        self._chunks = chunks(self.received)
 
     def __next__(self) -> Chunk:
         return next(self._chunks)
@@ -49,6 +51,7 @@ class Client:
     """Synchronous client of one server. Safe to share between threads.
 
     Args:
+        address: host:port; of several, all calls go to the first, and streams that resume go on at the next.
         model: the served name to ask for; absent, the server's first one is looked up once.
         credentials: makes the channel a TLS one.
         retries: how often gRPC repeats a call of which nothing was delivered; see `diptych.channel`.
@@ -56,19 +59,20 @@ class Client:
 
     def __init__(
         self,
-        address: str = DEFAULT_ADDRESS,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         retries: int = 3,
     ) -> None:
-        options = channel_options(retries)
-        self._channel = (
-            grpc.insecure_channel(address, options)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, options)
-        )
-        self._stub = rpc.InferenceServiceStub(self._channel)
+        def connect(address: str, retries: int) -> grpc.Channel:
+            options = channel_options(retries)
+            if credentials is None:
+                return grpc.insecure_channel(address, options)
+            return grpc.secure_channel(address, credentials, options)
+
+        self._servers = Servers(address, retries, connect)
+        self._stub = self._servers.first
         self._model = model
 
     def generate(
@@ -78,13 +82,33 @@ class Client:
         request = build_request(prompt, self.model, options)
         return read_completion(_typed(lambda: self._stub.Generate(request, timeout=timeout_s)))
 
-    def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Stream:
-        """The answer piece by piece. The call begins with the first piece asked for."""
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        resume: bool = False,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """The answer piece by piece. The call begins with the first piece asked for.
 
-        def call() -> Any:
-            return self._stub.StreamGenerate(build_request(prompt, self.model, options), timeout=timeout_s)
-
-        return Stream(call)
+        `resume`: when the stream breaks, it goes on at the next address (or again at the only one), at the
+        next token; see `diptych.resumption`. `timeout_s` then bounds all of it.
+        """
+        if not resume:
+            return Stream(
+                lambda received: _chunks(
+                    lambda: self._stub.StreamGenerate(
+                        build_request(prompt, self.model, options), timeout=timeout_s
+                    ),
+                    received,
+                )
+            )
+        return Stream(
+            lambda received: _resumed_chunks(
+                lambda: build_request(prompt, self.model, options), self._servers, received, timeout_s
+            )
+        )
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
@@ -117,7 +141,8 @@ class Client:
         return self._model
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._servers.channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +164,22 @@ def _typed(call: Callable[[], T]) -> T:
         return call()
     except grpc.RpcError as error:
         raise read_failure(error) from error
+
+
+def _resumed_chunks(
+    build: Callable[[], pb.GenerateRequest],
+    servers: Servers[grpc.Channel],
+    received: Received,
+    timeout_s: float | None,
+) -> Generator[Chunk, None, None]:
+    plan = Resumption(build(), received, servers=len(servers), timeout_s=timeout_s)
+    while True:
+        stub, request = servers.once(plan.server), plan.request()
+        try:
+            yield from _chunks(lambda: stub.StreamGenerate(request, timeout=plan.timeout_s), received)  # noqa: B023
+            return
+        except CallFailed as failure:
+            time.sleep(plan.wait_s(failure))
 
 
 def _chunks(begin: Callable[[], Any], received: Received) -> Generator[Chunk, None, None]:

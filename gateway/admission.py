@@ -81,6 +81,7 @@ class AdmissionQueue:
         self._line_sequences = 0  # of those that wait here
         self._woken: list[Ticket] = []
         self._lines = 1  # prefill workers that compute side by side
+        self._dead = False  # there are no workers at all
         self.rate = RateMeter()  # tokens prefilled
         self._mean_tokens: float | None = None  # of a request
         self._mean_stay_s: float | None = None  # from admission to end
@@ -97,6 +98,9 @@ class AdmissionQueue:
 
     def resize(self, sequences: int, prefill_workers: int, now: float) -> list[Ticket]:
         """The workers can run so many sequences. Returns those that are admitted because of it."""
+        was_dead, self._dead = self._dead, not (sequences and prefill_workers)
+        if was_dead and not self._dead:
+            self.rate.skip(now)
         self._limit = max(min(self._max_running, sequences), 1)
         self._lines = max(prefill_workers, 1)
         return self._admit(now)

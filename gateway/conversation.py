@@ -44,6 +44,7 @@ from gateway.session_events import (
     FinishReason,
     NoRoute,
     PrefillCommitted,
+    Restored,
     Role,
     Routed,
     StopMatched,
@@ -125,6 +126,7 @@ class Conversation:
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
         self.outgoing = Outgoing(held=hold)
+        self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteChoice] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
         self.first_token_at: float | None = None
@@ -161,6 +163,19 @@ class Conversation:
             self._timers.append(loop.call_later(left, self.feed, DeadlinePassed()))
         if time_limit_s is not None:
             self._timers.append(loop.call_later(time_limit_s, self.feed, TimeLimitReached()))
+
+    def restore(self, received: tuple[int, ...]) -> bool:
+        """Before anything else: the client has these tokens of the only output. Nothing of them comes again.
+
+        False: the output ends before the last of them.
+        """
+        output = self.outputs[0]
+        if not output.restore(received):
+            return False
+        full = len(received) >= self.job.max_tokens
+        reason = FinishReason.STOP if output.stop_match else FinishReason.LENGTH if full else None
+        self.feed(Restored(received, 0, reason))
+        return True
 
     def feed(self, event: Event) -> None:
         """Apply an event and all that follows from it. An error here ends this request and no other."""

@@ -25,12 +25,22 @@ from gateway.parsed_request import ParsedRequest
 from gateway.ranking import best
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
 from gateway.responses import Responses, add_account
+from gateway.resume_token import ResumeTokens
 from gateway.served_model import ServedModel
 from gateway.session_events import Admitted
 from gateway.stop_strings import StopStrings
+from gateway.validate_resumption import refuse_several, resumed
+from gateway.validate_resumption import resumable as can_resume
 from gateway.validation import parse_request
 from gateway.work import Job, TraceParent, work_id
-from runtime.errors import DiptychError, Draining, KvTransferFailed, NoReadyWorker, WorkerLost
+from runtime.errors import (
+    DiptychError,
+    Draining,
+    InvalidParameter,
+    KvTransferFailed,
+    NoReadyWorker,
+    WorkerLost,
+)
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Telemetry
 
@@ -46,6 +56,7 @@ class Generator:
         gate: AdmissionGate,
         *,
         recovery: Recovery,
+        tokens: ResumeTokens,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
@@ -56,6 +67,7 @@ class Generator:
         self._live = live
         self._gate = gate
         self._recovery = recovery
+        self._tokens = tokens
         self._telemetry = telemetry
         self._metrics = metrics
         self._clock = clock
@@ -67,21 +79,22 @@ class Generator:
         """No call is running any more."""
         await self._grammars.close()
 
-    async def stream(self, request: pb.GenerateRequest, call: Call) -> None:
-        """One message per piece to ``call.write``, the last one with usage and timings.
+    async def stream(self, request: pb.GenerateRequest, call: Call, *, resumable: bool = False) -> None:
+        """One message per piece to ``call.write``, the last one with usage and timings. ``resumable``: the
+        first one also says how to go on if the stream breaks, where that is possible.
 
         Raises:
             DiptychError: what the client did wrong, or what went wrong here; ABORTED once output went out.
             CancelledError: the client left. Workers are told to stop before it comes out.
         """
-        await self._run(request, call, one_message=False)
+        await self._run(request, call, one_message=False, resumable=resumable)
 
     async def whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         """The same in one message, which is returned and not written. Raises as `stream`, never ABORTED."""
         return await self._run(request, call, one_message=True)
 
     async def _run(
-        self, message: pb.GenerateRequest, call: Call, *, one_message: bool
+        self, message: pb.GenerateRequest, call: Call, *, one_message: bool, resumable: bool = False
     ) -> pb.GenerateResponse:
         report = RequestReport(call, operation_of(message))
         error: str | None = None
@@ -89,7 +102,9 @@ class Generator:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.token_limit() or self._context, self._context)
             request = await self._parse(message, call, report, limit)
-            return await self._converse(request, call, report, limit, one_message=one_message)
+            job = self._job(request, call, limit)
+            token = self._tokens.issue(request, job.max_tokens) if resumable and can_resume(request) else ""
+            return await self._converse(job, call, report, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
             raise
@@ -106,13 +121,7 @@ class Generator:
         self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int
     ) -> ParsedRequest:
         started = self._clock()
-        parse = partial(
-            parse_request,
-            message,
-            self._model,
-            header_request_id=call.header_request_id,
-            token_limit=limit,
-        )
+        parse = partial(self._read, message, header_request_id=call.header_request_id, token_limit=limit)
         # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
         large = message.ByteSize() >= limits.INLINE_PARSE_BYTES
         request = await asyncio.to_thread(parse) if large else parse()
@@ -123,9 +132,30 @@ class Generator:
         call.name(request.request_id)
         return request
 
+    def _read(
+        self, message: pb.GenerateRequest, *, header_request_id: str, token_limit: int
+    ) -> ParsedRequest:
+        """The message as it is meant; with a token, as it was resolved when its stream began."""
+        parse = partial(
+            parse_request,
+            message,
+            self._model,
+            header_request_id=header_request_id,
+            token_limit=token_limit,
+        )
+        if not message.resume_token:
+            return parse()
+        opened = self._tokens.open(message.resume_token)
+        request = parse(fresh_seed=lambda: opened.seed)
+        refuse_several(request)
+        self._tokens.check(opened, request)
+        received = tuple(message.received_token_ids)
+        return resumed(request, opened, received, self._model.card.vocab_size)
+
     async def _converse(
-        self, request: ParsedRequest, call: Call, report: RequestReport, limit: int, *, one_message: bool
+        self, job: Job, call: Call, report: RequestReport, *, one_message: bool, resume_token: str
     ) -> pb.GenerateResponse:
+        request = job.request
         if self.draining:
             raise Draining()
         missing = self._fleet.missing_role()
@@ -135,7 +165,8 @@ class Generator:
         ticket: Ticket | None = None
         conversation: Conversation | None = None
         try:
-            conversation = self._start(request, call, limit, one_message=one_message)
+            conversation = self._start(job, one_message=one_message)
+            conversation.resume_token = resume_token
             conversation.on_first_token = lambda: self._gate.prefilled(_owed(ticket))
             report.conversation = conversation
             self._live.add(conversation)
@@ -157,19 +188,26 @@ class Generator:
                 self._gate.leave(ticket)
             self._live.release(request.request_id)
 
-    def _start(self, request: ParsedRequest, call: Call, limit: int, *, one_message: bool) -> Conversation:
-        stop_ids = request.worker_stop_ids(self._model.card.eos_token_ids)
-        job = Job(
+    def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
+        return Job(
             work_id=work_id(request.request_id),
             request=request,
             max_tokens=request.output_budget(limit),
-            stop_token_ids=stop_ids,
+            stop_token_ids=request.worker_stop_ids(self._model.card.eos_token_ids),
             deadline=call.deadline,
             trace=TraceParent(*call.span.child_headers(OPERATION_KEY)),
         )
-        outputs = [self._output(request, frozenset(stop_ids)) for _ in range(request.choices)]
+
+    def _start(self, job: Job, *, one_message: bool) -> Conversation:
+        request = job.request
+        outputs = [self._output(request, frozenset(job.stop_token_ids)) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
-        return Conversation(job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery)
+        conversation = Conversation(
+            job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
+        )
+        if request.received and not conversation.restore(request.received):
+            raise InvalidParameter("received_token_ids", "goes on after the end of the output")
+        return conversation
 
     def _output(self, request: ParsedRequest, stop_ids: frozenset[int]) -> OutputStream:
         parser = self._model.tools.parser(request.tools)

@@ -118,6 +118,12 @@ class OutputStream:
         """Whether a stop string ended the output."""
         return self.stop_match is not None and self.stop_match.text is not None
 
+    def restore(self, token_ids: Sequence[int]) -> bool:
+        """Take in what the client has already; it does not come again. False: the output ended before."""
+        stopped = self.push(token_ids) and self.billed < len(token_ids)
+        self.take()
+        return not stopped and self._stop_ids.isdisjoint(token_ids[:-1])
+
     def finish(self) -> None:
         """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
         if self._detokenizer is not None and not self.stopped_by_text:

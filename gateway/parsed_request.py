@@ -63,6 +63,8 @@ class ParsedRequest:
     echo: bool = False  # the prompt's ids come back with the first message
     constraint: Constraint | None = None  # what the output must match
     tools: Toolbox | None = None  # that the output may call
+    received: tuple[int, ...] = field(default=(), repr=False)  # of the output, by a stream that broke
+    output_limit: int | None = None  # what that stream might have emitted in all
 
     @property
     def choices(self) -> int:
@@ -78,6 +80,8 @@ class ParsedRequest:
     def output_budget(self, max_context: int) -> int:
         """Most tokens this request may emit: its own limit, or what the context leaves after the prompt."""
         left = max_context - len(self.prompt_ids)
+        if self.output_limit is not None:
+            left = min(left, self.output_limit)
         return left if self.max_tokens is None else min(left, self.max_tokens)
 
     def worker_stop_ids(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from gateway.kserve.door import SERVICE as KSERVE_SERVICE
 from gateway.kserve.door import KServeDoor
 from gateway.live_requests import LiveRequests
 from gateway.openai.door import OpenAIDoor
+from gateway.resume_token import ResumeTokens
 from gateway.retry_budget import RetryBudget
 from gateway.served_model import ServedModel
 from gateway.service import SERVICE, add_inference_service
@@ -71,6 +72,7 @@ class Gateway:
             self.fleet,
             self.live,
             self.gate,
+            tokens=ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time),
             recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
             metrics=self.metrics,
@@ -187,7 +189,7 @@ class Gateway:
 
     def _workers_changed(self) -> None:
         self._changed.set()
-        self.gate.resize(*self.fleet.capacity())
+        self.gate.resize(*(self.fleet.capacity() if self.fleet.missing_role() is None else (0, 0)))
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""

@@ -34,3 +34,7 @@ class RateMeter:
         self._units = self._units * fade + units
         self._seconds = self._seconds * fade + elapsed
         self._busy, self._noted_at = more, now
+
+    def skip(self, now: float) -> None:
+        """Nobody was there to do anything until now: that time says nothing about who is."""
+        self._noted_at = now

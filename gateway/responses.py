@@ -75,6 +75,7 @@ class Responses:
         request = conversation.job.request
         message.request_id = request.request_id
         message.model = request.model
+        message.resume_token = conversation.resume_token
         message.prompt.token_count = len(request.prompt_ids)
         message.prompt.cached_token_count = conversation.cached_tokens or 0
         if request.echo:

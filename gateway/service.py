@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ def add_inference_service(
 ) -> None:
     """Register every RPC of the public service."""
     bodies: dict[str, Body] = {
-        "StreamGenerate": generator.stream,
+        "StreamGenerate": partial(generator.stream, resumable=True),
         "Generate": generator.whole,
         "Tokenize": _plain(text.tokenize),
         "Detokenize": _plain(text.detokenize),

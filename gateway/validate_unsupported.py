@@ -19,6 +19,4 @@ def refuse_unsupported(request: pb.GenerateRequest) -> None:
 def _simple(request: pb.GenerateRequest) -> dict[str, bool]:
     return {
         "lora": bool(request.lora),
-        "resume_token": bool(request.resume_token),
-        "received_token_ids": bool(request.received_token_ids),
     }

@@ -22,6 +22,7 @@ from gateway.parsed_request import ParsedRequest
 from gateway.served_model import ServedModel
 from gateway.validate_outputs import outputs
 from gateway.validate_prompt import chat_tools, prompt_ids
+from gateway.validate_resumption import refuse_stray_ids
 from gateway.validate_sampling import sampling
 from gateway.validate_stopping import budget, stopping
 from gateway.validate_structured import structured_output
@@ -70,6 +71,7 @@ def parse_request(
     request_id = validate_names.request_id(request.request_id, header_request_id, fresh_id)
     name = validate_names.model_name(request.model, card)
     refuse_unsupported(request)
+    refuse_stray_ids(request)
     made = outputs(request.sampling, response)
     stops = stopping(request.stopping, card.vocab_size)
     rules = token_rules(request.sampling, model.tokenizer)

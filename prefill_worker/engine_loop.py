@@ -26,6 +26,7 @@ from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.handover import Outcome, hand_over
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
 from prefill_worker.scheduler import plan_asks, plan_chunks
+from runtime.failpoints import reach
 from worker.attempt import Attempt
 from worker.grammar import Grammars, GrammarState
 from worker.scored_tokens import failure_reason
@@ -89,6 +90,7 @@ class EngineLoop:
             dispatch.decode_incarnation,
         )
         gateway.keys.add(attempt.key)
+        reach("prefill.queued")
         if attempt.grammar is not None:
             compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
             compiling.add_done_callback(functools.partial(self._compiled, request))
@@ -214,6 +216,7 @@ class EngineLoop:
             task = asyncio.create_task(self._hand_over(request), name=f"hand-over {key}")
             task.add_done_callback(functools.partial(self._handed_over, request))
             self._tasks[key] = task
+            reach("prefill.asked")
 
     async def _hand_over(self, request: PrefillRequest) -> Outcome:
         granted = functools.partial(self._granted, request)
@@ -253,6 +256,8 @@ class EngineLoop:
             request.steps += 1
             if chunk.last:
                 request.computed_at = now
+            else:
+                reach("prefill.chunk")
             request.news.put_nowait(ChunkDone(request.computed, computed.first_tokens))
 
     # ---- one request ---------------------------------------------------------------------------------
@@ -262,6 +267,7 @@ class EngineLoop:
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
+        reach("prefill.granted")
         self._wake.set()
 
     def _stop(self, request: PrefillRequest, stop: Stop) -> None:

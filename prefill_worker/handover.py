@@ -12,6 +12,7 @@ from kvtransfer.granted import Granted
 from kvtransfer.peer import Peer
 from prefill_worker.request import PrefillRequest, Stop
 from runtime.block_hash import block_keys
+from runtime.failpoints import reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop
         if not news.first_tokens:
             await peer.push(granted, news.upto)
             continue
+        reach("prefill.before_commit")
         if await peer.commit(granted, len(request.token_ids), news.first_tokens, request.times()):
+            reach("prefill.committed")
             return None
         # Revoked, or the link broke, while the commit was on its way: whoever did it has said so.
         return request.stop or Stop(_lost())

@@ -39,3 +39,25 @@ def test_armed_by_the_environment_of_the_process() -> None:
         cwd=Path(__file__).parents[2],
         env={"DIPTYCH_FAILPOINTS": "a,b=pause"},
     )
+
+
+def test_armed_once_while_processes_run(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom runtime.failpoints import failpoint, reach\n"
+        "folder = Path(sys.argv[1])\n"
+        "assert not failpoint('a')\n"
+        "(folder / 'a').write_text('fail 2')\n"
+        "assert [failpoint('a') for _ in range(5)] == [False, False, True, False, False]\n"
+        "(folder / 'b').write_text('crash 1')\n"
+        "reach('b')\nprint('alive', flush=True)\nreach('b')\nprint('still alive', flush=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={"DIPTYCH_FAILPOINTS_DIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert (done.returncode, done.stdout) == (-9, b"alive\n")
+    assert {path.stem for path in tmp_path.iterdir()} == {"a", "b"}
+    assert all(path.suffix[1:].isdigit() for path in tmp_path.iterdir())

@@ -1,0 +1,53 @@
+"""Small systems for tests that break them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import tiny_model
+from tests.end_to_end.stack import Stack, running_stack
+from tests.faults.armory import Armory
+
+FLAGS = ["--model-name", "tiny", "--dtype", "fp32", "--prefill-chunk", "48", "--transport", "shared_memory"]
+
+
+@dataclass(frozen=True)
+class Breakable:
+    """A running system, and the means to break it."""
+
+    stack: Stack
+    armory: Armory
+
+    @property
+    def address(self) -> str:
+        return self.stack.address
+
+
+def breakable(tmp_path_factory: pytest.TempPathFactory, model: Path, *flags: str) -> Iterator[Breakable]:
+    armory = Armory(tmp_path_factory.mktemp("failpoints"))
+    # A starved machine takes its time to start a worker again.
+    env = {**armory.environment, "DIPTYCH_RECOVERY_WAIT_S": "50"}
+    with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
+        yield Breakable(stack, armory)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model."""
+    return tiny_model.write(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
+    """One worker a role: who loses one waits until it is back."""
+    yield from breakable(tmp_path_factory, tiny)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Breakable]:
+    """Two workers a role."""
+    yield from breakable(tmp_path_factory, tiny, "--prefill-workers", "2", "--decode-workers", "2")
