@@ -1,9 +1,9 @@
 """Going on with a stream that broke, at the next server: what to ask, when, and how often.
 
 A stream breaks when its gateway dies or is shut down, or when no worker is left to go on with it. Its first
-message has a token for that. The same request with the token and the ids received so far continues at the next
-token, at any gateway of the same service: what comes then joins what came before, nothing twice. What a server
-has not begun to answer is asked again as it was.
+message has a token for that. The same request with the token and the ids received so far continues at the
+next token, at any gateway of the same service: what comes then joins what came before, nothing twice. What
+a server has not begun to answer is asked again as it was.
 """
 
 import time

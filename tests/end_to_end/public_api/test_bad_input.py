@@ -62,11 +62,11 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("chat.messages[0].role", {"chat": {"messages": [{"role": SECRET}]}}),
     ("chat.tool_choice.mode", {"chat": {"messages": [{"role": "user"}], "tool_choice": {"mode": 77}}}),
     ("request_id", {"request_id": f"{SECRET} {SECRET}"}),
+    ("resume_token", {"resume_token": SECRET}),
+    ("received_token_ids", {"received_token_ids": [1]}),
 ]
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("lora", {"lora": SECRET}),
-    ("resume_token", {"resume_token": SECRET}),
-    ("received_token_ids", {"received_token_ids": [1]}),
     ("structured_output.structural_tag", {"structured_output": {"structural_tag": SECRET}}),
 ]
 FINE: list[dict[str, Any]] = [
