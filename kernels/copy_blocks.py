@@ -83,9 +83,10 @@ def _by_lane(part: torch.Tensor, head_dim: int, transposed: bool) -> torch.Tenso
     """Keys or values `[blocks, layers, heads, head_dim * size]` as `[blocks, layers, heads, size,
     head_dim]`.
     """
+    size = part.shape[-1] // head_dim
     if transposed:
-        return part.unflatten(-1, (head_dim, -1)).transpose(-1, -2)
-    return part.unflatten(-1, (-1, head_dim))
+        return part.view(*part.shape[:-1], head_dim, size).transpose(-1, -2)
+    return part.view(*part.shape[:-1], size, head_dim)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
