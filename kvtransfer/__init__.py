@@ -7,6 +7,7 @@ writer's Stopped, or its death (fence). Timers escalate; they never free a block
 
     messages, receiver, sender, lease    state machines: events in, actions out; no I/O, no clock
     server, client                       their drivers: gRPC streams, callbacks into the two programs
-    transports/                          how bytes get there: shared memory (in place), tcp (copying)
+    transports/                          how bytes get there: in place (shared memory, one GPU), pushed
+                                         into a mapped pool (CUDA IPC), in a world of two (NCCL, Gloo), tcp
     fingerprint, digest, fence           what two workers must agree on, what arrived, who is dead
 """

@@ -66,8 +66,9 @@ def _call(name: str, *arguments: object) -> None:
 def _context(index: int) -> int:
     """The primary context, which is also torch's; retained for as long as the process lives."""
     _call("cuInit", ctypes.c_uint(0))
-    context = ctypes.c_void_p()
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), index)
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     if context.value is None:
         raise CudaError("cuDevicePrimaryCtxRetain: no context")
     return context.value
@@ -92,7 +93,7 @@ def export_memory(device: torch.device, address: int) -> tuple[bytes, int]:
     with _current(device):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
-    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES), address - base.value
+    return bytes(handle), address - base.value
 
 
 def open_memory(device: torch.device, handle: bytes) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from engine.kv_memory import KVMemory
 from kernels.copy_blocks import bind
+from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import GrantRef
 
 NOWHERE = -1
@@ -31,40 +32,44 @@ class DigestedCopy:
         first: int,
     ) -> None:
         self._source, self._target = source, target
-        self._source_ids, self._target_ids = source_ids, target_ids
+        self._source_ids, self._target_ids = list(source_ids), list(target_ids)
         self._ref, self._first = ref, first
         self._kept: list[torch.Tensor] = []
-        self._digests: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
 
     def launch(self) -> None:
-        """Queue the copy on the current stream of the source's device, which has to be the current one."""
+        """Queue the copy on the current stream of the source's device, which has to be the current one.
+
+        Does not wait for the stream: what crosses between host and device is page-locked.
+        """
         # Needs Triton, which CPU installs may not have.
         from kernels.gpu.copy_blocks import copy_blocks
 
         device = self._source.data.device
         count = len(self._source_ids)
-        source_ids, target_ids = (
-            torch.tensor(list(ids), dtype=torch.int64, device=device)
-            for ids in (self._source_ids, self._target_ids)
-        )
-        indices = torch.arange(self._first, self._first + count, dtype=torch.int64, device=device)
+        indices = torch.arange(self._first, self._first + count)
         binding = bind(self._ref.slot, self._ref.generation, indices)
-        self._digests = torch.zeros(count, dtype=torch.int64, device=device)
-        self._kept = [source_ids, target_ids, binding]  # until the kernel has run
+        rows = torch.stack([torch.tensor(self._source_ids), torch.tensor(self._target_ids), binding])
+        source_ids, target_ids, bound = _to_device(rows, device)
+        digests = torch.empty(count, dtype=torch.int64, device=device)
         copy_blocks(
-            self._source.data,
-            source_ids,
-            self._target.data,
-            target_ids,
-            digests=self._digests,
-            binding=binding,
+            self._source.data, source_ids, self._target.data, target_ids, digests=digests, binding=bound
         )
+        self._found = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._found.copy_(digests, non_blocking=True)
+        self._kept = [source_ids, target_ids, bound, digests]  # until the kernel has run
 
     def digests(self) -> list[bytes]:
         """Of each block; zero of those that were left. Call it when the copy is done.
 
         As long as the host's digests are: frames have one form.
         """
-        if self._digests is None:
+        if self._found is None:
             raise RuntimeError("the copy was not launched")
-        return [int(digest).to_bytes(16, "little", signed=True) for digest in self._digests.tolist()]
+        return [int(digest).to_bytes(DIGEST_BYTES, "little", signed=True) for digest in self._found.tolist()]
+
+
+def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return rows.to(device)
+    return rows.pin_memory().to(device, non_blocking=True)

@@ -78,20 +78,20 @@ class Flags:
     def __init__(self, fd: int, slots: int) -> None:
         """Raises OSError or ValueError."""
         self._fd = fd
-        self._words = mmap.mmap(fd, _FLAG_BYTES * slots, mmap.MAP_SHARED)
+        self._words = mmap.mmap(fd, _page_bytes(slots), mmap.MAP_SHARED)
         self.slots = slots
 
     @classmethod
     def create(cls, slots: int) -> Flags:
         """New ones, all zero. Raises OSError."""
         fd = os.memfd_create("diptych-flags", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _FLAG_BYTES * slots)
+        os.ftruncate(fd, _page_bytes(slots))
         return cls(fd, slots)
 
     @classmethod
     def joined(cls, fd: int, slots: int) -> Flags:
         """Another process' page. Raises OSError, or ValueError if it is too small."""
-        if os.fstat(fd).st_size < _FLAG_BYTES * slots:
+        if os.fstat(fd).st_size < _page_bytes(slots):
             raise ValueError("the page of flags is too small")
         return cls(os.dup(fd), slots)
 
@@ -130,6 +130,11 @@ class Flags:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _page_bytes(slots: int) -> int:
+    """Whole pages, as can be page-locked."""
+    return -(-_FLAG_BYTES * slots // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)

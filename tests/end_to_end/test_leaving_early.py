@@ -52,7 +52,7 @@ async def cancel_at_random(address: str, count: int, seed: int) -> dict[str, int
     return came
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", pytest.param("gloo", marks=pytest.mark.full)])
 def test_500_cancels_at_random_instants_leak_nothing(transport: str) -> None:
     with running_stack("--dtype", "fp32", "--transport", transport, "--kv-blocks", "600") as stack:
         came = asyncio.run(cancel_at_random(stack.address, CANCELS, seed=7))

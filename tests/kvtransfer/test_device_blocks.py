@@ -33,6 +33,8 @@ def digests(
 ) -> list[bytes]:
     copy = DigestedCopy(source, ids, target, places, ref, first)
     copy.launch()
+    if source.data.is_cuda:
+        torch.cuda.synchronize()
     return copy.digests()
 
 

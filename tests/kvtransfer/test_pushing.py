@@ -36,7 +36,7 @@ def test_a_flag_says_how_much_of_which_grant_is_written():
     assert not ours.written(REF._replace(generation=10), 1), "a later grant of the slot"
     assert not ours.written(REF._replace(slot=1), 1)
     with pytest.raises(ValueError, match="small"):
-        Flags.joined(ours.fd, 5)
+        Flags.joined(ours.fd, 5000)
     theirs.close()
     ours.close()
 
