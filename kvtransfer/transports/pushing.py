@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from engine.kv_memory import KVMemory
 from kvtransfer.messages import GrantRef, WriterId
@@ -22,6 +24,7 @@ from kvtransfer.transports.pair_thread import PairThread
 from kvtransfer.transports.pool_socket import PoolSocket, register
 
 NAME = "cuda_ipc"
+_NOBODY = GrantRef(("", 0), 0, 0)
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ class PushReceiver:
         self._flags = Flags.create(pool.memory.num_blocks)
         self._socket = PoolSocket(self._export, hooks.dead)
         self._thread = PairThread("verify-pushed")
-        self._checks: set[asyncio.Task[None]] = set()
+        self._checks: set[asyncio.Task[object]] = set()
 
     def unreachable(self, writer: Place) -> str | None:
         """It has to be where our memory can be mapped."""
@@ -46,6 +49,7 @@ class PushReceiver:
     async def start(self) -> None:
         """Listen. Raises OSError."""
         await self._socket.start()
+        self._keep(self._thread.run(self._port.digests, self._pool.memory, [0], _NOBODY, 0))
 
     @property
     def endpoint(self) -> str:
@@ -74,9 +78,7 @@ class PushReceiver:
             _log.error("prefill worker %s announced blocks before they were written", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
-        check = asyncio.create_task(self._check(writer, ref, first, blocks))
-        self._checks.add(check)
-        check.add_done_callback(self._checks.discard)
+        self._keep(self._check(writer, ref, first, blocks))
 
     def link_lost(self, writer: WriterId) -> None:
         """Proves nothing: the process may still write."""
@@ -90,10 +92,25 @@ class PushReceiver:
         self._thread.stop()
         self._flags.close()
 
+    def _keep(self, check: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(check)
+        self._checks.add(task)
+        task.add_done_callback(self._checked)
+
+    def _checked(self, task: asyncio.Task[object]) -> None:
+        self._checks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the pool cannot be read for checks: %s", error)
+
     async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: list[int]) -> None:
         """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
         memory = self._pool.memory
-        digests = await self._thread.run(self._port.digests, memory, blocks, ref, first)
+        try:
+            digests = await self._thread.run(self._port.digests, memory, blocks, ref, first)
+        except Exception:  # whatever it was: blocks that nobody could check are not to be used
+            _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
+            self._hooks.corrupt(writer, ref)
+            return
         for index, digest in enumerate(digests, first):
             self._hooks.arrived(writer, ref, index, digest)
 
@@ -123,7 +140,16 @@ class PushChannel:
             port.use_flags(flags)
             return target, flags
 
-        return cls(*await register(welcome, mapped), port)
+        channel = cls(*await register(welcome, mapped), port)
+        try:
+            # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
+            await channel._thread.run(port.digests, channel._target, [0], _NOBODY, 0)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, (RuntimeError, OSError)):
+                raise TransportError(f"the decode worker's pool cannot be reached: {error}") from error
+            raise
+        return channel
 
     @property
     def sent(self) -> int:

@@ -130,6 +130,23 @@ async def test_what_changed_in_the_pool_is_noticed(make_pair, times):
     await until(pair.decode.settled)
 
 
+async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monkeypatch):
+    pair = await make_pair("cuda_ipc")
+    granted = await pair.grant("r", 10)
+    peer = await pair.peer()
+
+    def unreadable(*arguments: object) -> list[bytes]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    (receiver,) = pair.decode.server._reception.transports
+    monkeypatch.setattr(receiver._port, "digests", unreadable)
+    fill(granted, 10, 1)
+    await peer.commit(granted, 10, sampled(1), times)
+    await until(lambda: bool(pair.decode.failed))
+    assert pair.decode.failed[0][1] == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
+    await until(pair.decode.settled)
+
+
 async def test_a_pool_of_another_kind_is_refused(make_pair):
     pair = await make_pair("cuda_ipc")
     (receiver,) = pair.decode.server._reception.transports
