@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from engine.kv_memory import KVMemory
@@ -12,22 +14,38 @@ def host_view(flat: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def read_block(memory: KVMemory, block: int) -> memoryview:
-    """The bytes of a block: a view of them on the CPU; a copy from a GPU, made when its writes are done."""
-    return host_view(_flat(memory, block).cpu())
+def read_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None = None) -> memoryview:
+    """The bytes of a block: a view of them on the CPU; from a GPU a copy, made once `computed` has come.
+
+    That waits for the GPU, though not for steps that were queued later: it is none of an event loop's calls.
+    """
+    flat = _flat(memory, block)
+    if flat.device.type == "cpu":
+        return host_view(flat)
+    with torch.cuda.device(flat.device), torch.cuda.stream(torch.cuda.Stream(flat.device)):
+        if computed is not None:
+            torch.cuda.current_stream().wait_event(computed)
+        return host_view(flat.cpu())
+
+
+async def fetch_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None) -> memoryview:
+    """`read_block` for event loops."""
+    if memory.data.device.type == "cpu":
+        return read_block(memory, block)
+    return await asyncio.to_thread(read_block, memory, block, computed)
 
 
 def write_block(memory: KVMemory, block: int, payload: memoryview) -> None:
-    """Make these the bytes of a block.
+    """Make these the bytes of a block; does not wait for a GPU.
 
-    On a GPU in the order of the caller's stream, which is the one of the engine's steps: a block that is
+    There it is queued on the stream of the engine's steps: those that come later see it, and a block that is
     granted anew is not written by both at once.
     """
     flat = _flat(memory, block)
     if flat.device.type == "cpu":
         host_view(flat)[:] = payload
     else:
-        flat.copy_(torch.frombuffer(payload, dtype=torch.uint8))
+        flat.copy_(torch.frombuffer(payload, dtype=torch.uint8).pin_memory(), non_blocking=True)
 
 
 def _flat(memory: KVMemory, block: int) -> torch.Tensor:

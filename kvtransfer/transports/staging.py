@@ -79,7 +79,7 @@ class HostStaging:
         """Copy blocks into a slot; the digest of each, taken from where they came."""
         digests = []
         for place in range(count):
-            payload = read_block(run.memory, run.block_ids[at + place])
+            payload = read_block(run.memory, run.block_ids[at + place], run.computed)
             digests.append(block_digest(run.ref, run.first + at + place, payload))
             self._block(slot, place)[:] = damage_payload(payload)
         return digests

@@ -14,7 +14,7 @@ import struct
 from engine.kv_memory import KVMemory
 from kvtransfer.digest import DIGEST_BYTES, block_digest
 from kvtransfer.failpoints import damage_payload
-from kvtransfer.host_bytes import read_block, write_block
+from kvtransfer.host_bytes import fetch_block, write_block
 from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
 from kvtransfer.transports.data_connection import DataConnection
@@ -152,7 +152,7 @@ class TcpChannel:
         for index, block in enumerate(run.block_ids, run.first):
             if not wanted(run.ref):
                 return None
-            payload = read_block(run.memory, block)
+            payload = await fetch_block(run.memory, block, run.computed)
             digests.append(block_digest(run.ref, index, payload))
             await self.send_block(run.ref, index, damage_payload(payload), digests[-1])
         return digests
