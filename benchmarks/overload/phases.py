@@ -118,6 +118,7 @@ async def _open(backend: Backend, lengths: RandomLengths, rate: float, seconds: 
 
 async def _closed(backend: Backend, lengths: RandomLengths, plan: Plan) -> Phase:
     """So many clients at all times; one that is refused comes back a little later."""
+    loads = [lengths.requests(200, plan.seed * 1000 + number) for number in range(CLIENTS)]
     until = time.perf_counter() + min(plan.seconds, 20.0)
     start = time.perf_counter() + EDGE_S
     outcomes: list[Outcome] = []
@@ -135,6 +136,6 @@ async def _closed(backend: Backend, lengths: RandomLengths, plan: Plan) -> Phase
                 outcomes.append(Outcome(request, sent, sent, time.perf_counter(), reply))
 
     async with asyncio.TaskGroup() as group:
-        for number in range(CLIENTS):
-            group.create_task(client(lengths.requests(200, plan.seed * 1000 + number)))
+        for requests in loads:
+            group.create_task(client(requests))
     return Phase(tuple(outcomes), start, until)

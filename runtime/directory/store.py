@@ -35,8 +35,11 @@ WORKERS = "diptych:workers"
 STREAM = "diptych:prefix"
 SEQ_FIELD = b"seq"
 
-STORE_ERRORS = (RedisError, OSError, TimeoutError)
-"""What a Redis that is gone, frozen or confused raises. Never lets a request fail."""
+STORE_ERRORS = (RedisError, OSError, TimeoutError, RuntimeError)
+"""What a Redis that is gone, frozen or confused raises. Never lets a request fail.
+
+RuntimeError is what uvloop says of a write to a connection that was reset.
+"""
 
 _CONNECT_S = 0.25
 _TIMEOUT_S = 0.5
