@@ -94,13 +94,16 @@ class HttpEdge:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = await self._respond(request)
+        if self._leaving:
+            response.force_close()
+        return response
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         operator = _OPERATOR.get(request.path)
         if operator is None:
             if self._door is not None:
-                response = await self._door(request)
-                if self._leaving:
-                    response.force_close()
-                return response
+                return await self._door(request)
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})

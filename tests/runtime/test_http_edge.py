@@ -134,3 +134,38 @@ async def test_addresses_are_guarded() -> None:
     with pytest.raises(OSError, match="in use"):
         await HttpEdge.start("127.0.0.1", first.port, registry=registry, ready=lambda: True)
     await first.close()
+
+
+async def test_who_leaves_answers_once_more_and_a_successor_has_the_port() -> None:
+    made = [
+        await HttpEdge.start(
+            "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, share_port=True
+        )
+    ]
+    port = made[0].port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    writer.write(request)
+    assert b"200" in await reader.readline()
+    made.append(
+        await HttpEdge.start(
+            "127.0.0.1", port, registry=CollectorRegistry(), ready=lambda: False, share_port=True
+        )
+    )
+    await made[0].leave()
+    successor = Edge(made[1])
+    for _ in range(5):
+        assert (await successor.get("/ready"))[0] == 503  # never the one that left
+    writer.write(request)
+    rest = await asyncio.wait_for(reader.read(), 10)  # the second answer, and the end of the connection
+    assert rest.count(b"alive") == 2
+    writer.close()
+    for one in made:
+        await one.close()
+
+
+async def test_nobody_shares_a_port_unasked(edge: Edge) -> None:
+    with pytest.raises(OSError, match="in use"):
+        await HttpEdge.start(
+            "127.0.0.1", edge.edge.port, registry=CollectorRegistry(), ready=lambda: True, share_port=True
+        )
