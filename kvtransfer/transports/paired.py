@@ -159,7 +159,7 @@ class _Frames:
 
     async def _serve(self) -> None:
         try:
-            self._world = await self._thread.run(self._build)
+            self._world = await self._join()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._receive(self._world))
                 group.create_task(self._land())
@@ -169,6 +169,14 @@ class _Frames:
                 _log.warning("the pair with prefill worker %s: %s", worker, errors.exceptions[0])
         finally:
             self._connection.end()
+
+    async def _join(self) -> worlds.World:
+        """The world, if it is built in time; else the end of this side ends the other one's wait."""
+        try:
+            async with asyncio.timeout(worlds.BUILD_S + worlds.TRANSFER_S):
+                return await self._thread.run(self._build)
+        except TimeoutError as error:
+            raise TransportError(f"the {self._name} world of two was not built in time") from error
 
     def _build(self) -> worlds.World:
         store = worlds.open_store(self._host, self._port, self._listener)

@@ -203,3 +203,13 @@ async def test_a_peer_that_freezes_inside_a_message_hangs_nobody(monkeypatch):
 
 def test_nccl_is_refused_where_it_cannot_be():
     assert worlds.nccl_unusable(torch.device("cpu")) == "its blocks must be on a GPU"
+
+
+async def test_a_world_that_is_never_built_ends_the_pair(sink, scratch, monkeypatch):
+    """A writer that shows its token and joins no world: as one that hangs while it builds."""
+    monkeypatch.setattr(worlds, "BUILD_S", 0.3)
+    monkeypatch.setattr(worlds, "TRANSFER_S", 0.3)
+    connection = await DataConnection.open(sink.welcome(), GREETING.size)
+    await until(lambda: sink.dead == 1)
+    await until(lambda: connection.broken)
+    connection.close()
