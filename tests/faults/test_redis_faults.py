@@ -183,17 +183,14 @@ def test_no_request_fails_and_everybody_comes_back(house: House, name: str) -> N
 @pytest.mark.timeout(900)
 def test_first_tokens_come_as_before(house: House) -> None:
     asyncio.run(first_tokens(house.stack.address, 2.0))
-    calm = asyncio.run(first_tokens(house.stack.address, 16.0))
-    rows = [("undisturbed", calm)]
+    rows = []
     for name in FAULTS:
-        rows.append((name, disturbed(house, name, 8.0)))  # longer than a lease
+        # Each beside a calm time of its own: the machine may have more to do later.
+        calm = asyncio.run(first_tokens(house.stack.address, 12.0))
+        rows.append((name, calm, disturbed(house, name, 8.0)))  # longer than a lease
         wait_connected(house)
-    print("\n| Redis is | requests | failed | TTFT p50 | TTFT p99 | p99 added |\n|---|---|---|---|---|---|")
-    base = percentile(calm, 99)
-    for name, found in rows:
-        p50, p99 = percentile(found, 50), percentile(found, 99)
-        print(
-            f"| {name} | {len(found)} | 0 | {1000 * p50:.0f} ms | {1000 * p99:.0f} ms "
-            f"| {1000 * (p99 - base):+.0f} ms |"
-        )
-    assert all(len(found) > 50 for _, found in rows)
+    print("\n| Redis is | requests | failed | TTFT p99 | before | added |\n|---|---|---|---|---|---|")
+    for name, calm, found in rows:
+        p99, base = 1000 * percentile(found, 99), 1000 * percentile(calm, 99)
+        print(f"| {name} | {len(found)} | 0 | {p99:.0f} ms | {base:.0f} ms | {p99 - base:+.0f} ms |")
+    assert all(len(found) > 50 for _, _, found in rows)
