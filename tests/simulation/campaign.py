@@ -1,0 +1,106 @@
+"""Many seeds over some processes, and what they found taken together."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.simulation.cluster import served_model
+from tests.simulation.run import Outcome, simulate
+from tests.simulation.scenario import make_scenario
+
+PORTION = 25
+"""Seeds that a process takes at a time."""
+
+
+@dataclass
+class Summary:
+    """Counts over all runs."""
+
+    seeds: int = 0
+    events: int = 0
+    messages: int = 0
+    tokens: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    retries: Counter[str] = field(default_factory=Counter)
+    violations: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        self.seeds += 1
+        self.events += outcome.events
+        self.messages += outcome.messages
+        self.tokens += outcome.tokens
+        self.virtual_s += outcome.seconds
+        self.faults.update(outcome.faults)
+        self.ends.update(outcome.ends)
+        self.retries.update(outcome.retries)
+        if outcome.violation:
+            self.violations.append((seed, outcome.violation))
+
+    def merge(self, other: Summary) -> None:
+        for name in ("seeds", "events", "messages", "tokens", "virtual_s", "cpu_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.faults.update(other.faults)
+        self.ends.update(other.ends)
+        self.retries.update(other.retries)
+        self.violations = sorted([*self.violations, *other.violations])
+
+    def table(self) -> str:
+        """Markdown, for people and for benchmarks/results."""
+        rows = [
+            ("seeds", f"{self.seeds:,}"),
+            ("events", f"{self.events:,}"),
+            ("messages between processes, heartbeats included", f"{self.messages:,}"),
+            ("faults that met something", f"{self.faults.total():,}: {_counts(self.faults)}"),
+            ("requests", f"{self.ends.total():,}: {_counts(self.ends)}"),
+            ("tokens delivered, each compared with the oracle", f"{self.tokens:,}"),
+            ("attempts taken up again", f"{self.retries.total():,}: {_counts(self.retries)}"),
+            ("simulated time", f"{self.virtual_s / 3600:.1f} h"),
+            ("CPU time", f"{self.cpu_s:.0f} s, {1000 * self.cpu_s / max(self.seeds, 1):.0f} ms a seed"),
+            ("wall time", f"{self.wall_s:.0f} s"),
+            ("**violations**", f"**{len(self.violations)}**"),
+        ]
+        return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common())
+
+
+def prepare() -> None:
+    """What every run needs is made before the first; the collector need not look at it again and again."""
+    torch.set_num_threads(1)
+    served_model()
+    gc.collect()
+    gc.freeze()
+
+
+def run_seeds(seeds: Iterable[int]) -> Summary:
+    """Run them in this process."""
+    summary, started = Summary(), time.process_time()
+    for seed in seeds:
+        summary.add(seed, simulate(make_scenario(seed)))
+    summary.cpu_s = time.process_time() - started
+    return summary
+
+
+def campaign(first: int, count: int, *, jobs: int, progress: Callable[[Summary], None]) -> Summary:
+    """Run `count` seeds from `first` on over `jobs` processes; `progress` hears of each portion."""
+    total, started = Summary(), time.perf_counter()
+    portions = [range(n, min(n + PORTION, first + count)) for n in range(first, first + count, PORTION)]
+    with multiprocessing.get_context("spawn").Pool(jobs, prepare) as pool:
+        for summary in pool.imap_unordered(run_seeds, portions):
+            total.merge(summary)
+            total.wall_s = time.perf_counter() - started
+            progress(total)
+    return total

@@ -1,0 +1,301 @@
+"""The simulated machines: real programs on hosts that start, die, and are started again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from decode_worker.config import DecodeSettings
+from decode_worker.worker import DecodeWorker
+from engine.batch import SequenceStep
+from gateway.call import Calls
+from gateway.config import GatewaySettings
+from gateway.program import Gateway
+from gateway.served_model import ServedModel
+from prefill_worker.config import PrefillSettings
+from prefill_worker.worker import PrefillWorker
+from runtime.settings import resolve_model
+from runtime.telemetry import Telemetry
+from tests.simulation import model
+from tests.simulation.in_place import Memories
+from tests.simulation.network import Network
+from tests.simulation.scenario import Scenario
+from tests.simulation.sockets import Sockets
+from tests.simulation.store import Store
+from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
+from tests.simulation.watched_pool import WatchedPool, check_books, check_granted_write, check_own_write
+
+RESTART_S = 0.4
+EARLY_SHARE = 0.3
+"""Steps whose results are in memory long before the loop hears of them; the others write at the last moment."""
+
+
+@cache
+def served_model() -> ServedModel:
+    """The text side of the bundled model: its words are used, its weights are not."""
+    return ServedModel.load(resolve_model("bundled"))
+
+
+@cache
+def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
+    secret = "ab" * 32
+    return (
+        GatewaySettings(secret=secret, admin_port=0, drain_grace_s=1.0),
+        PrefillSettings(secret=secret, block_size=model.BLOCK_SIZE, drain_s=0.3),
+        DecodeSettings(secret=secret, block_size=model.BLOCK_SIZE, drain_s=0.3),
+    )
+
+
+@dataclass
+class Machine:
+    """What runs on one host."""
+
+    host: Host
+    program: Any = None
+    stop: asyncio.Event | None = None
+    calls: Calls | None = None
+    pool: WatchedPool | None = None
+    scratch: list[WatchedPool] = field(default_factory=list)
+
+    @property
+    def receiver(self) -> Any:
+        """Of a decode worker."""
+        return self.program._handoff._receiver
+
+
+class Cluster:
+    """Everything of one run but clients and faults."""
+
+    def __init__(self, scenario: Scenario, note: Callable[..., None], violated: Callable[[str], None]) -> None:
+        self.scenario = scenario
+        self.note = note
+        self.violated = violated
+        self.loop = VirtualLoop(self._after_event, self.failed)
+        self.loop.run_on_thread = self._compute
+        self.network = Network(self.loop, scenario.network, note)
+        self.network.failed = self.failed
+        self.sockets = Sockets(self.network)
+        self.loop.streams = self.sockets
+        self.memories = Memories(self.loop, self.kill)
+        self.store = Store(self.loop)
+        self.machines: dict[str, Machine] = {}
+        self.hosts: list[Host] = []
+        self.restarting = 0
+        self.deaths_by_poison = 0
+        self._random = random.Random(f"cluster {scenario.network}")
+        self._memory_of: dict[int, Machine] = {}
+
+    # ---- life and death ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every program of the scenario."""
+        for name in [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]:
+            self.boot(name)
+
+    def boot(self, name: str) -> None:
+        """Start the program of that name on a new host."""
+        host = Host(name, len(self.hosts) + 1, self._random.uniform(0, 1000))
+        self.hosts.append(host)
+        self.machines[name] = machine = Machine(host)
+        run = self._gateway if name[0] == "g" else self._prefill if name[0] == "p" else self._decode
+        self.loop.start(host, lambda: self._life(machine, run))
+
+    async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
+        status = await run(machine)
+        if status:
+            self.violated(f"{machine.host} ended with status {status}")
+        self.loop.call_soon(self.kill, machine.host, "it ended")
+
+    def kill(self, host: Host, why: str) -> None:
+        """SIGKILL: not another callback of this host runs. Its supervisor starts another one."""
+        if host.dead:
+            return
+        host.dead = True
+        host.held.clear()
+        self.note(host.name, "dies", why)
+        self.network.servers = {a: s for a, s in self.network.servers.items() if s.host is not host}
+        for told in host.on_death:
+            told()
+        self.restarting += 1
+        self._outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
+
+    def _restart(self, name: str) -> None:
+        self.restarting -= 1
+        self.note(name, "starts again")
+        self.boot(name)
+
+    def _outside(self, delay: float, callback: Callable[..., None], *args: Any) -> None:
+        token = current_host.set(None)
+        self.loop.call_later(delay, callback, *args)
+        current_host.reset(token)
+
+    def port_of(self, host: Host) -> int:
+        """Half of the restarted programs come back at the address of the one before."""
+        names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
+        moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
+        return 1000 + names.index(host.name) + 100 * moved
+
+    def alive(self, name: str) -> Machine | None:
+        machine = self.machines.get(name)
+        return machine if machine is not None and not machine.host.dead else None
+
+    # ---- programs ------------------------------------------------------------------------------------
+
+    async def _gateway(self, machine: Machine) -> int:
+        settings = _settings()[0].model_copy(
+            update={
+                "worker_id": machine.host.name,
+                "max_inflight": self.scenario.max_inflight,
+                "max_queued_tokens": self.scenario.max_queued_tokens,
+            }
+        )
+        gateway = Gateway(settings, served_model(), model.DIGEST)
+        machine.stop = asyncio.Event()
+        await gateway.start()
+        machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time)
+        machine.program = gateway
+        await machine.stop.wait()
+        await gateway.drain()
+        await gateway.close()
+        return 0
+
+    async def _prefill(self, machine: Machine) -> int:
+        settings = _settings()[1].model_copy(
+            update={
+                "worker_id": machine.host.name,
+                "prefill_chunk": self.scenario.chunk,
+                "max_batch_requests": 6,
+                "scratch_blocks": max(d.blocks for d in self.scenario.decodes) + 4,
+            }
+        )
+        machine.program = PrefillWorker(settings, self._engine(machine), Telemetry.start("p", machine.host.name))
+        machine.stop = asyncio.Event()
+        return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
+
+    async def _decode(self, machine: Machine) -> int:
+        shape = self.scenario.decodes[int(machine.host.name[1:])]
+        settings = _settings()[2].model_copy(
+            update={
+                "worker_id": machine.host.name,
+                "kv_blocks": shape.blocks,
+                "max_batch": shape.max_batch,
+                "transport": shape.transport,
+            }
+        )
+        machine.program = DecodeWorker(settings, self._engine(machine), Telemetry.start("d", machine.host.name))
+        machine.stop = asyncio.Event()
+        return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
+
+    def _engine(self, machine: Machine) -> Any:
+        def poisoned() -> None:
+            self.deaths_by_poison += 1
+            self.kill(machine.host, "poison")
+
+        return model.SimulatedEngine(
+            model.SimulatedRunner(lambda sequence: self._check_write(machine, sequence), poisoned),
+            model._Model(),
+        )
+
+    # ---- pools ---------------------------------------------------------------------------------------
+
+    def decode_pool(self, num_blocks: int) -> WatchedPool:
+        """Stands where a decode worker makes its `BlockPool`."""
+        machine = self._here()
+        machine.pool = WatchedPool(num_blocks)
+        return machine.pool
+
+    def scratch_pool(self, num_blocks: int) -> WatchedPool:
+        """Stands where a prefill worker makes its own."""
+        pool = WatchedPool(num_blocks)
+        self._here().scratch.append(pool)
+        return pool
+
+    def _here(self) -> Machine:
+        host = current_host.get()
+        return next(m for m in self.machines.values() if m.host is host)
+
+    # ---- the engine's thread -------------------------------------------------------------------------
+
+    def _compute(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
+        """A step takes its time; its writes fall on the beginning or on the very end of it."""
+        host, loop = current_host.get(), self.loop
+        done = loop.create_future()
+        if executor is None:  # asyncio.to_thread
+            loop.call_later(0.001, lambda: done.cancelled() or done.set_result(func(*args)))
+            return done
+        rows = len(args[0]) if args else 1
+        slowness = 1.0 if host is None else host.slowness
+        duration = self.scenario.step_s * slowness * (0.7 + 0.1 * rows) * self._random.uniform(0.8, 1.3)
+        early = self._random.random() < EARLY_SHARE
+        computed = [func(*args)] if early else []
+
+        def finish() -> None:
+            result = computed[0] if computed else func(*args)
+            if not done.cancelled() and (host is None or not host.dead):
+                done.set_result(result)
+
+        loop.call_later(duration, finish)
+        return done
+
+    # ---- checks --------------------------------------------------------------------------------------
+
+    def failed(self, context: dict[str, Any]) -> None:
+        """An exception that nobody expected."""
+        error = context.get("exception")
+        self.violated(f"{context['message']}: {error!r}")
+
+    def _after_event(self, host: Host | None) -> None:
+        machine = self.machines.get(host.name) if host is not None else None
+        if machine is None or machine.host is not host or machine.program is None:
+            return
+        try:
+            if machine.pool is not None:
+                check_books(machine.pool, machine.receiver)
+            for pool in machine.scratch:
+                check_books(pool, None)
+        except Exception as error:
+            self.violated(f"{host}: {error}")
+
+    def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
+        try:
+            if machine.pool is not None:
+                check_own_write(machine.pool, sequence)
+                return
+            for other in self.machines.values():
+                if other.pool is not None and other.program._loop._memory is sequence.memory:
+                    if not other.host.dead:
+                        check_granted_write(other.receiver, machine.host, sequence)
+        except Exception as error:
+            self.violated(f"{machine.host}: {error}")
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when no request is."""
+        found = []
+        for name, machine in self.machines.items():
+            program = machine.program
+            if machine.host.dead or program is None or (name[0] == "d" and machine.pool is None):
+                continue
+            if name[0] == "g":
+                queue = program.gate.queue
+                counts = {
+                    "live requests": len(program.live),
+                    "running": queue.running,
+                    "waiting": queue.waiting,
+                    "waiting tokens": queue.waiting_tokens,
+                }
+            else:
+                loop = program._loop
+                counts = {"requests": loop.num_running + loop.num_waiting}
+                for pool in [machine.pool] if machine.pool is not None else machine.scratch:
+                    counts["held or quarantined blocks"] = pool.total - pool.available()
+                if machine.pool is not None:
+                    counts["grants"] = program._handoff.stats().grants
+            found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
+        return found
+
+    def close(self) -> None:
+        self.loop.close()

@@ -1,0 +1,149 @@
+"""What each kind of fault does to the cluster."""
+
+from __future__ import annotations
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.network import Weather
+from tests.simulation.scenario import Fault
+from tests.simulation.sockets import Damage
+from tests.simulation.store import LATENCY_S
+
+SLOWNESS = 12.0
+DELAY_S = 0.15
+STORE_SLOW_S = 0.2
+
+
+class Faults:
+    """Applies faults and counts those that met something to do harm to."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.done: list[Fault] = []
+
+    def schedule(self, faults: tuple[Fault, ...]) -> None:
+        for fault in faults:
+            self._cluster.loop.call_later(fault.at, self._apply, fault)
+
+    def _apply(self, fault: Fault) -> None:
+        self._cluster.note("fault", str(fault))
+        applied = getattr(self, f"_{fault.kind}")(fault)
+        if applied is not False:
+            self.done.append(fault)
+
+    # ---- processes
+
+    def _kill(self, fault: Fault) -> bool:
+        machine = self._cluster.alive(fault.target[0])
+        if machine is None:
+            return False
+        self._cluster.kill(machine.host, "killed")
+        return True
+
+    def _stop(self, fault: Fault) -> bool:
+        machine = self._cluster.alive(fault.target[0])
+        if machine is None or machine.host.stopped:
+            return False
+        host, loop = machine.host, self._cluster.loop
+        host.stopped = True
+
+        def go_on() -> None:
+            if not host.dead:
+                self._cluster.note(host.name, "goes on")
+                loop.resume(host, network_first=fault.at * 1000 % 2 < 1)
+
+        loop.call_later(fault.lasts_s, go_on)
+        return True
+
+    def _slow(self, fault: Fault) -> bool:
+        machine = self._cluster.alive(fault.target[0])
+        if machine is None:
+            return False
+        host = machine.host
+        host.slowness = SLOWNESS
+        self._cluster.loop.call_later(fault.lasts_s, setattr, host, "slowness", 1.0)
+        return True
+
+    def _drain(self, fault: Fault) -> bool:
+        """SIGTERM."""
+        machine = self._cluster.alive(fault.target[0])
+        if machine is None or machine.stop is None or machine.host.stopped:
+            return False
+        machine.stop.set()
+        self._cluster.network.loop.start(machine.host, self._wake)
+        return True
+
+    async def _wake(self) -> None:
+        """A signal wakes the loop of the process that it is for."""
+
+    def _flush_cache(self, fault: Fault) -> bool:
+        """An operator's flush, of every decode worker."""
+        for machine in list(self._cluster.machines.values()):
+            if machine.pool is not None and not machine.host.dead and not machine.host.stopped:
+                self._cluster.loop.start(machine.host, lambda m=machine: self._flush(m))  # type: ignore[misc]
+        return True
+
+    async def _flush(self, machine: object) -> None:
+        machine.program._loop.flush_prefix_cache()  # type: ignore[attr-defined]
+
+    # ---- links
+
+    def _reset(self, fault: Fault) -> bool:
+        streams = self._cluster.network.between(*fault.target)
+        for stream in streams:
+            stream.reset()
+        return bool(streams)
+
+    def _weather(self, fault: Fault) -> list[Weather]:
+        one, other = fault.target
+        weather = self._cluster.network.weather
+        return [weather.setdefault(ends, Weather()) for ends in ((one, other), (other, one))]
+
+    def _partition(self, fault: Fault) -> bool:
+        for weather in self._weather(fault):
+            weather.held_until = max(weather.held_until, self._cluster.loop.now + fault.lasts_s)
+        return bool(self._cluster.network.between(*fault.target))
+
+    def _delay(self, fault: Fault) -> bool:
+        for weather in self._weather(fault):
+            weather.extra_delay_s = DELAY_S
+            self._cluster.loop.call_later(fault.lasts_s, setattr, weather, "extra_delay_s", 0.0)
+        return bool(self._cluster.network.between(*fault.target))
+
+    def _repeat(self, fault: Fault) -> bool:
+        for weather in self._weather(fault):
+            weather.repeat += fault.number
+        return bool(self._cluster.network.between(*fault.target))
+
+    # ---- data
+
+    def _damage(self, fault: Fault) -> bool:
+        prefill, decode = fault.target
+        self._cluster.sockets.damage.setdefault((prefill, decode), []).append(
+            Damage(fault.kind, fault.number)
+        )
+        number = int(decode[1:])
+        return self._cluster.scenario.decodes[number].transport == "tcp"
+
+    _flip = _flip_header = _cut = _twice = _damage
+
+    # ---- Redis
+
+    def _store_mode(self, fault: Fault) -> None:
+        store = self._cluster.store
+        store.mode = fault.kind.removeprefix("store_")
+        self._cluster.loop.call_later(fault.lasts_s, setattr, store, "mode", "up")
+
+    _store_down = _store_frozen = _store_mode
+
+    def _store_slow(self, fault: Fault) -> None:
+        store = self._cluster.store
+        store.latency_s = STORE_SLOW_S
+        self._cluster.loop.call_later(fault.lasts_s, setattr, store, "latency_s", LATENCY_S)
+
+    def _store_flush(self, fault: Fault) -> None:
+        self._cluster.store.flush()
+
+    def _store_stale(self, fault: Fault) -> None:
+        """A replica that fell behind half a second ago takes over."""
+        self._cluster.store.remember()
+        self._cluster.loop.call_later(0.5, self._cluster.store.fail_over)

@@ -1,0 +1,173 @@
+"""A model whose every token is a function of all that its attention would read, and the oracle beside it.
+
+The "keys and values" of a token are eight bytes: a hash of the token and of the entry before it. The logits
+of a position are a hash of all entries up to it, read block by block through the block table, as attention
+does. So a block that was freed too early, written by a stranger, shared by mistake or copied wrongly changes
+the next token, and the stream differs from `oracle`, which knows no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from engine.batch import AbortWords, SequenceStep, check_batch
+from engine.kv_memory import KVLayout
+from engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from kvtransfer.fingerprint import Fingerprint
+from runtime.block_hash import HASH_VERSION
+
+BLOCK_SIZE = 4
+MAX_CONTEXT = 256
+VOCABULARY = 49152  # of the bundled tokenizer, whose ordinary words are used
+FIRST_TOKEN, TOKENS = 1000, 40  # the model says only these
+POISON = 2000  # a prompt that begins with it kills whoever computes it
+DIGEST = "d" * 64
+LAYOUT = KVLayout(1, 1, 1, BLOCK_SIZE, torch.float32)
+ENTRY = LAYOUT.bytes_per_block // BLOCK_SIZE
+
+FINGERPRINT = Fingerprint(
+    model_digest=DIGEST,
+    dtype="fp32",
+    kv_dtype="float32",
+    kv_layout=LAYOUT.name,
+    block_size=BLOCK_SIZE,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+    hash_version=HASH_VERSION,
+)
+
+
+def _extend(entries: bytearray, token_ids: Sequence[int]) -> None:
+    last = bytes(entries[-ENTRY:])
+    for token in token_ids:
+        last = xxh3_64_digest(last + token.to_bytes(4, "little"))
+        entries += last
+
+
+_POISONED = bytearray()
+_extend(_POISONED, [POISON])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    max_context: int = MAX_CONTEXT
+
+
+@dataclass(frozen=True)
+class _Model:
+    shape: _Shape = _Shape()
+
+
+class SimulatedRunner:
+    """Stands where `engine.runner.Runner` stands; logits are integers, one a row."""
+
+    threads = 1
+
+    def __init__(self, watch: Callable[[SequenceStep], None], poisoned: Callable[[], None]) -> None:
+        self.on_step: Callable[[float, int], None] | None = None
+        self._watch = watch
+        self._poisoned = poisoned
+
+    def rest(self) -> None:
+        pass
+
+    def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> Any:
+        """Write the entries of the new tokens and return a hash of all entries for each row of logits."""
+        check_batch(sequences, VOCABULARY)
+        rows: list[int] = []
+        for number, sequence in enumerate(sequences):
+            if abort is not None and abort.is_aborted(number):
+                rows += [0] * sequence.logit_rows
+                continue
+            self._watch(sequence)
+            entries = _read(sequence, sequence.start)
+            _extend(entries, sequence.token_ids)
+            _write(sequence, entries)
+            if entries.startswith(_POISONED):
+                self._poisoned()
+            if sequence.wants_logits:
+                rows.append(xxh3_64_intdigest(entries))
+        return rows
+
+
+def _read(sequence: SequenceStep, tokens: int) -> bytearray:
+    entries = bytearray()
+    for block in sequence.block_table[: LAYOUT.blocks_for(tokens)]:
+        entries += sequence.memory.block_bytes(block)
+    del entries[tokens * ENTRY :]
+    return entries
+
+
+def _write(sequence: SequenceStep, entries: bytearray) -> None:
+    size = LAYOUT.bytes_per_block
+    for place in range(sequence.start // BLOCK_SIZE, LAYOUT.blocks_for(len(entries) // ENTRY)):
+        begin = max(place * size, sequence.start * ENTRY)
+        piece = entries[begin : (place + 1) * size]
+        block = sequence.memory.block_bytes(sequence.block_table[place])
+        block[begin - place * size : begin - place * size + len(piece)] = piece
+
+
+def sample(logits: Sequence[int], rows: Sequence[SampleRow]) -> list[Sampled]:
+    """Stands where `engine.sampling.sample` stands: a token for each row, by all that a row depends on."""
+    return [Sampled(_draw(digest, row), None) for digest, row in zip(logits, rows, strict=True)]
+
+
+def _draw(digest: int, row: SampleRow) -> int:
+    params = row.params
+    seed = 0 if params.greedy else params.seed
+    penalties = (params.frequency_penalty, sorted(row.output_ids)) if params.frequency_penalty else ()
+    name = f"{digest}/{seed}/{len(row.output_ids)}/{len(row.prompt_ids)}/{penalties}"
+    drawn = xxh3_64_intdigest(name.encode())
+    while (token := FIRST_TOKEN + drawn % TOKENS) in row.suppress:
+        drawn += 1
+    return token
+
+
+@dataclass(frozen=True)
+class SimulatedEngine:
+    """Stands where `worker.engine.LoadedEngine` stands."""
+
+    runner: SimulatedRunner
+    model: _Model = _Model()
+    layout: KVLayout = LAYOUT
+    digest: str = DIGEST
+    dtype: str = "fp32"
+    fingerprint: Fingerprint = FINGERPRINT
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How a request draws its tokens."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    frequency_penalty: float = 0.0
+
+    def params(self, choice: int) -> SamplingParams:
+        """Of one choice, as the workers make them."""
+        seed = choice_seed(self.seed, choice) if self.temperature else self.seed
+        return SamplingParams(
+            temperature=self.temperature, seed=seed, frequency_penalty=self.frequency_penalty
+        )
+
+
+def oracle(
+    prompt: Sequence[int], draws: Draws, choice: int, stop_ids: frozenset[int], limits: tuple[int, int]
+) -> tuple[int, ...]:
+    """What a choice says, computed alone, at once, and without blocks; `limits` are min and max tokens."""
+    params, entries, output = draws.params(choice), bytearray(), list[int]()
+    _extend(entries, prompt)
+    while len(output) < limits[1]:
+        suppress = tuple(stop_ids) if len(output) < limits[0] else ()
+        token = _draw(xxh3_64_intdigest(entries), SampleRow(params, prompt, output, suppress))
+        output.append(token)
+        if token in stop_ids:
+            break
+        _extend(entries, [token])
+    return tuple(output)

@@ -1,0 +1,194 @@
+"""One run: a scenario in, what came of it out. The same scenario gives the same trace, whatever else runs."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import gateway.session as session_module
+from gateway.recovery import GiveUp
+from tests.simulation.clients import Client
+from tests.simulation.cluster import Cluster
+from tests.simulation.faults import Faults
+from tests.simulation.scenario import Scenario
+from tests.simulation.stand_ins import standing_in
+from tests.simulation.virtual_loop import Livelock
+
+LONGEST_S = 90.0
+"""Of virtual time: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
+
+
+@dataclass
+class Outcome:
+    """What a run was like; `violation` is the first thing that must not happen and did."""
+
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+    digest: str = ""
+    events: int = 0
+    messages: int = 0
+    seconds: float = 0.0  # virtual
+    tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    retries: Counter[str] = field(default_factory=Counter)
+
+
+class Run:
+    """The state of one run."""
+
+    def __init__(self, scenario: Scenario, *, keep_trace: bool) -> None:
+        self.scenario = scenario
+        self.outcome = Outcome()
+        self._keep = keep_trace
+        self._digest = hashlib.blake2b(digest_size=12)
+        self.cluster = Cluster(scenario, self.note, self.violated)
+        self.faults = Faults(self.cluster)
+        self.clients = [Client(self.cluster, ask, self.violated) for ask in scenario.asks]
+        self.verdicts: list[Any] = []
+
+    def note(self, *what: Any) -> None:
+        line = f"{self.cluster.loop.now:.6f} " + " ".join(map(str, what))
+        self._digest.update(line.encode())
+        if self._keep:
+            self.outcome.trace.append(line)
+
+    def violated(self, what: str) -> None:
+        if not self.outcome.violation:
+            self.outcome.violation = what
+            self.note("VIOLATION", what)
+            self.cluster.loop.halted = True
+
+    def run(self) -> Outcome:
+        try:
+            with standing_in(self.cluster), _recording(self):
+                self._run()
+        except Livelock:
+            self.outcome.violation = self.outcome.violation or "callbacks follow one another for ever"
+        self._account()
+        return self.outcome
+
+    def _run(self) -> None:
+        cluster, loop = self.cluster, self.cluster.loop
+        cluster.start()
+        self.faults.schedule(self.scenario.faults)
+        for client in self.clients:
+            loop.call_later(client.ask.at, client.start)
+        last = max([f.at + f.lasts_s for f in self.scenario.faults] + [0.0])
+        if not loop.run(until=LONGEST_S, over=lambda: loop.now > last and self._quiet()):
+            if not self.outcome.violation:
+                self.violated("forgotten: " + "; ".join(self._unfinished()))
+            return
+        for client in self.clients:
+            self._check_end(client)
+
+    def _quiet(self) -> bool:
+        return not (self.cluster.restarting or self._waiting() or self.cluster.leftovers())
+
+    def _waiting(self) -> bool:
+        return any(not client.end for client in self.clients)
+
+    def _unfinished(self) -> list[str]:
+        return [c.ask.name for c in self.clients if not c.end] + self.cluster.leftovers()
+
+    def _check_end(self, client: Client) -> None:
+        """A request is lost only where the rules of recovery say so, and for a reason that was there."""
+        error, end = client.error, client.end
+        if error is None:
+            if end == "gateway lost" and not self._died(f"g{client.ask.gateway}"):
+                self.violated(f"{client.ask.name}: its gateway was lost, but never died")
+            return
+        given_up = any(known is error or known is error.__cause__ for _, known in self.verdicts)
+        if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
+            self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
+        if end not in _LEGAL:
+            self.violated(f"{client.ask.name} ended with {end}: {error}")
+        if end == "INTERNAL" and not self.cluster.deaths_by_poison:
+            self.violated(f"{client.ask.name} ended with INTERNAL")
+        if not (self.faults.done or self.cluster.deaths_by_poison) and end in _NEEDS_A_FAULT:
+            self.violated(f"{client.ask.name} ended with {end}, though nothing went wrong")
+        if end == "DEADLINE_EXCEEDED" and client.ask.deadline_s is None:
+            self.violated(f"{client.ask.name} was late without a deadline")
+
+    def _died(self, name: str) -> bool:
+        return any(host.dead for host in self.cluster.hosts if host.name == name)
+
+    def _account(self) -> None:
+        outcome, cluster = self.outcome, self.cluster
+        outcome.digest = self._digest.hexdigest()
+        outcome.events = cluster.loop.events
+        outcome.messages = cluster.network.messages
+        outcome.seconds = cluster.loop.now
+        outcome.tokens = sum(client.tokens for client in self.clients)
+        outcome.faults.update(fault.kind for fault in self.faults.done)
+        outcome.ends.update(client.end or "unfinished" for client in self.clients)
+
+
+_LEGAL = frozenset(
+    {
+        *("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO_READY_WORKER", "DRAINING"),
+        *("QUEUE_FULL", "DEADLINE_UNATTAINABLE", "KV_CAPACITY", "DEADLINE_EXCEEDED"),
+    }
+)
+_NEEDS_A_FAULT = frozenset({"WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO_READY_WORKER", "DRAINING"})
+
+
+@contextmanager
+def _recording(run: Run) -> Iterator[None]:
+    """Listen to what the rules of recovery say."""
+    real = {name: getattr(session_module, name) for name in ("decide", "no_route", "shutting_down")}
+
+    def decide(cause: Any, *args: Any, **options: Any) -> Any:
+        verdict = real["decide"](cause, *args, **options)
+        if isinstance(verdict, GiveUp):
+            run.verdicts.append((cause, verdict.error))
+        else:
+            run.outcome.retries[cause.value] += 1
+        return verdict
+
+    def recorded(name: str) -> Any:
+        def rule(*args: Any) -> Any:
+            run.verdicts.append((name, error := real[name](*args)))
+            return error
+
+        return rule
+
+    try:
+        session_module.decide = decide  # type: ignore[assignment]
+        session_module.no_route = recorded("no_route")
+        session_module.shutting_down = recorded("shutting_down")
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(session_module, name, function)
+
+
+def simulate(scenario: Scenario, *, keep_trace: bool = False) -> Outcome:
+    """Run a scenario. What its dead processes leave behind is collected before this returns."""
+    enabled, hook, disabled = gc.isenabled(), sys.unraisablehook, logging.root.manager.disable
+    gc.disable()
+    try:
+        run = Run(scenario, keep_trace=keep_trace)
+        outcome = run.run()
+        # Coroutines of dead processes end here, where nobody hears what their `finally` says.
+        sys.unraisablehook = lambda unraisable: None
+        logging.disable(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.cluster.close()
+            del run
+            gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(disabled)
+        if enabled:
+            gc.enable()
+    return outcome

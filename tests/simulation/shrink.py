@@ -1,0 +1,75 @@
+"""The shortest scenario that still fails: faults and requests are taken out while the failure stays.
+
+Delta debugging. Source: Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input" (2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tests.simulation.run import Outcome, simulate
+from tests.simulation.scenario import Scenario
+
+Item = TypeVar("Item")
+
+
+def shrink(scenario: Scenario, *, most_runs: int = 300) -> Scenario:
+    """A scenario from which no single fault or request can be taken without the failure going away.
+
+    Any violation counts as the failure: a shorter way to another one is as welcome.
+    """
+    runs = 0
+
+    def fails(candidate: Scenario) -> bool:
+        nonlocal runs
+        runs += 1
+        return runs <= most_runs and bool(simulate(candidate).violation)
+
+    while True:
+        before = scenario
+        faults = minimised(scenario.faults, lambda kept: fails(replace(before, faults=tuple(kept))))
+        scenario = replace(scenario, faults=tuple(faults))
+        rest = scenario
+        asks = minimised(scenario.asks, lambda kept: fails(replace(rest, asks=tuple(kept))))
+        scenario = replace(scenario, asks=tuple(asks))
+        if scenario == before or runs > most_runs:
+            return scenario
+
+
+def minimised(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:
+    """A 1-minimal sublist of `items` that still fails; all of them are known to."""
+    kept, parts = list(items), 2
+    if kept and fails([]):
+        return []
+    while len(kept) >= 2:
+        size = -(-len(kept) // parts)
+        for begin in range(0, len(kept), size):
+            without = kept[:begin] + kept[begin + size :]
+            if fails(without):
+                kept, parts = without, max(parts - 1, 2)
+                break
+        else:
+            if parts >= len(kept):
+                break
+            parts = min(parts * 2, len(kept))
+    return kept
+
+
+def explain(seed: int, scenario: Scenario) -> str:
+    """What a person needs to see of a failing seed: the shortest scenario and its trace."""
+    short = shrink(scenario)
+    outcome: Outcome = simulate(short, keep_trace=True)
+    lines = [
+        f"seed {seed}: {outcome.violation}",
+        f"{short.gateways} gateways, {short.prefills} prefill workers, decode workers {short.decodes}",
+        "requests:",
+        *(f"  {ask}" for ask in short.asks),
+        "faults:",
+        *(f"  {fault}" for fault in short.faults),
+        "trace:",
+        *(f"  {line}" for line in outcome.trace),
+        f"replay: python -m tests.simulation --seed {seed}",
+    ]
+    return "\n".join(lines)

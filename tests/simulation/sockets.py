@@ -1,0 +1,191 @@
+"""Simulated TCP for the copying transport: bytes in order, or a connection that breaks.
+
+Damage is done here: a bit that flips (past TCP's checksum, as broken memory does), a frame that ends in the
+middle, a frame that comes twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation.network import Network, Pipe
+from tests.simulation.virtual_loop import Host, current_host
+
+HEADER = 36  # bytes of a frame's header
+
+
+class Connection:
+    """One connection, from a writer's socket to a receiver's protocol."""
+
+    def __init__(self, sockets: Sockets, client: Host, listener: Listener) -> None:
+        self.sockets, self.client, self.server = sockets, client, listener.host
+        self.ends = (client.name, listener.host.name)
+        network = sockets.network
+        name = f"{client.name}>{listener.host.name}/data/{network.opened((*self.ends,))}"
+        self._up = Pipe(network, name + "/up", self.ends, listener.host)
+        self._down = Pipe(network, name + "/down", self.ends, client)
+        self.broken = False  # as the client knows
+        self.received: asyncio.Queue[bytes] = asyncio.Queue()
+        self.protocol: Any = None
+        self._listener = listener
+        self._up.send(self._open)
+        client.on_death.append(lambda: self._up.send(self._gone))
+        listener.host.on_death.append(lambda: self._down.send(self._reset))
+
+    # -- at the server
+
+    def _open(self) -> None:
+        if self._listener.closed:
+            self._down.send(self._reset)
+            return
+        self.protocol = self._listener.factory()
+        self.protocol.connection_made(self)
+
+    def write(self, data: bytes) -> None:
+        self._down.send(self.received.put_nowait, data)
+
+    def abort(self) -> None:
+        self._listener.open.pop(self, None)
+        self._down.send(self._reset)
+
+    def _feed(self, data: bytes) -> None:
+        while data and self.protocol is not None:
+            buffer = self.protocol.get_buffer(-1)
+            taken = min(len(buffer), len(data))
+            if not taken:
+                return
+            buffer[:taken] = data[:taken]
+            data = data[taken:]
+            self.protocol.buffer_updated(taken)
+
+    def _gone(self) -> None:
+        if self.protocol is not None:
+            self.protocol.connection_lost(None)
+
+    # -- at the client
+
+    def _reset(self) -> None:
+        self.broken = True
+        self.received.put_nowait(b"")
+
+    def send(self, data: bytes) -> None:
+        if self.broken:
+            raise ConnectionResetError("the connection broke")
+        self._up.send(self._feed, data)
+
+    def cut(self) -> None:
+        """The client closed its end, or the network did."""
+        self.broken = True
+        self._up.send(self._gone)
+
+
+class SimulatedSocket:
+    """A non-blocking client socket, as `kvtransfer.transports.tcp` uses one."""
+
+    network: Sockets
+
+    def __init__(self, *_: object) -> None:
+        self._connection: Connection | None = None
+        self._before = b""
+
+    def setblocking(self, flag: bool) -> None: ...
+    def setsockopt(self, *_: object) -> None: ...
+    def shutdown(self, how: int) -> None: ...
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.cut()
+
+    async def connect_to(self, address: Any) -> None:
+        await asyncio.sleep(0.0005)
+        self._connection = self.network.connect(address)
+
+    async def receive(self) -> bytes:
+        return b"" if self._connection is None else await self._connection.received.get()
+
+    async def send_all(self, data: Any) -> None:
+        connection = self._connection
+        if connection is None:
+            raise OSError("not connected")
+        payload = bytes(data)
+        connection.send(self.network.damaged(connection, payload, self._before))
+        self._before = payload
+        await asyncio.sleep(0.0001)
+
+
+@dataclass
+class Damage:
+    """What is done to the next frame between two hosts."""
+
+    kind: str  # flip, flip_header, cut, twice
+    seed: int
+
+
+class Listener:
+    """What `loop.create_server` gives."""
+
+    def __init__(self, sockets: Sockets, host: Host, factory: Callable[[], Any], port: int) -> None:
+        self._sockets, self.host, self.factory, self._port = sockets, host, factory, port
+        self.closed = False
+        self.open: dict[Connection, None] = {}
+
+    @property
+    def sockets(self) -> list[Any]:
+        return [self]
+
+    def getsockname(self) -> tuple[str, int]:
+        return ("127.0.0.1", self._port)
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def wait_closed(self) -> None: ...
+
+
+class Sockets:
+    """All listeners and the damage that waits for a frame."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._listeners: dict[int, Listener] = {}
+        self.damage: dict[tuple[str, str], list[Damage]] = {}
+        self.damaged_frames = 0
+
+    def listen(self, factory: Callable[[], Any], host: str) -> Listener:
+        owner = current_host.get()
+        if owner is None:
+            raise OSError("nobody listens")
+        port = 20_000 + len(self._listeners)
+        self._listeners[port] = Listener(self, owner, factory, port)
+        return self._listeners[port]
+
+    def connect(self, address: tuple[str, int]) -> Connection:
+        listener, client = self._listeners.get(address[1]), current_host.get()
+        if listener is None or listener.closed or listener.host.dead or client is None:
+            raise ConnectionRefusedError("nobody listens there")
+        connection = Connection(self, client, listener)
+        listener.open[connection] = None
+        return connection
+
+    def damaged(self, connection: Connection, data: bytes, before: bytes) -> bytes:
+        """What goes out instead of `data`; `before` is what was sent last. Tokens go as they are."""
+        waiting = self.damage.get(connection.ends)
+        if not waiting:
+            return data
+        damage = waiting[0]
+        header, payload = len(data) == HEADER, len(before) == HEADER
+        if not (header if damage.kind == "flip_header" else payload):
+            return data
+        waiting.pop(0)
+        self.damaged_frames += 1
+        if damage.kind == "twice":
+            return data + before + data
+        place = random.Random(damage.seed).randrange(len(data))
+        if damage.kind == "cut":
+            self.network.loop.call_soon(connection.cut)
+            return data[:place]
+        return data[:place] + bytes([data[place] ^ 1 << damage.seed % 8]) + data[place + 1 :]

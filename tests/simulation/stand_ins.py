@@ -1,0 +1,168 @@
+"""What the programs reach outside themselves by, and what stands there in a run.
+
+The product's code runs as it is; only its edges are replaced: clocks, chance, channels and servers, sockets,
+shared memory, Redis, the engine's arithmetic, HTTP and metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from engine.kv_memory import KVLayout, KVMemory
+from kvtransfer import server as handoff_server
+from kvtransfer.pool_memory import PoolMemory
+from kvtransfer.transports import shared_memory, tcp
+from runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from tests.simulation import model
+from tests.simulation.in_place import InPlaceReceiver
+from tests.simulation.network import Server
+from tests.simulation.sockets import SimulatedSocket
+from tests.simulation.store import StoreClient
+from tests.simulation.virtual_loop import current_host
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+_METRICS = {
+    "DecodeMetrics": DecodeMetrics(new_registry()),
+    "GatewayMetrics": GatewayMetrics(new_registry()),
+    "PrefillMetrics": PrefillMetrics(new_registry()),
+}
+_make_transport = handoff_server.make_transport
+
+
+@contextlib.contextmanager
+def standing_in(cluster: Cluster) -> Iterator[None]:
+    """Replace the edges for the time of one run."""
+    with contextlib.ExitStack() as stack:
+        for target, stand_in in _stand_ins(cluster).items():
+            module, _, name = target.rpartition(".")
+            owner = importlib.import_module(module)
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, stand_in)
+        handler = _Errors(cluster.failed)
+        root = logging.getLogger()
+        handlers, disabled = root.handlers[:], logging.root.manager.disable
+        root.handlers[:] = [handler]
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, disabled)
+        stack.callback(root.handlers.__setitem__, slice(None), handlers)
+        yield
+
+
+class _Errors(logging.Handler):
+    """An error with a traceback in the log is a bug that somebody survived."""
+
+    def __init__(self, failed: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._failed = failed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self._failed({"message": f"{record.name}: {record.getMessage()}", "exception": error})
+
+
+def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
+    chance = random.Random(f"chance {cluster.scenario.network}")
+    network = cluster.network
+    found: dict[str, Any] = {
+        "time.monotonic": cluster.loop.time,
+        "secrets.token_hex": lambda size=16: chance.randbytes(size).hex(),
+        "secrets.token_bytes": lambda size=16: chance.randbytes(size),
+        "secrets.randbits": chance.getrandbits,
+        "gateway.links.make_channel": network.channel,
+        "kvtransfer.peer_link.make_channel": network.channel,
+        "runtime.directory.store.connect": lambda url: StoreClient(cluster.store),
+        "kvtransfer.server.make_transport": _transport_maker(cluster),
+        "kvtransfer.client.open_shared_memory": cluster.memories.open,
+        "kvtransfer.transports.tcp.socket": SimpleNamespace(
+            socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
+        ),
+        "decode_worker.worker.allocate_pool": _pool_memory,
+        "decode_worker.worker.BlockPool": cluster.decode_pool,
+        "prefill_worker.worker.BlockPool": cluster.scratch_pool,
+        "decode_worker.choices.sample": model.sample,
+        "prefill_worker.chunk_step.sample": model.sample,
+        "worker.shell.announce_ready": lambda settings, ports: None,
+        "gateway.program.AdminDoor": SimpleNamespace(start=_nothing_started),
+        "gateway.program.OpenAIDoor": lambda *args, **options: None,
+        "gateway.program.KServeDoor": lambda *args, **options: SimpleNamespace(register=lambda server: None),
+    }
+    for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker", "worker.shell"):
+        found[f"{module}.incarnation"] = _incarnation
+    for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
+        found[f"{module}.new_registry"] = lambda: None
+    for module, name in (
+        ("gateway.program", "GatewayMetrics"),
+        ("decode_worker.worker", "DecodeMetrics"),
+        ("prefill_worker.worker", "PrefillMetrics"),
+    ):
+        found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
+    for module in ("gateway.program", "worker.shell"):
+        found |= {
+            f"{module}.make_server": lambda **options: Server(network, _host()),
+            f"{module}.bind": _binder(cluster),
+            f"{module}.add_health_and_reflection": _health,
+            f"{module}.HttpEdge": SimpleNamespace(start=_nothing_started),
+        }
+    SimulatedSocket.network = cluster.sockets
+    return found
+
+
+def _host() -> Any:
+    host = current_host.get()
+    if host is None:
+        raise RuntimeError("no simulated process runs here")
+    return host
+
+
+def _incarnation() -> int:
+    return _host().incarnation  # type: ignore[no-any-return]
+
+
+def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
+    return PoolMemory(KVMemory(layout, num_blocks), -1)
+
+
+def _transport_maker(cluster: Cluster) -> Callable[..., Any]:
+    def make(name: str, memory: PoolMemory, host: str, hooks: Any) -> Any:
+        if name == shared_memory.NAME:
+            return InPlaceReceiver(cluster.memories, memory, hooks)
+        return _make_transport(name, memory, host, hooks)
+
+    assert tcp.NAME != shared_memory.NAME
+    return make
+
+
+def _binder(cluster: Cluster) -> Callable[..., int]:
+    def bind(server: Server, host: str, port: int, insecure: bool) -> int:
+        bound = cluster.port_of(server.host)
+        server.address = f"{host}:{bound}"
+        return bound
+
+    return bind
+
+
+async def _health(server: object, names: object) -> Any:
+    async def set_ready(ready: bool) -> None:
+        pass
+
+    return SimpleNamespace(set_ready=set_ready)
+
+
+async def _nothing_started(*_: object, **__: object) -> Any:
+    async def close() -> None:
+        pass
+
+    return SimpleNamespace(port=0, close=close)
+
+
+os.environ.setdefault("OTEL_SDK_DISABLED", "true")

@@ -1,0 +1,103 @@
+"""A block pool whose books are checked whenever they change, and what may be written to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from engine.batch import SequenceStep
+from engine.block_pool import BlockPool
+from kvtransfer.receiver import Receiver
+from tests.simulation.model import BLOCK_SIZE
+from tests.simulation.virtual_loop import Host
+
+
+class Violation(Exception):
+    """Something happened that must never happen."""
+
+
+class WatchedPool(BlockPool):
+    """`version` grows with every change."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.version = 0
+        self.checked = 0
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    method = getattr(BlockPool, name)
+
+    def change(self: WatchedPool, *args: Any, **options: Any) -> Any:
+        self.version += 1
+        return getattr(BlockPool, name)(self, *args, **options)
+
+    change.__doc__ = method.__doc__
+    return change
+
+
+for _name in (
+    "allocate",
+    "retain",
+    "release",
+    "writable",
+    "insert",
+    "forget",
+    "clear_cache",
+    "quarantine",
+    "release_quarantined",
+):
+    setattr(WatchedPool, _name, _counted(_name))
+
+
+def check_books(pool: WatchedPool, receiver: Receiver | None) -> None:
+    """Free + held + cached + quarantined is all; what a writer may write is nobody else's."""
+    if pool.version == pool.checked:
+        return
+    pool.checked = pool.version
+    pool.invariants()
+    if receiver is None:
+        return
+    quarantined = 0
+    for attempt in receiver._book.table:
+        grant = attempt.held
+        for block in grant.fresh:
+            if attempt.phase.value == "quarantined":
+                quarantined += 1
+                _require(block in pool._quarantine, f"block {block} left quarantine without proof")
+            else:
+                _require(pool.references(block) == 1, f"a writer's block {block} is held by others too")
+                _require(pool._cache.key_of(block) is None, f"a writer's block {block} is in the cache")
+    _require(quarantined == pool.quarantined(), "blocks are in quarantine for no grant")
+
+
+def check_own_write(pool: WatchedPool, sequence: SequenceStep) -> None:
+    """A decode step reads what it holds and writes what it alone holds."""
+    blocks = list(sequence.block_table)
+    written = _written(sequence)
+    for block in blocks:
+        _require(pool.references(block) > 0, f"a step reads block {block}, which nobody holds")
+    for block in written:
+        _require(pool.references(block) == 1, f"a step writes block {block}, which others hold too")
+        _require(pool._cache.key_of(block) is None, f"a step writes block {block}, which is in the cache")
+
+
+def check_granted_write(receiver: Receiver, writer: Host, sequence: SequenceStep) -> None:
+    """A prefill step that computes in place writes what was granted to this very process."""
+    mine: set[int] = set()
+    for who, grant in receiver.granted():
+        if (who.worker_id, who.incarnation) == (writer.name, writer.incarnation):
+            mine.update(grant.fresh)
+    for block in _written(sequence):
+        _require(block in mine, f"{writer} writes block {block}, which is not granted to it")
+
+
+def _written(sequence: SequenceStep) -> Iterable[int]:
+    first = sequence.start // BLOCK_SIZE
+    last = (sequence.start + len(sequence.token_ids) - 1) // BLOCK_SIZE
+    return sequence.block_table[first : last + 1]
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
