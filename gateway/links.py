@@ -23,6 +23,8 @@ from gateway.wires import Beat, Flushed, Greeting, Load, News, Wire
 from runtime.rpc import make_channel
 
 _log = logging.getLogger(__name__)
+_LOSSES = (grpc.RpcError, TimeoutError, asyncio.InvalidStateError)
+"""What a stream that ended raises, the last one where it is written to before the end was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Link:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, grpc.RpcError | TimeoutError):
+                if isinstance(result, Exception) and not isinstance(result, _LOSSES):
                     _log.error("link to %s", self.worker_id, exc_info=result)
 
     async def _read(self, call: Any) -> None:

@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     parser.add_argument("--seed", type=int, help="only this one, with its trace")
-    parser.add_argument("--output", type=Path, nargs="?", const=_results(), help="write the summary there too")
+    parser.add_argument(
+        "--output", type=Path, nargs="?", const=_results(), help="write the summary there too"
+    )
     options = parser.parse_args(argv)
     if options.seed is not None:
         return _one(options.seed)
@@ -79,9 +81,9 @@ def _results() -> Path:
 def _report(summary: Summary, first: int, jobs: int) -> str:
     return (
         "# Deterministic simulation\n\n"
-        f"`make simulate SEEDS={summary.seeds}` (first seed {first}, {jobs} processes). The real gateway, prefill "
-        "and decode programs on virtual time;\ntests/simulation/ says what is simulated and what is checked "
-        f"after every event.\n\n{summary.table()}\n"
+        f"`make simulate SEEDS={summary.seeds}` (first seed {first}, {jobs} processes). The real gateway, "
+        "prefill and decode programs on virtual time;\ntests/simulation/ says what is simulated and what is "
+        f"checked after every event.\n\n{summary.table()}\n"
     )
 
 

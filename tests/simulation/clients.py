@@ -136,7 +136,9 @@ class Client:
             got = tuple(self.got.get(choice, ()))
             stop_text = stop_string(self.ask) is not None and reason == pb.FINISH_REASON_STOP
             if reason is None or (got != due and not stop_text):
-                self.violated(f"{self.ask.name}/{choice} is complete without its end: {_difference(got, due)}")
+                self.violated(
+                    f"{self.ask.name}/{choice} is complete without its end: {_difference(got, due)}"
+                )
             elif stop_text and got != due and _shown(self.ask, got) != self.text.get(choice):
                 self.violated(f"{self.ask.name}/{choice} stopped where its stop string is not")
         self._over("ok")

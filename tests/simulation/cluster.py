@@ -31,7 +31,7 @@ from tests.simulation.watched_pool import WatchedPool, check_books, check_grante
 
 RESTART_S = 0.4
 EARLY_SHARE = 0.3
-"""Steps whose results are in memory long before the loop hears of them; the others write at the last moment."""
+"""Of steps, whose results are in memory long before the loop hears of them; others write at the last moment."""
 
 
 @cache
@@ -66,11 +66,18 @@ class Machine:
         """Of a decode worker."""
         return self.program._handoff._receiver
 
+    def owns(self, sequence: SequenceStep) -> bool:
+        """Whether a step writes to the memory of this decode worker, which is alive."""
+        alive = self.pool is not None and not self.host.dead and self.program is not None
+        return alive and self.program._loop._memory is sequence.memory
+
 
 class Cluster:
     """Everything of one run but clients and faults."""
 
-    def __init__(self, scenario: Scenario, note: Callable[..., None], violated: Callable[[str], None]) -> None:
+    def __init__(
+        self, scenario: Scenario, note: Callable[..., None], violated: Callable[[str], None]
+    ) -> None:
         self.scenario = scenario
         self.note = note
         self.violated = violated
@@ -172,7 +179,8 @@ class Cluster:
                 "scratch_blocks": max(d.blocks for d in self.scenario.decodes) + 4,
             }
         )
-        machine.program = PrefillWorker(settings, self._engine(machine), Telemetry.start("p", machine.host.name))
+        telemetry = Telemetry.start("prefill", machine.host.name)
+        machine.program = PrefillWorker(settings, self._engine(machine), telemetry)
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
@@ -186,7 +194,8 @@ class Cluster:
                 "transport": shape.transport,
             }
         )
-        machine.program = DecodeWorker(settings, self._engine(machine), Telemetry.start("d", machine.host.name))
+        telemetry = Telemetry.start("decode", machine.host.name)
+        machine.program = DecodeWorker(settings, self._engine(machine), telemetry)
         machine.stop = asyncio.Event()
         return await machine.program.run(machine.stop)  # type: ignore[no-any-return]
 
@@ -266,9 +275,8 @@ class Cluster:
                 check_own_write(machine.pool, sequence)
                 return
             for other in self.machines.values():
-                if other.pool is not None and other.program._loop._memory is sequence.memory:
-                    if not other.host.dead:
-                        check_granted_write(other.receiver, machine.host, sequence)
+                if other.owns(sequence):
+                    check_granted_write(other.receiver, machine.host, sequence)
         except Exception as error:
             self.violated(f"{machine.host}: {error}")
 

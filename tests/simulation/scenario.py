@@ -6,7 +6,8 @@ A scenario without some of its requests or faults is a scenario too, which is ho
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, Draws
 
@@ -78,15 +79,82 @@ class Scenario:
         return [f"p{n}" for n in range(self.prefills)] + [f"d{n}" for n in range(len(self.decodes))]
 
 
+@dataclass(frozen=True)
+class Theme:
+    """What a scenario dwells on: how likely which faults are, and what makes them meet something."""
+
+    weights: dict[str, int]
+    transports: tuple[str, ...] = ("shared_memory", "shared_memory", "tcp")
+    blocks: tuple[int, ...] = (12, 16, 16, 24, 40)
+    step_s: tuple[float, ...] = (0.002, 0.005, 0.015)
+    burst_s: float = 1.5  # in which all requests come
+    leave: float = 0.33  # share of clients that go before the end
+    at_prefill: bool = False  # processes and links of prefill workers only
+
+
+_EVERYTHING = {
+    "kill": 5,
+    "kill_gateway": 1,
+    "stop": 4,
+    "slow": 2,
+    "drain": 2,
+    "reset": 4,
+    "partition": 2,
+    "delay": 2,
+    "repeat": 2,
+    "flip": 2,
+    "flip_header": 1,
+    "cut": 1,
+    "twice": 1,
+    "store_down": 1,
+    "store_frozen": 1,
+    "store_slow": 1,
+    "store_flush": 1,
+    "store_stale": 1,
+    "flush_cache": 1,
+}
+_THEMES = (
+    (6, Theme(_EVERYTHING)),
+    (
+        3,
+        Theme(  # who writes where, when writers hang and links break
+            {"stop": 5, "reset": 5, "slow": 3, "partition": 2, "delay": 2, "kill": 2, "drain": 1},
+            blocks=(12, 14),
+            step_s=(0.01, 0.03),
+            burst_s=0.5,
+            leave=0.6,
+            at_prefill=True,
+        ),
+    ),
+    (
+        2,
+        Theme(  # copies that are damaged, late, or for somebody else
+            {"flip": 4, "flip_header": 2, "cut": 3, "twice": 3, "reset": 4, "stop": 2, "slow": 2, "kill": 1},
+            transports=("tcp",),
+            blocks=(12, 16, 24),
+            step_s=(0.005, 0.015),
+            burst_s=0.5,
+            at_prefill=True,
+        ),
+    ),
+    (
+        1,
+        Theme(  # too little memory for too many
+            {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
+            blocks=(12,),
+            burst_s=0.1,
+            leave=0.15,
+        ),
+    ),
+)
+
+
 def make_scenario(seed: int) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
+    theme = rng.choices([t for _, t in _THEMES], [w for w, _ in _THEMES])[0]
     decodes = tuple(
-        DecodeShape(
-            rng.choice(["shared_memory", "shared_memory", "tcp"]),
-            rng.choice([12, 16, 16, 24, 40]),
-            rng.choice([2, 4, 8]),
-        )
+        DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
     )
     shape = Scenario(
@@ -95,78 +163,75 @@ def make_scenario(seed: int) -> Scenario:
         prefills=rng.choice([1, 2, 2]),
         decodes=decodes,
         chunk=rng.choice([4, 8, 16]),
-        max_inflight=rng.choice([3, 6, 16]),
+        max_inflight=rng.choice([3, 6, 16, 16]),
         max_queued_tokens=rng.choice([100, 300, 1000]),
-        step_s=rng.choice([0.002, 0.005, 0.015]),
+        step_s=rng.choice(theme.step_s),
         asks=(),
         faults=(),
     )
-    asks = _asks(rng, shape)
-    faults = _faults(rng, shape)
-    return Scenario(**{**shape.__dict__, "asks": asks, "faults": faults})
+    asks = _asks(rng, shape, theme)
+    return replace(shape, asks=asks, faults=_faults(rng, replace(shape, asks=asks), theme))
 
 
-def _asks(rng: random.Random, shape: Scenario) -> tuple[Ask, ...]:
+def _asks(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[Ask, ...]:
     families = [_words(rng, rng.choice([4, 8, 16])) for _ in range(2)]
     smallest = min(d.blocks for d in shape.decodes) * BLOCK_SIZE
-    asks = []
-    for number in range(rng.randint(4, 9)):
-        prompt = (*rng.choice([*families, ()]), *_words(rng, rng.randint(1, 12)))
-        if rng.random() < 0.012:
-            prompt = (POISON, *prompt)
-        room = smallest - len(prompt) - 1
-        most = min(rng.choice([1, 3, 8, 16, 24]), room)
-        greedy = rng.random() < 0.5
-        asks.append(
-            Ask(
-                name=f"r{number}",
-                at=round(rng.uniform(0.3, 1.8), 3),
-                gateway=rng.randrange(shape.gateways),
-                prompt=prompt,
-                draws=Draws(
-                    0.0 if greedy else 0.5, rng.getrandbits(32), rng.choice([0.0, 0.0, 0.5])
-                ),
-                max_tokens=most,
-                min_tokens=rng.choice([0, 0, min(3, most)]),
-                choices=rng.choice([1, 1, 1, 1, 2, 3]),
-                stop_ids=tuple(rng.sample(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), rng.choice([0, 1, 2]))),
-                stop_after=rng.randrange(1, most) if most > 4 and rng.random() < 0.15 else None,
-                deadline_s=rng.choice([None, None, None, 0.08, 0.4, 2.0]),
-                leaves_after_s=rng.choice([None] * 6 + [0.02, 0.1, 0.3]),
-                cached=rng.random() < 0.85,
-                priority=rng.choice([0, 0, 1]),
-                slow_reader=rng.random() < 0.1,
-            )
-        )
-    return tuple(sorted(asks, key=lambda ask: ask.at))
+    poisoned = rng.random() < 0.06
+    asks = [_ask(rng, shape, theme, families, smallest) for _ in range(rng.randint(4, 9))]
+    if poisoned:
+        asks[0] = replace(asks[0], prompt=(POISON, *asks[0].prompt))
+    asks.sort(key=lambda ask: ask.at)
+    return tuple(replace(ask, name=f"r{number}") for number, ask in enumerate(asks))
+
+
+def _ask(
+    rng: random.Random, shape: Scenario, theme: Theme, families: Sequence[tuple[int, ...]], room: int
+) -> Ask:
+    prompt = (*rng.choice([*families, ()]), *_words(rng, rng.randint(1, 12)))
+    most = min(rng.choice([1, 3, 8, 16, 24]), room - len(prompt) - 2)
+    return Ask(
+        name="",
+        at=round(rng.uniform(0.3, 0.3 + theme.burst_s), 3),
+        gateway=rng.randrange(shape.gateways),
+        prompt=prompt,
+        draws=Draws(rng.choice([0.0, 0.5]), rng.getrandbits(32), rng.choice([0.0, 0.0, 0.5])),
+        max_tokens=most,
+        min_tokens=rng.choice([0, 0, min(3, most)]),
+        choices=rng.choice([1, 1, 1, 1, 2, 3]),
+        stop_ids=tuple(rng.sample(range(FIRST_TOKEN, FIRST_TOKEN + TOKENS), rng.choice([0, 1, 2]))),
+        stop_after=rng.randrange(1, most) if most > 4 and rng.random() < 0.15 else None,
+        deadline_s=rng.choice([None, None, None, None, 0.08, 0.4, 2.0]),
+        leaves_after_s=round(rng.choice([0.02, 0.06, 0.2]), 3) if rng.random() < theme.leave else None,
+        cached=rng.random() < 0.85,
+        priority=rng.choice([0, 0, 1]),
+        slow_reader=rng.random() < 0.1,
+    )
 
 
 def _words(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(FIRST_TOKEN, FIRST_TOKEN + 4 * TOKENS) for _ in range(count))
 
 
-def _faults(rng: random.Random, shape: Scenario) -> tuple[Fault, ...]:
-    if rng.random() < 0.04:
+def _faults(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[Fault, ...]:
+    if rng.random() < 0.03:
         return ()  # without faults nothing may be lost at all
-    faults = [_fault(rng, shape) for _ in range(rng.choice([3, 5, 7, 9]))]
+    faults = [_fault(rng, shape, theme) for _ in range(rng.choice([4, 6, 8, 10]))]
     return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
-def _fault(rng: random.Random, shape: Scenario) -> Fault:
-    at = round(rng.uniform(0.3, FAULTS_UNTIL_S), 3)
-    prefills, decodes = [w for w in shape.workers if w[0] == "p"], [w for w in shape.workers if w[0] == "d"]
+def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
+    at = rng.uniform(0.3, FAULTS_UNTIL_S)
+    if rng.random() < 0.7:  # while some request is on its way
+        at = rng.choice(shape.asks).at + rng.uniform(0.0, 0.2)
+    at = round(at, 4)
     gateways = [f"g{n}" for n in range(shape.gateways)]
-    worker = (rng.choice(shape.workers),)
-    link = rng.choice(
-        [
-            (rng.choice(gateways), rng.choice(shape.workers)),
-            (rng.choice(prefills), rng.choice(decodes)),
-            (rng.choice(prefills), rng.choice(decodes)),
-        ]
-    )
-    data = (rng.choice(prefills), rng.choice(decodes))
-    kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
-    lasts = round(rng.choice([0.05, 0.3, 1.0, 2.5]), 3)
+    prefills, decodes = [w for w in shape.workers if w[0] == "p"], [w for w in shape.workers if w[0] == "d"]
+    pair = (rng.choice(prefills), rng.choice(decodes))
+    worker = (rng.choice(prefills if theme.at_prefill else shape.workers),)
+    ours = (rng.choice(gateways), rng.choice(shape.workers))
+    link = pair if theme.at_prefill else rng.choice([ours, pair, pair])
+    kind = rng.choices(list(theme.weights), list(theme.weights.values()))[0]
+    lasts = rng.choice([0.05, 0.3, 1.0, 2.5])
     match kind:
         case "kill" | "drain":
             return Fault(at, kind, worker)
@@ -181,31 +246,8 @@ def _fault(rng: random.Random, shape: Scenario) -> Fault:
         case "repeat":
             return Fault(at, kind, (rng.choice(decodes), rng.choice(gateways)), number=rng.randint(1, 4))
         case "flip" | "flip_header" | "cut" | "twice":
-            return Fault(at, kind, data, number=rng.getrandbits(16))
+            return Fault(at, kind, pair, number=rng.getrandbits(16))
         case "store_down" | "store_frozen" | "store_slow":
             return Fault(at, kind, lasts_s=lasts)
         case _:
             return Fault(at, kind)
-
-
-_WEIGHTS = {
-    "kill": 5,
-    "kill_gateway": 1,
-    "stop": 4,
-    "slow": 2,
-    "drain": 2,
-    "reset": 4,
-    "partition": 2,
-    "delay": 2,
-    "repeat": 2,
-    "flip": 3,
-    "flip_header": 1,
-    "cut": 2,
-    "twice": 1,
-    "store_down": 1,
-    "store_frozen": 1,
-    "store_slow": 1,
-    "store_flush": 1,
-    "store_stale": 1,
-    "flush_cache": 1,
-}

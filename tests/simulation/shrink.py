@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tests.simulation.run import Outcome, simulate
 from tests.simulation.scenario import Scenario
@@ -29,13 +29,20 @@ def shrink(scenario: Scenario, *, most_runs: int = 300) -> Scenario:
 
     while True:
         before = scenario
-        faults = minimised(scenario.faults, lambda kept: fails(replace(before, faults=tuple(kept))))
-        scenario = replace(scenario, faults=tuple(faults))
-        rest = scenario
-        asks = minimised(scenario.asks, lambda kept: fails(replace(rest, asks=tuple(kept))))
-        scenario = replace(scenario, asks=tuple(asks))
+        scenario = _without(scenario, "faults", fails)
+        scenario = _without(scenario, "asks", fails)
         if scenario == before or runs > most_runs:
             return scenario
+
+
+def _without(scenario: Scenario, name: str, fails: Callable[[Scenario], bool]) -> Scenario:
+    """With as few of its `name` as it takes to fail."""
+
+    def keeping(items: Sequence[object]) -> Scenario:
+        changed: dict[str, Any] = {name: tuple(items)}
+        return replace(scenario, **changed)
+
+    return keeping(minimised(getattr(scenario, name), lambda items: fails(keeping(items))))
 
 
 def minimised(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:

@@ -1,4 +1,4 @@
-"""A simulated Redis: the commands that the directory uses, on virtual time, with the ways in which it fails."""
+"""A simulated Redis: the commands that the directory uses, on virtual time, and how it fails."""
 
 from __future__ import annotations
 

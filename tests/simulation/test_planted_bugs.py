@@ -1,0 +1,250 @@
+"""The simulator at its own test: bugs like those of others, put into the real classes, have to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from decode_worker.attempt_blocks import AttemptBlocks
+from decode_worker.attempts import Attempts
+from engine.block_pool import BlockPool
+from gateway.admission import AdmissionQueue
+from gateway.session import Session
+from gateway.session_events import Emit, TokensArrived
+from gateway.work import build_work
+from kvtransfer import lease
+from kvtransfer.attempt_book import AttemptBook
+from kvtransfer.grant_table import GrantTable
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from kvtransfer.transports import tcp
+from prefill_worker.engine_loop import EngineLoop as PrefillLoop
+from tests.simulation.run import simulate
+from tests.simulation.scenario import make_scenario
+
+Patch = pytest.MonkeyPatch
+
+
+def quarantine_ends_by_itself(patch: Patch) -> None:
+    """Blocks are freed under a writer that was only asked to stop."""
+
+    def quarantine(self: AttemptBook, attempt: Any) -> None:
+        real(self, attempt)
+        self.end(attempt)
+
+    real = AttemptBook.quarantine
+    patch.setattr(AttemptBook, "quarantine", quarantine)
+
+
+def quarantine_ends_by_the_clock(patch: Patch) -> None:
+    """Blocks are freed when a writer was silent for a while."""
+
+    def tick(self: Receiver, now: float) -> list[Any]:
+        for attempt in list(self._book.table):
+            if attempt.phase.value == "quarantined" and self._waited(attempt) > 0.2:
+                self._book.end(attempt)
+        return real(self, now)
+
+    real = Receiver.tick
+    patch.setattr(Receiver, "tick", tick)
+
+
+def a_lost_link_counts_as_death(patch: Patch) -> None:
+    """A closed stream is taken for the proof that nothing is written any more."""
+
+    def link_lost(self: Receiver, writer: Any) -> list[Any]:
+        return [*real(self, writer), *self.writer_dead(writer)] if writer in self._links else []
+
+    real = Receiver.link_lost
+    patch.setattr(Receiver, "link_lost", link_lost)
+
+
+def generations_are_not_looked_at(patch: Patch) -> None:
+    """A word about an earlier grant of the slot is taken for one about this grant."""
+
+    def find(self: GrantTable[Any], slot: int, generation: int) -> Any:
+        entry = self._slots.get(slot)
+        return None if entry is None else entry[1]
+
+    def find_by_slot(self: AttemptBook, writer: Any, ref: Any) -> Any:
+        return self.table.find(ref.slot, ref.generation)
+
+    patch.setattr(GrantTable, "find", find)
+    patch.setattr(AttemptBook, "find", find_by_slot)
+
+
+def digests_are_not_looked_at(patch: Patch) -> None:
+    """What comes over the copying transport is believed."""
+
+    def believed(ref: Any, index: int, payload: Any) -> bytes:
+        return b"0" * 16
+
+    patch.setattr(tcp, "block_digest", believed)
+    patch.setattr("kvtransfer.push_queue.block_digest", believed)
+
+
+def tokens_come_twice(patch: Patch) -> None:
+    """What was delivered before is delivered again."""
+
+    def tokens(self: Session, event: TokensArrived, now: float) -> list[Any]:
+        if event.position > len(self.output_ids):
+            return real(self, event, now)
+        before = len(self.output_ids)
+        actions = real(self, event, now)
+        again = event.token_ids[: before - event.position]
+        return [Emit(event.position, again, self.choice), *actions] if again else actions
+
+    real = Session._tokens
+    patch.setattr(Session, "_tokens", tokens)
+
+
+def a_gap_is_passed_over(patch: Patch) -> None:
+    """A step batch that is lost goes unnoticed."""
+
+    def tokens(self: Session, event: TokensArrived, now: float) -> list[Any]:
+        if event.position and event.position % 5 == 0:
+            return []
+        return real(self, event._replace(position=min(event.position, len(self.output_ids))), now)
+
+    real = Session._tokens
+    patch.setattr(Session, "_tokens", tokens)
+
+
+def a_retry_takes_output_for_prompt(patch: Patch) -> None:
+    """The attempt after a preemption is told what was delivered as if the client had written it."""
+
+    def build(*args: Any) -> Any:
+        work = build_work(*args)
+        work.prompt_tokens = len(work.token_ids)
+        return work
+
+    patch.setattr("gateway.conversation.build_work", build)
+
+
+def cancelling_leaks(patch: Patch) -> None:
+    """A cancelled attempt keeps its grant."""
+
+    def cancel(self: Receiver, key: Any) -> list[Any]:
+        attempt = self._book.open.get(key)
+        if attempt is not None and attempt.grant is not None:
+            return []
+        return real(self, key)
+
+    real = Receiver.cancel
+    patch.setattr(Receiver, "cancel", cancel)
+
+
+def a_lost_gateway_leaks(patch: Patch) -> None:
+    """Attempts outlive the gateway that attached them, for as long as their grants are not asked for."""
+    patch.setattr(Attempts, "gateway_lost", lambda self, gateway: gateway.close())
+    patch.setattr(PrefillLoop, "gateway_lost", lambda self, gateway: gateway.close())
+
+
+def nobody_is_fenced(patch: Patch) -> None:
+    """A writer that is stopped for ever, or left without a word, holds its blocks for ever."""
+    patch.setattr(lease.Lease, "tick", lambda self, now: lease.Verdict.NOTHING)
+
+
+def shared_blocks_are_written(patch: Patch) -> None:
+    """Copy-on-write without the copy."""
+    patch.setattr(AttemptBlocks, "_writable", lambda self, block: None)
+
+
+def blocks_are_released_during_the_step(patch: Patch) -> None:
+    """The blocks of a sequence that ends are free while a step still writes them."""
+
+    def leave(self: Attempts, gang: Any, outcome: Any) -> None:
+        writes = self._step.writes
+        self._step.writes = lambda owner: False  # type: ignore[method-assign]
+        real_release, gang.release = gang.release, lambda: None
+        try:
+            if writes(gang):
+                self._pool.release(gang.rows[0].block_ids)
+                gang.rows[0].block_ids = list(gang.rows[0].block_ids)
+                gang.request.gangs.append(gang)
+            else:
+                gang.release = real_release
+            real(self, gang, outcome)
+        finally:
+            self._step.writes = writes  # type: ignore[method-assign]
+
+    real = Attempts.leave
+    patch.setattr(Attempts, "leave", leave)
+
+
+def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
+    """Blocks enter the prefix cache when they are granted, before anybody has verified them."""
+
+    def try_grant(self: AttemptBook, attempt: Any) -> Any:
+        grant = real(self, attempt)
+        if grant is not None:
+            parent = b""
+            for block, key in zip(attempt.held.block_ids, attempt.wanted.keys, strict=False):
+                self._pool.insert(block, key, parent)
+                parent = key
+        return grant
+
+    real = AttemptBook.try_grant
+    patch.setattr(AttemptBook, "try_grant", try_grant)
+
+
+def a_release_is_forgotten(patch: Patch) -> None:
+    """One reference too many stays where a prefix was shared."""
+
+    def release(self: BlockPool, blocks: Any) -> None:
+        real(self, [b for b in blocks if self._refs[b] != 2])
+
+    real = BlockPool.release
+    patch.setattr(BlockPool, "release", release)
+
+
+def a_place_is_not_given_back(patch: Patch) -> None:
+    """A request that leaves the queue before its turn keeps its tokens there."""
+
+    def leave(self: AdmissionQueue, ticket: Any) -> Any:
+        if not ticket.admitted:
+            ticket.prefilled = True
+        return real(self, ticket)
+
+    real = AdmissionQueue.leave
+    patch.setattr(AdmissionQueue, "leave", leave)
+
+
+def an_abort_is_not_answered(patch: Patch) -> None:
+    """A grant that is called back before it was taken is never answered for."""
+
+    def abort(self: Sender, ref: Any) -> list[Any]:
+        return real(self, ref) if self._find(ref) is not None else []
+
+    real = Sender.abort
+    patch.setattr(Sender, "abort", abort)
+
+
+PLANTED: list[tuple[Callable[[Patch], None], int]] = [
+    (quarantine_ends_by_itself, 40),
+    (quarantine_ends_by_the_clock, 250),
+    (a_lost_link_counts_as_death, 250),
+    (generations_are_not_looked_at, 250),
+    (digests_are_not_looked_at, 120),
+    (tokens_come_twice, 60),
+    (a_gap_is_passed_over, 10),
+    (a_retry_takes_output_for_prompt, 60),
+    (cancelling_leaks, 60),
+    (a_lost_gateway_leaks, 60),
+    (nobody_is_fenced, 120),
+    (shared_blocks_are_written, 10),
+    (blocks_are_released_during_the_step, 60),
+    (quarantined_blocks_stay_in_the_cache, 10),
+    (a_release_is_forgotten, 10),
+    (a_place_is_not_given_back, 60),
+    (an_abort_is_not_answered, 250),
+]
+
+
+@pytest.mark.parametrize(("plant", "within"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
+def test_it_is_caught(plant: Callable[[Patch], None], within: int, monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    caught = next((seed for seed in range(within) if simulate(make_scenario(seed)).violation), None)
+    assert caught is not None, f"{within} seeds do not show it"

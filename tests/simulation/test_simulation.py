@@ -1,0 +1,71 @@
+"""Seeds, replayed and shortened. `make simulate SEEDS=10000` is the long form."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.campaign import Summary
+from tests.simulation.run import simulate
+from tests.simulation.scenario import make_scenario
+from tests.simulation.shrink import explain, minimised
+
+SEEDS = 120
+REPLAYED = range(5000, 5010)
+
+
+def test_nothing_is_violated() -> None:
+    summary = Summary()
+    for seed in range(SEEDS):
+        scenario = make_scenario(seed)
+        outcome = simulate(scenario)
+        if outcome.violation:
+            pytest.fail(explain(seed, scenario), pytrace=False)
+        summary.add(seed, outcome)
+    assert summary.ends["ok"] > SEEDS, "hardly anything went well: the runs show nothing"
+    assert summary.faults.total() > 2 * SEEDS
+
+
+def test_a_seed_has_one_trace() -> None:
+    """In one process and in another, where strings hash otherwise and objects lie elsewhere."""
+    here = [simulate(make_scenario(seed)).digest for seed in REPLAYED]
+    script = (
+        "from tests.simulation.run import simulate\n"
+        "from tests.simulation.scenario import make_scenario\n"
+        f"for seed in {REPLAYED!r}: print(simulate(make_scenario(seed)).digest)"
+    )
+    root = Path(__file__).parents[2]
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout.split() == here
+    assert [simulate(make_scenario(seed), keep_trace=True).digest for seed in REPLAYED] == here
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_seed_has_one_trace_a_hundred_times() -> None:
+    for seed in (5011, 5012):
+        assert len({simulate(make_scenario(seed)).digest for _ in range(100)}) == 1
+
+
+def test_a_failure_is_shortened() -> None:
+    tried: list[list[int]] = []
+
+    def fails(items: Sequence[int]) -> bool:
+        tried.append(list(items))
+        return {3, 11} <= set(items)
+
+    assert minimised(list(range(16)), fails) == [3, 11]
+    assert len(tried) < 60
+    assert minimised([1, 2, 3], lambda items: True) == []
