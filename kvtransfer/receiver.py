@@ -170,6 +170,7 @@ class Receiver:
         if attempt is None or index not in attempt.held.due:
             return []
         attempt.held.received[index] = digest
+        attempt.since = None  # more may follow
         return self._hand_over_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
 
     def corrupt(self, writer: WriterId, ref: GrantRef) -> list[ReceiverAction]:
@@ -221,6 +222,10 @@ class Receiver:
             if self._waited(attempt) >= self._patience.early_ask_s:
                 reason = FailureReason.FAILURE_REASON_PEER_LOST
                 actions += self._deny(attempt, reason, "the gateway did not attach this attempt")
+        for attempt in self._book.in_phase(Phase.COMMITTED):
+            # Nothing can be written by mistake later: only what names an open grant is copied.
+            if self._waited(attempt) >= self._patience.arriving_s:
+                actions += self._corrupt(attempt, "blocks that were committed did not arrive")
         overdue: dict[WriterId, None] = {}
         for attempt in self._book.table:
             if attempt.phase is Phase.QUARANTINED and self._waited(attempt) >= self._patience.stopping_s:

@@ -53,7 +53,7 @@ class ReceivingAttempt:
     writer: WriterId | None = None
     grant: Grant | None = None
     since: float | None = None
-    """The tick that first saw it EARLY or QUARANTINED; None before."""
+    """The tick that first saw it EARLY, QUARANTINED, or COMMITTED and without news; None before."""
 
     @property
     def wanted(self) -> Expected:
@@ -91,6 +91,9 @@ class Patience:
     """An ask whose attach does not come is denied."""
     stopping_s: float = 30.0
     """A writer that was asked to stop and does not answer is fenced."""
+    arriving_s: float = 5.0
+    """Copies that a commit announced and of which none comes any more are given up: a frame whose header was
+    damaged names no grant, and nobody would hear of it."""
 
 
 @dataclass(frozen=True, slots=True)

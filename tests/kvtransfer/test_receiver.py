@@ -55,6 +55,23 @@ def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
     assert pool.available() == 8, "the writer promised to stop: nothing is left in quarantine"
 
 
+def test_a_copy_that_never_comes_ends_the_attempt_and_frees_its_blocks():
+    """Its frame named another grant, because a bit of the name was wrong; the client may have no deadline."""
+    receiver, pool, grant = granted(in_place=False)
+    receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
+    receiver.arrived(WRITER, grant.ref, 0, b"0")
+    receiver.commit(WRITER, grant.ref, 6, (9,))
+    assert receiver.tick(10.0) == []
+    receiver.arrived(WRITER, grant.ref, 1, b"1")
+    assert receiver.tick(14.0) == []
+    assert receiver.tick(18.9) == [], "counted from the last block that came"
+    (failed,) = receiver.tick(19.0)
+    assert isinstance(failed, Fail)
+    assert failed.reason == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
+    assert pool.available() == 8
+    assert receiver.destination(WRITER, grant.ref, 2) is None, "a copy that comes later has nowhere to go"
+
+
 @pytest.mark.parametrize("pushes", [[], [(0, 2)], [(1, 2)]])
 def test_a_commit_without_all_blocks_is_incomplete(pushes):
     receiver, pool, grant = granted(in_place=False)
