@@ -31,7 +31,7 @@ from tests.simulation.watched_pool import WatchedPool, check_books, check_grante
 
 RESTART_S = 0.4
 EARLY_SHARE = 0.3
-"""Of steps, whose results are in memory long before the loop hears of them; others write at the last moment."""
+"""Of steps, whose results are in memory long before the loop hears; the others write at the last moment."""
 
 
 @cache
