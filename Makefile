@@ -9,6 +9,7 @@
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
 #   make museum     bugs that other servers had, brought into this code one by one: is each caught?
+#   make simulate   the real programs on virtual time under faults: 10,000 seeds (SEEDS=…, ARGS=--output)
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
 
@@ -31,10 +32,10 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers
+.PHONY: help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers simulate
 
 help:
-	@sed -n '2,14s/^# \{0,1\}//p' Makefile
+	@sed -n '2,15s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -86,6 +87,11 @@ fuzz-coverage: install
 
 museum: install
 	$(BIN)/python -m tests.museum
+
+SEEDS ?= 10000
+
+simulate: install
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
 peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)

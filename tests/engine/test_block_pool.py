@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -271,6 +273,12 @@ class PoolMachine(RuleBasedStateMachine):
         held = self.held()
         assert all(self.pool.references(b) == held.count(b) for b in range(self.pool.total))
         assert self.pool.quarantined() == len(self.quarantined)
+        # By our own account, not by the pool's: every block is in exactly one of five piles.
+        times = Counter(held)
+        shared = sum(count > 1 for count in times.values())
+        resting = self.pool.cached() - sum(self.pool._cache.key_of(block) is not None for block in times)
+        piles = (self.pool.free(), resting, len(times) - shared, shared, len(self.quarantined))
+        assert sum(piles) == self.pool.total
 
     def teardown(self) -> None:
         for sequence in self.sequences:

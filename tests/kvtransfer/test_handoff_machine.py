@@ -8,7 +8,7 @@ else's hands; nobody hears twice of an attempt.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ from kvtransfer.messages import (
     WriterId,
 )
 from kvtransfer.receiver import Receiver
+from kvtransfer.receiving_attempt import Phase
 from kvtransfer.sender import Sender
 
 BLOCK_SIZE = 2
@@ -312,6 +313,17 @@ class Handoff(RuleBasedStateMachine):
             step(process)
             messages -= 1
 
+    @precondition(lambda self: any(len(process.data) > 1 for process in self.processes))
+    @rule(data=st.data(), twice=st.booleans())
+    def data_overtakes(self, data: st.DataObject, twice: bool) -> None:
+        """Blocks name their place: they may come in any order, and one that comes again says nothing new."""
+        process = self.pick(data, [process for process in self.processes if len(process.data) > 1])
+        place = self.pick(data, list(range(len(process.data))))
+        process.data.rotate(-place)
+        if twice:
+            process.data.append(process.data[0])
+        self.deliver_data(process)
+
     @precondition(lambda self: self.on_the_way())
     @rule()
     def deliver_all(self) -> None:
@@ -401,6 +413,25 @@ class Handoff(RuleBasedStateMachine):
                     assert ref in granted, "a block is back while its writer may write"
                     assert granted[ref].block_ids[: len(offer.block_ids)] == list(offer.block_ids)
 
+    @invariant()
+    def free_and_held_and_shared_and_quarantined_are_all(self) -> None:
+        """By who says that he holds what, not by the pool's own counts."""
+        if not hasattr(self, "pool"):
+            return
+        pool, times = self.pool, Counter[int]()
+        for done in self.owned.values():
+            times.update(done.block_ids)
+        quarantined = 0
+        for attempt in self.receiver._book.table:
+            if attempt.phase is Phase.QUARANTINED:
+                quarantined += len(attempt.held.fresh)
+            else:
+                times.update(attempt.held.block_ids)
+        assert all(pool.references(block) == times[block] for block in range(POOL))
+        shared = sum(count > 1 for count in times.values())
+        resting = pool.cached() - sum(pool._cache.key_of(block) is not None for block in times)
+        assert pool.free() + resting + (len(times) - shared) + shared + quarantined == POOL
+
     def teardown(self) -> None:
         """When everybody has stopped and spoken, every block is back, without one death."""
         if not hasattr(self, "pool"):
@@ -460,6 +491,8 @@ def walk(machine: Handoff, rng: random.Random, steps: int) -> None:
         ]
         if machine.on_the_way():
             steps_now.append((12, lambda: machine.deliver(rng, rng.choice([1, 1, 3]))))
+        if any(len(process.data) > 1 for process in machine.processes):
+            steps_now.append((3, lambda: machine.data_overtakes(rng, rng.random() < 0.3)))
         if machine.unasked:
             steps_now.append((5, lambda: machine.ask(rng)))
         if any(process.offers for process in machine.processes):

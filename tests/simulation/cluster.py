@@ -285,7 +285,12 @@ class Cluster:
         found = []
         for name, machine in self.machines.items():
             program = machine.program
-            if machine.host.dead or program is None or (name[0] == "d" and machine.pool is None):
+            if (
+                machine.host.dead
+                or machine.host.stopped
+                or program is None
+                or (name[0] == "d" and machine.pool is None)
+            ):
                 continue
             if name[0] == "g":
                 queue = program.gate.queue

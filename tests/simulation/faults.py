@@ -54,6 +54,14 @@ class Faults:
         loop.call_later(fault.lasts_s, go_on)
         return True
 
+    def _hang(self, fault: Fault) -> bool:
+        """Stopped for good: who needs it gone has to see to that."""
+        machine = self._cluster.alive(fault.target[0])
+        if machine is None or machine.host.stopped:
+            return False
+        machine.host.stopped = True
+        return True
+
     def _slow(self, fault: Fault) -> bool:
         machine = self._cluster.alive(fault.target[0])
         if machine is None:

@@ -22,7 +22,7 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.stand_ins import standing_in
 from tests.simulation.virtual_loop import Livelock
 
-LONGEST_S = 90.0
+LONGEST_S = 45.0
 """Of virtual time: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
 
 

@@ -87,6 +87,7 @@ class Theme:
     transports: tuple[str, ...] = ("shared_memory", "shared_memory", "tcp")
     blocks: tuple[int, ...] = (12, 16, 16, 24, 40)
     step_s: tuple[float, ...] = (0.002, 0.005, 0.015)
+    chunks: tuple[int, ...] = (4, 8, 16)  # tokens of a prefill step
     burst_s: float = 1.5  # in which all requests come
     leave: float = 0.33  # share of clients that go before the end
     at_prefill: bool = False  # processes and links of prefill workers only
@@ -96,6 +97,7 @@ _EVERYTHING = {
     "kill": 5,
     "kill_gateway": 1,
     "stop": 4,
+    "hang": 1,
     "slow": 2,
     "drain": 2,
     "reset": 4,
@@ -113,46 +115,41 @@ _EVERYTHING = {
     "store_stale": 1,
     "flush_cache": 1,
 }
-_THEMES = (
-    (6, Theme(_EVERYTHING)),
-    (
-        3,
-        Theme(  # who writes where, when writers hang and links break
-            {"stop": 5, "reset": 5, "slow": 3, "partition": 2, "delay": 2, "kill": 2, "drain": 1},
-            blocks=(12, 14),
-            step_s=(0.01, 0.03),
-            burst_s=0.5,
-            leave=0.6,
-            at_prefill=True,
-        ),
+THEMES = {
+    "everything": Theme(_EVERYTHING),
+    "writers": Theme(  # who writes where, when writers hang, links break and nobody wants the blocks any more
+        {"stop": 5, "hang": 2, "delay": 5, "partition": 4, "reset": 4, "slow": 2, "kill": 1, "drain": 1},
+        transports=("shared_memory",),
+        blocks=(12, 14),
+        step_s=(0.01, 0.03),
+        chunks=(4,),
+        burst_s=0.5,
+        leave=0.75,
+        at_prefill=True,
     ),
-    (
-        2,
-        Theme(  # copies that are damaged, late, or for somebody else
-            {"flip": 4, "flip_header": 2, "cut": 3, "twice": 3, "reset": 4, "stop": 2, "slow": 2, "kill": 1},
-            transports=("tcp",),
-            blocks=(12, 16, 24),
-            step_s=(0.005, 0.015),
-            burst_s=0.5,
-            at_prefill=True,
-        ),
+    "copies": Theme(  # copies that are damaged, late, or for somebody else
+        {"flip": 4, "flip_header": 2, "cut": 3, "twice": 3, "reset": 6, "slow": 5, "stop": 2, "kill": 1},
+        transports=("tcp",),
+        blocks=(12, 16, 24),
+        step_s=(0.01, 0.03),
+        burst_s=0.5,
+        at_prefill=True,
     ),
-    (
-        1,
-        Theme(  # too little memory for too many
-            {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
-            blocks=(12,),
-            burst_s=0.1,
-            leave=0.15,
-        ),
+    "crowd": Theme(  # too little memory for too many
+        {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
+        blocks=(12,),
+        burst_s=0.1,
+        leave=0.15,
     ),
-)
+}
+_SHARES = {"everything": 6, "writers": 3, "copies": 2, "crowd": 1}
 
 
-def make_scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def make_scenario(seed: int, dwell: str | None = None) -> Scenario:
+    """The scenario of a seed, of one theme if that is named."""
     rng = random.Random(f"scenario {seed}")
-    theme = rng.choices([t for _, t in _THEMES], [w for w, _ in _THEMES])[0]
+    drawn = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
+    theme = THEMES[dwell or drawn]
     decodes = tuple(
         DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
@@ -162,7 +159,7 @@ def make_scenario(seed: int) -> Scenario:
         gateways=rng.choice([1, 1, 2]),
         prefills=rng.choice([1, 2, 2]),
         decodes=decodes,
-        chunk=rng.choice([4, 8, 16]),
+        chunk=rng.choice(theme.chunks),
         max_inflight=rng.choice([3, 6, 16, 16]),
         max_queued_tokens=rng.choice([100, 300, 1000]),
         step_s=rng.choice(theme.step_s),
@@ -237,6 +234,8 @@ def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
             return Fault(at, kind, worker)
         case "kill_gateway":
             return Fault(at, "kill", (rng.choice(gateways),))
+        case "hang":
+            return Fault(at, kind, worker)
         case "stop" | "slow":
             return Fault(at, kind, worker, lasts)
         case "reset":
