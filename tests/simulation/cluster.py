@@ -158,6 +158,7 @@ class Cluster:
                 "worker_id": machine.host.name,
                 "max_inflight": self.scenario.max_inflight,
                 "max_queued_tokens": self.scenario.max_queued_tokens,
+                "recovery_wait_s": 4.0,
             }
         )
         gateway = Gateway(settings, served_model(), model.DIGEST)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextvars import copy_context
 
 from engine.kv_memory import KVMemory
-from kvtransfer.messages import WriterId
+from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.base import Place, ReceiverHooks, TransportError, Welcome
 from kvtransfer.transports.shared_memory import NAME
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 
@@ -36,7 +36,12 @@ class InPlaceReceiver:
         self._writers: dict[WriterId, Host] = {}
         self.endpoint = memories.enter(self)
 
+    def unreachable(self, writer: Place) -> str | None:
+        """All hosts are processes of one machine, as far as this transport is offered."""
+        return None
+
     async def start(self) -> None: ...
+    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None: ...
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
         token = f"{self.endpoint}/{next(self._memories.numbers)}".encode()
@@ -95,8 +100,8 @@ class Memories:
     def leave(self, receiver: InPlaceReceiver) -> None:
         self._receivers.pop(receiver.endpoint, None)
 
-    async def open(self, welcome: Welcome) -> KVMemory:
-        """Stands where `open_shared_memory` stands."""
+    async def open(self, welcome: Welcome, device: object) -> KVMemory:
+        """Stands where `registry.map_pool` stands."""
         await asyncio.sleep(0.001)
         receiver, host = self._receivers.get(welcome.endpoint), current_host.get()
         if receiver is None or host is None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gateway.session as session_module
-from gateway.recovery import GiveUp
+from gateway.recovery import GiveUp, History, Retry
+from runtime.errors import DiptychError
 from tests.simulation.clients import Client
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults
@@ -22,6 +23,8 @@ from tests.simulation.scenario import Scenario
 from tests.simulation.stand_ins import standing_in
 from tests.simulation.virtual_loop import Livelock
 
+DEATHS = 2
+"""The most that a request may cost."""
 LONGEST_S = 45.0
 """Of virtual time: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
 
@@ -53,7 +56,8 @@ class Run:
         self.cluster = Cluster(scenario, self.note, self.violated)
         self.faults = Faults(self.cluster)
         self.clients = [Client(self.cluster, ask, self.violated) for ask in scenario.asks]
-        self.verdicts: list[Any] = []
+        self.verdicts: list[DiptychError] = []  # that the rules of recovery gave
+        self.poisonous = False  # whether some request was found to be
 
     def note(self, *what: Any) -> None:
         line = f"{self.cluster.loop.now:.6f} " + " ".join(map(str, what))
@@ -66,6 +70,18 @@ class Run:
             self.outcome.violation = what
             self.note("VIOLATION", what)
             self.cluster.loop.halted = True
+
+    def heard(self, rule: str, args: tuple[Any, ...], verdict: Any) -> None:
+        """A rule of recovery has spoken."""
+        error = verdict.error if isinstance(verdict, GiveUp) else verdict
+        if isinstance(error, DiptychError):
+            self.verdicts.append(error)
+        if isinstance(verdict, Retry):
+            self.outcome.retries[args[0].value] += 1
+        if rule == "poisonous":
+            self.poisonous |= verdict
+        if any(isinstance(arg, History) and arg.deaths > DEATHS for arg in args):
+            self.violated(f"a request met its death number {DEATHS + 1}")
 
     def run(self) -> Outcome:
         try:
@@ -87,6 +103,8 @@ class Run:
             if not self.outcome.violation:
                 self.violated("forgotten: " + "; ".join(self._unfinished()))
             return
+        if self.cluster.deaths_by_poison > DEATHS:
+            self.violated(f"one request killed {self.cluster.deaths_by_poison} workers")
         for client in self.clients:
             self._check_end(client)
 
@@ -106,13 +124,14 @@ class Run:
             if end == "gateway lost" and not self._died(f"g{client.ask.gateway}"):
                 self.violated(f"{client.ask.name}: its gateway was lost, but never died")
             return
-        given_up = any(known is error or known is error.__cause__ for _, known in self.verdicts)
+        given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
+        if end == "INTERNAL":
+            # Two workers have to have died, by whoever's fault.
+            given_up = self.poisonous and sum(host.dead for host in self.cluster.hosts) >= DEATHS
         if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
             self.violated(f"{client.ask.name} ended with {end}: {error}")
-        if end == "INTERNAL" and not self.cluster.deaths_by_poison:
-            self.violated(f"{client.ask.name} ended with INTERNAL")
         if not (self.faults.done or self.cluster.deaths_by_poison) and end in _NEEDS_A_FAULT:
             self.violated(f"{client.ask.name} ended with {end}, though nothing went wrong")
         if end == "DEADLINE_EXCEEDED" and client.ask.deadline_s is None:
@@ -144,27 +163,20 @@ _NEEDS_A_FAULT = frozenset({"WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO
 @contextmanager
 def _recording(run: Run) -> Iterator[None]:
     """Listen to what the rules of recovery say."""
-    real = {name: getattr(session_module, name) for name in ("decide", "no_route", "shutting_down")}
+    names = ("decide", "no_route", "nobody_came", "over_budget", "shutting_down", "poisonous")
+    real = {name: getattr(session_module, name) for name in names}
 
-    def decide(cause: Any, *args: Any, **options: Any) -> Any:
-        verdict = real["decide"](cause, *args, **options)
-        if isinstance(verdict, GiveUp):
-            run.verdicts.append((cause, verdict.error))
-        else:
-            run.outcome.retries[cause.value] += 1
-        return verdict
-
-    def recorded(name: str) -> Any:
-        def rule(*args: Any) -> Any:
-            run.verdicts.append((name, error := real[name](*args)))
-            return error
+    def listener(name: str) -> Any:
+        def rule(*args: Any, **options: Any) -> Any:
+            verdict = real[name](*args, **options)
+            run.heard(name, args, verdict)
+            return verdict
 
         return rule
 
     try:
-        session_module.decide = decide  # type: ignore[assignment]
-        session_module.no_route = recorded("no_route")
-        session_module.shutting_down = recorded("shutting_down")
+        for name in names:
+            setattr(session_module, name, listener(name))
         yield
     finally:
         for name, function in real.items():

@@ -91,6 +91,7 @@ class SimulatedSocket:
     def __init__(self, *_: object) -> None:
         self._connection: Connection | None = None
         self._before = b""
+        self._unread = b""
 
     def setblocking(self, flag: bool) -> None: ...
     def setsockopt(self, *_: object) -> None: ...
@@ -104,8 +105,11 @@ class SimulatedSocket:
         await asyncio.sleep(0.0005)
         self._connection = self.network.connect(address)
 
-    async def receive(self) -> bytes:
-        return b"" if self._connection is None else await self._connection.received.get()
+    async def receive(self, size: int) -> bytes:
+        if not self._unread and self._connection is not None:
+            self._unread = await self._connection.received.get()
+        taken, self._unread = self._unread[:size], self._unread[size:]
+        return taken
 
     async def send_all(self, data: Any) -> None:
         connection = self._connection

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer import server as handoff_server
 from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.transports import shared_memory, tcp
+from kvtransfer.transports import registry, shared_memory
 from runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from tests.simulation import model
 from tests.simulation.in_place import InPlaceReceiver
@@ -35,7 +34,7 @@ _METRICS = {
     "GatewayMetrics": GatewayMetrics(new_registry()),
     "PrefillMetrics": PrefillMetrics(new_registry()),
 }
-_make_transport = handoff_server.make_transport
+_make_receiver = registry.make_receiver
 
 
 @contextlib.contextmanager
@@ -81,9 +80,9 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "gateway.links.make_channel": network.channel,
         "kvtransfer.peer_link.make_channel": network.channel,
         "runtime.directory.store.connect": lambda url: StoreClient(cluster.store),
-        "kvtransfer.server.make_transport": _transport_maker(cluster),
-        "kvtransfer.client.open_shared_memory": cluster.memories.open,
-        "kvtransfer.transports.tcp.socket": SimpleNamespace(
+        "kvtransfer.server.make_receiver": _receiver_maker(cluster),
+        "kvtransfer.transports.registry.map_pool": cluster.memories.open,
+        "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
         "decode_worker.worker.allocate_pool": _pool_memory,
@@ -129,16 +128,15 @@ def _incarnation() -> int:
 
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    return PoolMemory(KVMemory(layout, num_blocks), -1)
+    return PoolMemory(KVMemory(layout, num_blocks), None)
 
 
-def _transport_maker(cluster: Cluster) -> Callable[..., Any]:
+def _receiver_maker(cluster: Cluster) -> Callable[..., Any]:
     def make(name: str, memory: PoolMemory, host: str, hooks: Any) -> Any:
         if name == shared_memory.NAME:
             return InPlaceReceiver(cluster.memories, memory, hooks)
-        return _make_transport(name, memory, host, hooks)
+        return _make_receiver(name, memory, host, hooks)
 
-    assert tcp.NAME != shared_memory.NAME
     return make
 
 

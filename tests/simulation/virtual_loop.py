@@ -206,7 +206,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         await sock.send_all(data)
 
     async def sock_recv(self, sock: Any, n: int) -> bytes:
-        return await sock.receive()  # type: ignore[no-any-return]
+        return await sock.receive(n)  # type: ignore[no-any-return]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if not self._closed:
