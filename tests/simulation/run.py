@@ -127,7 +127,8 @@ class Run:
         given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
         if end == "INTERNAL":
             # Two workers have to have died, by whoever's fault.
-            given_up = self.poisonous and sum(host.dead for host in self.cluster.hosts) >= DEATHS
+            deaths = sum(host.dead for host in self.cluster.hosts)
+            given_up = (given_up or self.poisonous) and deaths >= DEATHS
         if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
