@@ -11,6 +11,7 @@ from tests.simulation.store import LATENCY_S
 SLOWNESS = 12.0
 DELAY_S = 0.15
 STORE_SLOW_S = 0.2
+_SILENCING = frozenset({"stop", "partition"})
 
 
 class Faults:
@@ -19,6 +20,11 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.done: list[Fault] = []
+
+    @property
+    def silences(self) -> int:
+        """How often somebody was not heard of for long without being dead."""
+        return sum(f.kind == "hang" or (f.kind in _SILENCING and f.lasts_s >= 1.0) for f in self.done)
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
         for fault in faults:

@@ -126,9 +126,9 @@ class Run:
             return
         given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
         if end == "INTERNAL":
-            # Two workers have to have died, by whoever's fault.
-            deaths = sum(host.dead for host in self.cluster.hosts)
-            given_up = (given_up or self.poisonous) and deaths >= DEATHS
+            # Two workers have to have died, or been stopped for so long that nobody could tell.
+            lost = sum(host.dead for host in self.cluster.hosts) + self.faults.silences
+            given_up = (given_up or self.poisonous) and lost >= DEATHS
         if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
