@@ -110,7 +110,7 @@ class Attempts:
         request.gangs = gangs_of(request, self._joined + 1)
         self._joined += len(request.gangs)
         self._requests[attempt.key] = request
-        gateway.keys.add(attempt.key)
+        gateway.keys[attempt.key] = None
         if attempt.grammar is not None:
             request.compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
         self._expect(request)
@@ -263,7 +263,7 @@ class Attempts:
         before = request.state
         request.move(State.ENDED)
         del self._requests[request.key]
-        request.gateway.keys.discard(request.key)
+        request.gateway.keys.pop(request.key, None)
         if before is State.ATTACHED:
             self.grants.cancel(request.key)
         self._listeners.ended(request)

@@ -183,6 +183,6 @@ class EngineLoop:
             else:
                 self.attempts.carry_on(gang, gang.take(picked[begin:end]))
             begin = end
-        for gateway in {gang.request.gateway for gang in batch}:
+        for gateway in dict.fromkeys(gang.request.gateway for gang in batch):
             gateway.flush()
         self.attempts.prefixes.tell()

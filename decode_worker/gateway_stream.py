@@ -21,7 +21,7 @@ class GatewayStream:
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
-        self.keys: set[Key] = set()  # attempts that live and die with this stream
+        self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
         self._step = decode_pb2.StepBatch()
         self._outbox: Outbox[Response] = Outbox()
 

@@ -25,7 +25,7 @@ class _Node:
     key: bytes
     block: int
     parent: bytes
-    children: set[bytes] = field(default_factory=set)
+    children: dict[bytes, None] = field(default_factory=dict)
     referenced: bool = False
     pinned_children: int = 0
     last_use: int = 0
@@ -85,7 +85,7 @@ class PrefixCache:
         self._key_of[block] = key
         self._unpinned += 1
         if parent != ROOT:
-            self._nodes[parent].children.add(key)
+            self._nodes[parent].children[key] = None
         self._touch(node)
         if referenced:
             self._set_referenced(node, True)
@@ -179,7 +179,7 @@ class PrefixCache:
         self._unpinned -= 1
         parent = self._nodes.get(node.parent)
         if parent is not None:
-            parent.children.discard(node.key)
+            parent.children.pop(node.key, None)
             self._offer(parent)
 
     def invariants(self) -> None:
@@ -190,7 +190,7 @@ class PrefixCache:
                 parent = self._nodes.get(node.parent)
                 if parent is None or node.key not in parent.children:
                     raise RuntimeError("a cached block without its parent")
-            if not node.children <= self._nodes.keys():
+            if not node.children.keys() <= self._nodes.keys():
                 raise RuntimeError("a cached block names a child that is gone")
             if node.pinned_children != sum(self._nodes[c].pinned for c in node.children):
                 raise RuntimeError("the count of pinned children is wrong")

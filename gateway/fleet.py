@@ -331,7 +331,7 @@ class Fleet:
         if not job.request.cache_read:
             return {}
         hits: dict[str, int] = {}
-        for kv_dtype, block_size in {(w.record.kv_dtype, w.record.block_size) for w in decode}:
+        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
             keys = block_keys(self._namespace(job.request.salt, kv_dtype), token_ids, block_size)
             if keys:
                 hits.update({w: n for w, n in self._directory.prefix_hits(keys).items() if n})

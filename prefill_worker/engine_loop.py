@@ -89,7 +89,7 @@ class EngineLoop:
             dispatch.decode_address,
             dispatch.decode_incarnation,
         )
-        gateway.keys.add(attempt.key)
+        gateway.keys[attempt.key] = None
         reach("prefill.queued")
         if attempt.grammar is not None:
             compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
@@ -289,7 +289,7 @@ class EngineLoop:
         request.move(State.ENDED)
         del self._requests[request.key]
         self._tasks.pop(request.key, None)
-        request.gateway.keys.discard(request.key)
+        request.gateway.keys.pop(request.key, None)
         if outcome.committed:
             request.gateway.committed(request.key)
         elif outcome.failure is not None:

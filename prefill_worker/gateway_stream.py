@@ -15,7 +15,7 @@ class GatewayStream:
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
-        self.keys: set[Key] = set()  # attempts that live and die with this stream
+        self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
         self._outbox: Outbox[prefill_pb2.PrefillServiceLinkResponse] = Outbox()
 
     def committed(self, key: Key) -> None:

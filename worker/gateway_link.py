@@ -52,13 +52,14 @@ class GatewayLinks(Generic[Stream]):
     opened: Callable[[str], Stream]
     heard: Callable[[Any, Stream], None]
     lost: Callable[[Stream], None]
-    streams: set[Stream] = field(default_factory=set)
+    streams: dict[Stream, None] = field(default_factory=dict)
+    """Those that are open, in the order in which they came: what is said to all is said in that order."""
 
     async def serve(self, requests: AsyncIterator[Any], context: Context) -> None:
         """One stream, from hello to end; `lost` follows however it ends."""
         hello = await _first_message(requests, context)
         gateway = self.opened(hello.gateway_id)
-        self.streams.add(gateway)
+        self.streams[gateway] = None
         reader = asyncio.create_task(self._read(requests, gateway), name="gateway-link-reader")
         try:
             await context.write(self.greeting)
@@ -82,7 +83,7 @@ class GatewayLinks(Generic[Stream]):
             self._over(gateway)
 
     def _over(self, gateway: Stream) -> None:
-        self.streams.discard(gateway)
+        self.streams.pop(gateway, None)
         self.lost(gateway)
 
 

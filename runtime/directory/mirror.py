@@ -126,7 +126,7 @@ class DirectoryMirror:
                 next_poll = loop.time() + _POLL_S
 
     async def _take_in(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
-        stale: set[str] = set()
+        stale: dict[str, None] = {}
         for position, fields in entries:
             self._position = position.decode()
             try:
@@ -135,7 +135,7 @@ class DirectoryMirror:
                 _log.warning("passed over an update in the directory: %s", error)
                 continue
             if not self._index.apply(event):
-                stale.add(event.worker_id)
+                stale[event.worker_id] = None
         if stale:
             await self._read_leases()
             for worker_id in stale:
