@@ -10,13 +10,10 @@ import pytest
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.attempts import Attempts
 from engine.block_pool import BlockPool
-from gateway.admission import AdmissionQueue
 from gateway.session import Session
 from gateway.session_events import Emit, TokensArrived
 from gateway.work import build_work
-from kvtransfer import lease
 from kvtransfer.attempt_book import AttemptBook
-from kvtransfer.grant_table import GrantTable
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import tcp
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
@@ -58,20 +55,6 @@ def a_lost_link_counts_as_death(patch: Patch) -> None:
 
     real = Receiver.link_lost
     patch.setattr(Receiver, "link_lost", link_lost)
-
-
-def generations_are_not_looked_at(patch: Patch) -> None:
-    """A word about an earlier grant of the slot is taken for one about this grant."""
-
-    def find(self: GrantTable[Any], slot: int, generation: int) -> Any:
-        entry = self._slots.get(slot)
-        return None if entry is None else entry[1]
-
-    def find_by_slot(self: AttemptBook, writer: Any, ref: Any) -> Any:
-        return self.table.find(ref.slot, ref.generation)
-
-    patch.setattr(GrantTable, "find", find)
-    patch.setattr(AttemptBook, "find", find_by_slot)
 
 
 def digests_are_not_looked_at(patch: Patch) -> None:
@@ -121,28 +104,10 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
     patch.setattr("gateway.conversation.build_work", build)
 
 
-def cancelling_leaks(patch: Patch) -> None:
-    """A cancelled attempt keeps its grant."""
-
-    def cancel(self: Receiver, key: Any) -> list[Any]:
-        attempt = self._book.open.get(key)
-        if attempt is not None and attempt.grant is not None:
-            return []
-        return real(self, key)
-
-    real = Receiver.cancel
-    patch.setattr(Receiver, "cancel", cancel)
-
-
 def a_lost_gateway_leaks(patch: Patch) -> None:
     """Attempts outlive the gateway that attached them, for as long as their grants are not asked for."""
     patch.setattr(Attempts, "gateway_lost", lambda self, gateway: gateway.close())
     patch.setattr(PrefillLoop, "gateway_lost", lambda self, gateway: gateway.close())
-
-
-def nobody_is_fenced(patch: Patch) -> None:
-    """A writer that is stopped for ever, or left without a word, holds its blocks for ever."""
-    patch.setattr(lease.Lease, "tick", lambda self, now: lease.Verdict.NOTHING)
 
 
 def shared_blocks_are_written(patch: Patch) -> None:
@@ -198,35 +163,19 @@ def a_release_is_forgotten(patch: Patch) -> None:
     patch.setattr(BlockPool, "release", release)
 
 
-def a_place_is_not_given_back(patch: Patch) -> None:
-    """A request that leaves the queue before its turn keeps its tokens there."""
-
-    def leave(self: AdmissionQueue, ticket: Any, *args: Any) -> Any:
-        if not ticket.admitted:
-            ticket.prefilled = True
-        return real(self, ticket, *args)
-
-    real = AdmissionQueue.leave
-    patch.setattr(AdmissionQueue, "leave", leave)
-
-
-PLANTED: list[tuple[Callable[[Patch], None], str, int]] = [
+PLANTED: list[Any] = [
     (quarantine_ends_by_itself, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
-    (a_lost_link_counts_as_death, "writers", 250),
-    (generations_are_not_looked_at, "writers", 250),
+    pytest.param(a_lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),
     (digests_are_not_looked_at, "copies", 40),
     (tokens_come_twice, "everything", 40),
     (a_gap_is_passed_over, "everything", 10),
     (a_retry_takes_output_for_prompt, "crowd", 40),
-    (cancelling_leaks, "everything", 80),
     (a_lost_gateway_leaks, "everything", 40),
-    (nobody_is_fenced, "writers", 60),
     (shared_blocks_are_written, "crowd", 10),
     (blocks_are_released_during_the_step, "writers", 60),
     (quarantined_blocks_stay_in_the_cache, "everything", 10),
     (a_release_is_forgotten, "everything", 10),
-    (a_place_is_not_given_back, "everything", 60),
 ]
 
 
