@@ -23,6 +23,7 @@ from runtime.errors import DeadlineUnattainable, QueueFull
 
 DEFAULT_TENANT = ""  # until credentials say better: nothing that a client chooses names its tenant
 REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
+WINDOW_REQUESTS = 2  # that a prefill worker has at least, however long: one runs, one is next
 WINDOW_TOKENS = 1024  # that a prefill worker has before it at least: two steps of the default size,
 WINDOW_S = 0.5  # or as many as it computes in this time
 SMOOTHING = 0.05  # weight of one request in the averages
@@ -90,6 +91,7 @@ class AdmissionQueue:
         self.sequences = 0  # of these
         self.waiting_tokens = 0
         self.dispatched_tokens = 0  # of these, with the workers
+        self._dispatched = 0  # requests whose tokens these are
 
     @property
     def waiting(self) -> int:
@@ -191,6 +193,7 @@ class AdmissionQueue:
         self.waiting_tokens -= ticket.tokens
         if ticket.admitted:
             self.dispatched_tokens -= ticket.tokens
+            self._dispatched -= 1
         if now is not None:
             self.rate.done(tokens, now, more=self.waiting_tokens > 0)
 
@@ -238,6 +241,7 @@ class AdmissionQueue:
             self.running += 1
             self.sequences += ticket.sequences
             self.dispatched_tokens += ticket.tokens
+            self._dispatched += 1
             admitted.append(ticket)
         return admitted
 
@@ -246,8 +250,10 @@ class AdmissionQueue:
             return True
         if self.sequences + ticket.sequences > self._limit:
             return False
+        if self._dispatched < WINDOW_REQUESTS * self._lines:
+            return True
         window = max(WINDOW_TOKENS * self._lines, WINDOW_S * (self.rate.per_s or 0.0))
-        return not self.dispatched_tokens or self.dispatched_tokens + ticket.tokens <= window
+        return self.dispatched_tokens + ticket.tokens <= window
 
 
 def _bounded(seconds: float) -> float:

@@ -153,6 +153,14 @@ def test_prefill_workers_get_what_keeps_them_busy_and_the_rest_waits_here() -> N
     queue.invariants()
 
 
+def test_every_prefill_worker_has_a_long_prompt_and_the_next_one() -> None:
+    queue = AdmissionQueue(1000, 1_000_000)
+    queue.resize(1000, 3, 0.0)
+    tickets = [queue.offer(10 * WINDOW_TOKENS, now=0) for _ in range(10)]
+    assert sum(ticket.admitted for ticket in tickets) == 6
+    queue.invariants()
+
+
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     queue = AdmissionQueue(1, 1_000_000)
     running = queue.offer(100, tenant="flood", now=0)
