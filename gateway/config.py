@@ -30,7 +30,7 @@ class GatewaySettings(ProgramSettings):
         400_000, description="prompt tokens that may wait for prefill; beyond, requests are refused"
     )
     max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = Field(
-        30.0,
+        120.0,
         description="refuse a request whose prefill would begin later than this, as predicted; "
         "auto = four times what the prefill of an average request takes",
     )
