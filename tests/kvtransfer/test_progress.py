@@ -47,7 +47,8 @@ async def test_an_idle_link_lives(make_pair, copying, times):
         assert await (await pair.peer()).commit(granted, 10, sampled(1), times)
         await until(lambda: bool(pair.decode.ready))
         pair.decode.pool.release(pair.decode.ready.pop().block_ids)
-        await asyncio.sleep(3 * STALL_S)
+        if request == "first":
+            await asyncio.sleep(2 * STALL_S)
     assert pair.prefill.lost == []
 
 
