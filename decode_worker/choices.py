@@ -11,7 +11,8 @@ from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
-from engine.sampling import Sampled, SampleFailure, sample
+from engine.drawn import drawable
+from engine.sampling import Sampled, SampleFailure, SampleRow, sample
 from worker.scored_tokens import sampled_of
 
 
@@ -22,6 +23,11 @@ class Choice(Gang):
         super().__init__(request, joined, [choice])
         self._choice = choice
         self._place = place
+
+    @staticmethod
+    def draws(sequence: DecodeSequence) -> SampleRow | None:
+        """Its row, unless rules, a mask or scores need a look at the logits."""
+        return drawable(sequence.next_row)
 
     @staticmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Sampled | SampleFailure]:

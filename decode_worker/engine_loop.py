@@ -169,7 +169,8 @@ class EngineLoop:
             )
             for _, row in rows
         ]
-        return pick_all(self._runner.step(sequences, abort), rows)
+        draws = [gang.draws(sequence) for gang, sequence in rows]
+        return pick_all(self._runner.step_and_draw(sequences, draws, abort), rows)
 
     def _apply(self, batch: list[Gang], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""

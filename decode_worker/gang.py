@@ -15,7 +15,8 @@ import torch
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
-from engine.sampling import SampleFailure
+from engine.drawn import Drawn
+from engine.sampling import SampleFailure, SampleRow
 from worker.scored_tokens import failure_reason
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class Gang(ABC):
         self.rows: list[DecodeSequence] = []
         """What the next step computes; none before the hand-over and after the end."""
         self.ended = False
+
+    @staticmethod
+    def draws(sequence: DecodeSequence) -> SampleRow | None:
+        """What a device may draw for a row in place of `pick`; None: the row wants its logits."""
+        return None
 
     @staticmethod
     @abstractmethod
@@ -88,15 +94,15 @@ class Gang(ABC):
         return "failed"
 
 
-def pick_all(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Any]:
-    """What each row makes of its logits, rows of one kind together."""
+def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
+    """What each row makes of a step: its token if one was drawn; else of its logits, one kind together."""
+    left = [number for number, token in enumerate(drawn.tokens) if token is None]
     kinds: dict[Picker, list[int]] = {}
-    for number, (gang, _) in enumerate(rows):
-        kinds.setdefault(gang.pick, []).append(number)
-    if len(kinds) == 1:
-        (only,) = kinds
-        return only(logits, rows)
-    picked: dict[int, Any] = {}
-    for picker, numbers in kinds.items():
-        picked.update(zip(numbers, picker(logits[numbers], [rows[n] for n in numbers]), strict=True))
-    return [picked[number] for number in range(len(rows))]
+    for place, number in enumerate(left):
+        kinds.setdefault(rows[number][0].pick, []).append(place)
+    picked: list[Any] = list(drawn.tokens)
+    for picker, places in kinds.items():
+        logits = drawn.logits if len(places) == len(drawn.logits) else drawn.logits[places]
+        for place, result in zip(places, picker(logits, [rows[left[p]] for p in places]), strict=True):
+            picked[left[place]] = result
+    return picked

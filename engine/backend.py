@@ -1,17 +1,21 @@
 """The seam under the runner: who executes the forward pass of a step.
 
-There are two: torch (engine/torch_backend.py, the meaning) and one native call for the whole step
-(engine/native_backend.py). Both take the same batches and read and write the same paged blocks in place.
+There are three: torch (engine/torch_backend.py, the meaning), one native call for the whole step on a CPU
+(engine/native_backend.py), and Triton kernels on a GPU (engine/triton_backend.py). All take the same batches
+and read and write the same paged blocks in place. The last one can draw tokens, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from engine.batch import AbortWords, SequenceStep
+from engine.drawn import Drawn
+from engine.kv_memory import KVMemory
+from engine.sampling import SampleRow
 
 
 class Backend(Protocol):
@@ -30,4 +34,35 @@ class Backend(Protocol):
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores in calls from the calling thread."""
+        ...
+
+
+@runtime_checkable
+class DrawingBackend(Backend, Protocol):
+    """A backend on a device of its own, which draws tokens there: logits of 128,000 floats a row are too much
+    to bring to the host at every step.
+    """
+
+    def forward_and_draw(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Drawn:
+        """As `forward`, with what to draw for each row of logits; None leaves the row's logits."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, keys and values are."""
+        ...
+
+    def plan_decode(self, max_batch: int, block_size: int) -> int:
+        """Take the memory that decode steps of up to `max_batch` rows need beside weights and blocks, but
+        for that of the recordings themselves: how many there will be is returned.
+        """
+        ...
+
+    def prepare_decode(self, memory: KVMemory) -> None:
+        """Make ready to replay decode steps over `memory`; `plan_decode` came before. May take seconds."""
         ...

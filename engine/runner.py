@@ -6,12 +6,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
+from engine.backend import DrawingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
+from engine.drawn import Drawn
 from engine.model import Model
+from engine.sampling import SampleRow
+
+_Result = TypeVar("_Result")
 
 
 class Runner:
@@ -25,6 +31,7 @@ class Runner:
         self.threads = threads or len(os.sched_getaffinity(0))
         self.on_step: Callable[[float, int], None] | None = None
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
+        self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._share = share
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
@@ -36,27 +43,49 @@ class Runner:
         the batch writes. Raises BatchError, before anything is written, for a batch that would leave its
         memory.
         """
-        shape = self.model.shape
         if not sequences:
-            return torch.empty((0, shape.vocab_size))
-        check_batch(sequences, shape.vocab_size)
-        if abort is not None and len(abort.words) != len(sequences):
-            raise ValueError("one abort word a sequence")
-        self._use(self.threads if self._share is None else self._share.begin_step())
-        started = time.perf_counter()
-        try:
-            logits = self.model.backend.forward(sequences, abort)
-        finally:
-            if self._share is not None:
-                self._share.end_step()
-        if self.on_step is not None:
-            self.on_step(time.perf_counter() - started, sum(len(s.token_ids) for s in sequences))
-        return logits
+            return torch.empty((0, self.model.shape.vocab_size))
+        return self._compute(sequences, abort, lambda: self.model.backend.forward(sequences, abort))
+
+    def step_and_draw(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None = None,
+    ) -> Drawn:
+        """As `step`, where the rows of logits that `draws` has something for may come back as tokens.
+
+        One draw a row of logits; None asks for the logits. Backends that draw nothing give all logits.
+        """
+        backend = self._drawing
+        if not sequences or backend is None:
+            return Drawn.nothing(self.step(sequences, abort))
+        if len(draws) != sum(step.logit_rows for step in sequences):
+            raise ValueError("one draw a row of logits")
+        return self._compute(sequences, abort, lambda: backend.forward_and_draw(sequences, draws, abort))
 
     def rest(self) -> None:
         """There is no step to make for now: others may use the cores."""
         if self._share is not None:
             self._share.rest()
+
+    def _compute(
+        self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]
+    ) -> _Result:
+        """Check the batch, then `forward` it on the cores that there are, and tell how long it took."""
+        check_batch(sequences, self.model.shape.vocab_size)
+        if abort is not None and len(abort.words) != len(sequences):
+            raise ValueError("one abort word a sequence")
+        self._use(self.threads if self._share is None else self._share.begin_step())
+        started = time.perf_counter()
+        try:
+            result = forward()
+        finally:
+            if self._share is not None:
+                self._share.end_step()
+        if self.on_step is not None:
+            self.on_step(time.perf_counter() - started, sum(len(s.token_ids) for s in sequences))
+        return result
 
     def _use(self, threads: int) -> None:
         # OpenMP keeps the number of threads per calling thread.

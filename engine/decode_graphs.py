@@ -1,0 +1,164 @@
+"""Decode steps that are recorded once and replayed: on CUDA one launch in place of some four hundred.
+
+A step of `n` rows runs in the smallest bucket that holds them; the rows that are too many are padding. Block
+tables always have the width of the model's whole context: the attention kernel launches what fills the chip,
+whatever the width. Drawing is part of the recording, so that one number a row comes back; the logits stay on
+the device, for those rows whose rules need a look at them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import AbortWords, SequenceStep
+from engine.drawn import Drawn
+from engine.gpu.activations import Activations
+from engine.gpu.decode_buffers import BlockTables, RowFields
+from engine.gpu.layers import Layers
+from engine.gpu.packed_step import DecodeRows, Group, PackedStep
+from engine.gpu.replay import Recorder, Work, recorder_for
+from engine.kv_memory import KVMemory
+from engine.sampling import Sampled, SampleFailure, SampleRow
+from engine.sampling.sample import NOT_FINITE
+
+_NOTHING_DRAWN = -1
+"""In place of a token, on the device only: the row's logits are not finite."""
+
+
+def batch_buckets(max_batch: int) -> list[int]:
+    """Numbers of rows that steps are recorded for: 1, 2, 4, then every eighth up to `max_batch`."""
+    return sorted({n for n in (1, 2, 4, *range(8, max_batch, 8)) if n < max_batch} | {max_batch})
+
+
+class DecodeGraphs:
+    """Replayed decode steps of one model over one KV memory."""
+
+    def __init__(
+        self, layers: Layers, max_batch: int, block_size: int, recorder: Recorder | None = None
+    ) -> None:
+        """Take the memory that steps of up to `max_batch` rows need; nothing is recorded yet."""
+        shape, device = layers.shape, layers.weights.device
+        self._layers = layers
+        self._recorder = recorder if recorder is not None else recorder_for(device)
+        self._max_batch = max_batch
+        self._buckets = batch_buckets(max_batch)
+        self._fields = RowFields(max_batch, device)
+        width = -(-shape.max_context // block_size)
+        self._tables = BlockTables(max_batch, width, device)
+        self._buffers = Activations.make(shape, max_batch, layers.weights.dtype, device)
+        self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
+        self._drawn = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._answer = torch.zeros(max_batch, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._scratch = layers.operators.make_scratch(
+            max_batch, shape.num_heads, shape.head_dim, width * block_size, device
+        )
+        layers.rotary.reach(shape.max_context)  # a recording keeps the table that it was made with
+        self._memory: KVMemory | None = None
+        self._recorded: dict[int, Work] = {}
+
+    @property
+    def count(self) -> int:
+        """How many recordings there are, or will be."""
+        return len(self._buckets)
+
+    def record(self, memory: KVMemory) -> None:
+        """Record the steps of all buckets over `memory`, the largest first: its kernels and its share of the
+        graphs' memory serve the others.
+        """
+        self._memory = memory
+        for rows in reversed(self._buckets):
+            self._recorded[rows] = self._recorder.record(self._work(rows, memory))
+
+    def takes(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Whether a batch is a decode step that was recorded."""
+        return len(sequences) <= self._max_batch and all(
+            step.memory is self._memory
+            and len(step.token_ids) == 1
+            and step.wants_logits
+            and step.start < self._layers.shape.max_context
+            for step in sequences
+        )
+
+    def run(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Drawn:
+        """Compute a step that `takes` accepted. A word of `abort` that is set later changes nothing: a step
+        is as short as one layer of a prompt.
+        """
+        count = len(sequences)
+        rows = self._buckets[bisect_left(self._buckets, count)]
+        self._tables.fill(sequences)
+        self._tables.upload(rows)
+        self._fields.fill(sequences, draws)
+        self._fields.silence(abort, count)
+        self._fields.upload()
+        self._recorded[rows]()
+        tokens = self._collect(count)
+        left = [row for row, draw in enumerate(draws) if draw is None]
+        return Drawn(
+            [None if draw is None else sampled(token) for token, draw in zip(tokens, draws, strict=True)],
+            self._logits_of(left, count),
+        )
+
+    def _collect(self, count: int) -> list[int]:
+        """Wait for the step, and for no more than its few numbers."""
+        self._answer[:count].copy_(self._drawn[:count], non_blocking=True)
+        if self._drawn.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
+        tokens: list[int] = self._answer[:count].tolist()
+        return tokens
+
+    def _logits_of(self, rows: list[int], count: int) -> torch.Tensor:
+        if not rows:
+            return torch.empty((0, self._layers.shape.vocab_size))
+        chosen = self._logits[:count] if len(rows) == count else self._logits[rows]
+        return chosen.cpu() if chosen.is_cuda else chosen.clone()
+
+    def _work(self, rows: int, memory: KVMemory) -> Work:
+        """The step for so many rows, as something to record."""
+        layers, fields, every = self._layers, self._fields, slice(0, rows)
+        decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
+        step = PackedStep(
+            tokens=fields["tokens"][:rows],
+            positions=fields["positions"][:rows],
+            block_ids=fields["block_ids"][:rows],
+            lanes=fields["lanes"][:rows],
+            groups=(Group(memory.data, every, decodes, None),),
+        )
+        buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], self._drawn[:rows]
+
+        def work() -> None:
+            hidden = layers.hidden(step, buffers, self._scratch)
+            assert hidden is not None  # nobody can abort it
+            layers.logits(hidden, logits)
+            draw_tokens(layers, logits, {name: fields[name][:rows] for name in DRAW_FIELDS}, drawn)
+
+        return work
+
+
+DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+
+
+def draw_tokens(
+    layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], out: torch.Tensor
+) -> torch.Tensor:
+    """Draw a token for each row of `logits` on the device, into `out`, int64; `by` has DRAW_FIELDS."""
+    layers.operators.sample(
+        logits, by["temperature"], by["top_k"], by["top_p"], by["min_p"], by["seeds"], by["counters"], out=out
+    )
+    lowest, highest = torch.aminmax(logits, dim=1)
+    # NaN passes through both; their difference finds every kind of number that is none.
+    return out.masked_fill_(~torch.isfinite(lowest - highest), _NOTHING_DRAWN)
+
+
+def sampled(token: int) -> Sampled | SampleFailure:
+    """What a number that `draw_tokens` gave means."""
+    return NOT_FINITE if token == _NOTHING_DRAWN else Sampled(token)

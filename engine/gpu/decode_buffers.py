@@ -1,0 +1,138 @@
+"""What a replayed decode step reads and writes: buffers that never move, and the host's copies of them.
+
+Field by field for `max_batch` rows, so that a step of fewer rows is the first rows of everything. Rows that
+no sequence has are padding: they write nowhere (NO_BLOCK), attend to nothing, and draw what nobody looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import AbortWords, SequenceStep
+from engine.gpu.packed_step import NO_BLOCK, used_blocks
+from engine.sampling import SampleRow
+
+_FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
+    # Name: its type, and what padding has. The eight-byte ones first, so that all are aligned.
+    "tokens": (np.int64, 0),
+    "positions": (np.int64, 0),
+    "block_ids": (np.int64, NO_BLOCK),
+    "seeds": (np.int64, 0),
+    "counters": (np.int64, 0),
+    "lanes": (np.int32, 0),
+    "lengths": (np.int32, 0),
+    "top_k": (np.int32, 0),
+    "temperature": (np.float32, 0.0),
+    "top_p": (np.float32, 1.0),
+    "min_p": (np.float32, 0.0),
+}
+
+
+class RowFields:
+    """One number of each kind for each row, on the host and on the device: one copy brings all."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        sizes = [np.dtype(kind).itemsize * rows for kind, _ in _FIELDS.values()]
+        self._host_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._host: dict[str, npt.NDArray[Any]] = {}
+        self._device: dict[str, torch.Tensor] = {}
+        begin = 0
+        for (name, (kind, padding)), size in zip(_FIELDS.items(), sizes, strict=True):
+            host = self._host_bytes[begin : begin + size].numpy().view(kind)
+            host[:] = padding
+            self._host[name] = host
+            width = torch.from_numpy(host).dtype
+            self._device[name] = self._device_bytes[begin : begin + size].view(width)
+            begin += size
+        self.upload()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A field on the device, `[rows]`."""
+        return self._device[name]
+
+    def fill(self, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
+        """Lay a decode step into the host's copy, one row a sequence; the rest becomes padding."""
+        host, count = self._host, len(sequences)
+        starts = np.array([step.start for step in sequences], dtype=np.int64)
+        size = sequences[0].memory.layout.block_size
+        host["tokens"][:count] = [step.token_ids[0] for step in sequences]
+        host["positions"][:count] = starts
+        host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
+        host["lanes"][:count] = starts % size
+        host["lengths"][:count] = starts + 1
+        for row, draw in enumerate(draws):
+            self._draw(row, draw)
+        for name, (_, padding) in _FIELDS.items():
+            host[name][count:] = padding
+
+    def silence(self, abort: AbortWords | None, count: int) -> None:
+        """Rows that nobody wants any more write nowhere."""
+        if abort is not None:
+            self._host["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
+
+    def upload(self) -> None:
+        """Bring the host's copy to the device, in the order of the current stream."""
+        self._device_bytes.copy_(self._host_bytes, non_blocking=True)
+
+    def _draw(self, row: int, draw: SampleRow | None) -> None:
+        if draw is None:
+            for name in ("seeds", "counters", "top_k", "temperature", "top_p", "min_p"):
+                self._host[name][row] = _FIELDS[name][1]
+            return
+        values = draw_values(draw)
+        for name, value in values.items():
+            self._host[name][row] = value
+
+
+class BlockTables:
+    """The block tables of a step's rows, `[rows, width]` int32, rewritten only where they changed."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = torch.zeros((rows, width), dtype=torch.int32, pin_memory=pinned)
+        self._plain: npt.NDArray[np.int32] = self._host.numpy()
+        self._known: list[list[int]] = [[] for _ in range(rows)]
+        self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
+
+    def fill(self, sequences: Sequence[SequenceStep]) -> None:
+        """Lay the sequences' tables into the host's copy.
+
+        A table mostly has what it had at the step before, or one block more: comparing lists of known
+        numbers is many times as fast as turning them into arrays.
+        """
+        for row, step in enumerate(sequences):
+            used, known = list(used_blocks(step)), self._known[row]
+            if used == known:
+                continue
+            begin = len(known) if used[: len(known)] == known else 0
+            self._plain[row, begin : len(used)] = used[begin:]
+            self._known[row] = used
+
+    def upload(self, rows: int) -> None:
+        """Bring the first `rows` tables to the device, in the order of the current stream."""
+        self.device[:rows].copy_(self._host[:rows], non_blocking=True)
+
+
+def draw_values(draw: SampleRow) -> dict[str, float]:
+    """The numbers by which one row is drawn, as kernels/gpu/sample.py takes them."""
+    params = draw.params
+    return {
+        # The kernel takes the bits of an unsigned seed as a signed number.
+        "seeds": _signed(params.seed),
+        "counters": len(draw.output_ids),
+        "top_k": params.top_k,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
+
+
+def _signed(seed: int) -> int:
+    bits = seed & 0xFFFFFFFFFFFFFFFF
+    return bits - (1 << 64) if bits >> 63 else bits

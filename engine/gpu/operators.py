@@ -1,0 +1,54 @@
+"""The operators that a step on a GPU is made of: the Triton kernels, or anything that means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Operator = Callable[..., torch.Tensor]
+
+
+class TritonUnavailable(RuntimeError):
+    """The kernels cannot be had in this installation; the message says why."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Each with the signature of its namesake in kernels/gpu."""
+
+    paged_decode: Operator
+    paged_prefill: Operator
+    rms_norm: Operator
+    add_rms_norm: Operator
+    rotary_write: Operator
+    swiglu: Operator
+    sample: Operator
+    make_scratch: Callable[[int, int, int, int, torch.device], Any]
+    """`(rows, heads, head_dim, max_tokens, device)`: what `paged_decode` writes its partial sums to."""
+
+
+def triton_operators() -> Operators:
+    """The Triton kernels. Raises TritonUnavailable."""
+    try:
+        # Imported here: installations for the CPU alone have no Triton, and do not need it.
+        from kernels.gpu.paged_decode import make_scratch, paged_decode
+        from kernels.gpu.paged_prefill import paged_prefill
+        from kernels.gpu.rms_norm import add_rms_norm, rms_norm
+        from kernels.gpu.rotary_write import rotary_write
+        from kernels.gpu.sample import sample
+        from kernels.gpu.swiglu import swiglu
+    except ImportError as error:
+        raise TritonUnavailable(f"no Triton kernels here: {error}") from error
+    return Operators(
+        paged_decode=paged_decode,
+        paged_prefill=paged_prefill,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary_write=rotary_write,
+        swiglu=swiglu,
+        sample=sample,
+        make_scratch=make_scratch,
+    )

@@ -1,0 +1,73 @@
+"""Recording work once and repeating it: a CUDA graph, or plain calls where there is no CUDA."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Makes work repeatable: it reads and writes the same memory each time."""
+
+    def record(self, work: Work) -> Work:
+        """What to call to do `work` again. `work` itself is done at least once before this returns."""
+        ...
+
+
+class PlainRecorder:
+    """Does the work anew each time: the meaning of a replay."""
+
+    def record(self, work: Work) -> Work:
+        """See `Recorder.record`."""
+        work()
+        return work
+
+
+class GraphRecorder:
+    """Captures work as a CUDA graph (CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph).
+
+    All graphs share one pool of memory, since no two of them run at a time. The largest should be recorded
+    first: later ones then find what they need in the pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # One stream for warm-up and capture: library handles and workspaces belong to a stream, and one that
+        # was first made during a capture would break it.
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Work) -> Work:
+        """See `Recorder.record`. The work may not wait for the device, nor copy from memory of the host."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Kernels are compiled and loaded at their first launch with arguments of a kind: neither is
+            # allowed in a capture.
+            work()
+            work()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        # A kernel or tensor that is collected within a capture would be freed in it, and end it.
+        gc.disable()
+        try:
+            # Other threads may allocate meanwhile; only what this one does is held to the rules.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self._stream)
+        return graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """CUDA graphs on a CUDA device; elsewhere the work is done anew."""
+    return GraphRecorder(device) if device.type == "cuda" else PlainRecorder()
