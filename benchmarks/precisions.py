@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 from gguf import GGUFReader
 
 from engine.model import Model, load_model
+from engine.precision import ON_CPU
 from runtime.settings import DType
 
-PRECISIONS: tuple[DType, ...] = get_args(DType)
-"""All that can be computed in; fp32 is what the others are judged by."""
+PRECISIONS: tuple[DType, ...] = ON_CPU
+"""All that a CPU computes in; fp32 is what the others are judged by."""
 
 
 def load_precision(path: Path, name: DType) -> Model:

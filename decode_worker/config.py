@@ -8,20 +8,30 @@ from pydantic import Field
 
 from worker.config import WorkerSettings
 
+_CPU_POOL_MIB = 1024
+
 
 class DecodeSettings(WorkerSettings):
     """Everything about one decode worker; made once in `__main__`."""
 
     program: ClassVar[str] = "decode"
 
-    kv_memory_mib: Annotated[int, Field(ge=1)] = Field(
-        1024, description="memory of the KV block pool, in MiB"
+    kv_memory_mib: Annotated[int | None, Field(ge=1)] = Field(
+        None, description="memory of the KV block pool, in MiB; default: 1024, on a GPU what is free"
     )
     kv_blocks: Annotated[int, Field(ge=0)] = Field(
         0, description="blocks of the pool; 0 = as many as kv-memory-mib holds"
     )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="share of a GPU's memory that this worker may take, KV blocks included"
+    )
     max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 
     def num_blocks(self, bytes_per_block: int) -> int:
-        """Blocks of the pool, at least one."""
-        return self.kv_blocks or max(1, (self.kv_memory_mib << 20) // bytes_per_block)
+        """Blocks of the pool as they were chosen, or of the default on a CPU; at least one."""
+        return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
+
+    @property
+    def pool_chosen(self) -> bool:
+        """Whether somebody said how large the pool is to be."""
+        return bool(self.kv_blocks or self.kv_memory_mib)

@@ -9,12 +9,12 @@ import grpc
 from decode_worker.attempts import Listeners
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
+from decode_worker.pool import make_pool
 from decode_worker.request import DecodeRequest, State
 from decode_worker.service import DecodeServicer, gateway_links
 from decode_worker.spans import attempt_span
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
-from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.server import HandoffServer
 from kvtransfer.transports import registry
 from runtime.metrics import DecodeMetrics, new_registry
@@ -41,7 +41,7 @@ class DecodeWorker:
         self._max_batch = settings.max_batch
         self._registry = new_registry()
         self._metrics = DecodeMetrics(self._registry)
-        memory = allocate_pool(engine.layout, settings.num_blocks(engine.layout.bytes_per_block))
+        memory = make_pool(settings, engine)
         self._pool = BlockPool(memory.memory.num_blocks)
         self._loop = EngineLoop(
             engine.runner,

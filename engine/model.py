@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from engine.backend import Backend
-from engine.kv_memory import KVLayout
-from engine.precision import PLAIN, Precision, stored_dtype
+from engine.kv_memory import KVLayout, KVMemory
+from engine.precision import ON_CPU, ON_GPU, PLAIN, Precision, stored_dtype
 from engine.shape import ModelShape, UnsupportedModel
 from engine.torch_backend import TorchBackend
 from engine.weights import Weights
@@ -19,7 +19,9 @@ from engine.weights.checkpoint import read_checkpoint
 
 _LOG = logging.getLogger(__name__)
 
-BackendChoice = Literal["auto", "torch", "native"]
+BackendChoice = Literal["auto", "torch", "native", "triton"]
+_CPU = torch.device("cpu")
+BackendName = Literal["torch", "native", "triton"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,19 @@ class Model:
     """Of keys and values."""
     eos_token_ids: tuple[int, ...]
     backend: Backend
-    backend_name: Literal["torch", "native"]
+    backend_name: BackendName
+    device: torch.device = _CPU
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """How blocks of `block_size` tokens of this model look."""
         shape = self.shape
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
+
+    def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
+        """Blocks of this process' own, where this model computes."""
+        if self.device.type == "cpu":
+            return KVMemory(layout, num_blocks)
+        return KVMemory.on_device(layout, num_blocks, self.device)
 
 
 def native_step_works() -> bool:
@@ -51,20 +60,46 @@ def native_step_works() -> bool:
     return True
 
 
-def load_model(path: Path, precision: Precision | torch.dtype, *, backend: BackendChoice = "auto") -> Model:
+def load_model(
+    path: Path,
+    precision: Precision | torch.dtype,
+    *,
+    backend: BackendChoice = "auto",
+    device: torch.device | str = "cpu",
+) -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 
     A torch dtype means the precision that stores everything in it.
 
-    `auto` takes the native backend where it can run this model on this machine, else torch. Raises
-    FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a broken
-    file, and NativeUnavailable if `native` was asked for and cannot be had.
+    On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
+    GPU it is triton, and there is no other. Raises FileNotFoundError, UnsupportedModel (the message names
+    what is not supported), BadModelFile for a broken file, and NativeUnavailable or TritonUnavailable if the
+    backend that was asked for cannot be had.
     """
-    chosen = _precision(precision)
+    chosen, where = _precision(precision), torch.device(device)
+    _check_choice(chosen, backend, where)
     checkpoint = read_checkpoint(path, chosen)
-    dtype = stored_dtype(chosen)
-    made, name = _make_backend(checkpoint.shape, checkpoint.weights, dtype, backend)
-    return Model(checkpoint.shape, chosen, dtype, checkpoint.eos_token_ids, made, name)
+    shape, weights, dtype = checkpoint.shape, checkpoint.weights, stored_dtype(chosen)
+    made: Backend
+    name: BackendName
+    if backend == "triton" or where.type == "cuda":
+        from engine.triton_backend import TritonBackend  # here: Triton is not installed everywhere
+
+        made, name = TritonBackend(shape, weights, where), "triton"
+        where = made.device
+    else:
+        made, name = _make_backend(shape, weights, dtype, backend)
+    return Model(shape, chosen, dtype, checkpoint.eos_token_ids, made, name, where)
+
+
+def _check_choice(precision: Precision, backend: BackendChoice, device: torch.device) -> None:
+    """Raises UnsupportedModel for what does not go together, before gigabytes are read."""
+    if device.type == "cuda" and backend not in ("auto", "triton"):
+        raise UnsupportedModel(f"backend {backend} computes on the CPU, not on {device}")
+    on_gpu = device.type == "cuda" or backend == "triton"
+    if precision not in (ON_GPU if on_gpu else ON_CPU):
+        known = ", ".join(ON_GPU if on_gpu else ON_CPU)
+        raise UnsupportedModel(f"dtype {precision} is not computed on {device.type}; {known} are")
 
 
 def _precision(asked: Precision | torch.dtype) -> Precision:
@@ -73,12 +108,12 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
     for precision, dtype in PLAIN.items():
         if dtype == asked:
             return precision
-    raise UnsupportedModel(f"dtype {asked}: only float32 and bfloat16 are computed")
+    raise UnsupportedModel(f"dtype {asked}: only float32, float16 and bfloat16 are computed")
 
 
 def _make_backend(
     shape: ModelShape, weights: Weights, dtype: torch.dtype, choice: BackendChoice
-) -> tuple[Backend, Literal["torch", "native"]]:
+) -> tuple[Backend, BackendName]:
     if choice != "torch":
         # Imported here: it may compile C++ at import or first use, which the torch backend does not need.
         from engine.native_backend import NativeBackend, NativeUnavailable

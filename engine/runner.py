@@ -14,6 +14,7 @@ from engine.backend import DrawingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
 from engine.drawn import Drawn
+from engine.kv_memory import KVMemory
 from engine.model import Model
 from engine.sampling import SampleRow
 
@@ -63,6 +64,17 @@ class Runner:
         if len(draws) != sum(step.logit_rows for step in sequences):
             raise ValueError("one draw a row of logits")
         return self._compute(sequences, abort, lambda: backend.forward_and_draw(sequences, draws, abort))
+
+    def plan_decode(self, max_batch: int, block_size: int) -> int:
+        """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
+        that records them.
+        """
+        return 0 if self._drawing is None else self._drawing.plan_decode(max_batch, block_size)
+
+    def prepare_decode(self, memory: KVMemory) -> None:
+        """Make decode steps over `memory` ready. It takes seconds where they are recorded."""
+        if self._drawing is not None:
+            self._drawing.prepare_decode(memory)
 
     def rest(self) -> None:
         """There is no step to make for now: others may use the cores."""

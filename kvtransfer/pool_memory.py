@@ -1,4 +1,4 @@
-"""The decode pool's memory: an anonymous file that peers can map, and their mapping of it.
+"""The decode pool's memory: an anonymous file that peers can map, and their mapping of it; or a GPU's memory.
 
 A memfd has no name, so nothing is left in /dev/shm when processes are killed: the kernel frees it with the
 last one. Its size is sealed, so that no mapping of it can ever fault because somebody cut it short.
@@ -10,6 +10,8 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+
+import torch
 
 from engine.kv_memory import KVLayout, KVMemory
 
@@ -47,6 +49,17 @@ def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
     except BaseException:
         os.close(fd)
         raise
+
+
+def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> PoolMemory:
+    """Zeroed blocks in one allocation of a GPU, so that a peer can map them with one handle.
+
+    Raises torch.OutOfMemoryError, ValueError for no blocks.
+    """
+    if device.type == "cuda":
+        # Else the allocator might cut the pool from a larger piece that it kept, which would go with it.
+        torch.cuda.empty_cache()
+    return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
 
 
 def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:

@@ -33,8 +33,15 @@ def up(
     model: Annotated[str, typer.Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled",
     model_name: Annotated[str | None, typer.Option(help="Name the model is served under.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="auto, fp32, bf16, int8 or gguf (the file's own blocks).")
+        str, typer.Option(help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.")
     ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1.0, help="Of a GPU, per decode worker; default: a share of 0.90."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = GRPC_PORT,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = HTTP_PORT,
@@ -77,6 +84,8 @@ def up(
         model=model,
         model_name=model_name,
         dtype=dtype,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,

@@ -14,6 +14,7 @@ from runtime.settings import resolve_model
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
 
+_GPU_UTILIZATION = 0.9
 DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, which ends in SIGKILL
 
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
@@ -35,6 +36,8 @@ class StackOptions:
     model: str = "bundled"
     model_name: str | None = None
     dtype: str = "auto"
+    device: str = "auto"
+    gpu_memory_utilization: float | None = None
     host: str = "127.0.0.1"
     grpc_port: int = 0
     http_port: int = 0
@@ -115,6 +118,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
     # Who says how many threads a worker has wants that many, and no others.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
+    on_workers = {"device": options.device, "transport": options.transport, "drain-s": DRAIN_S}
     gateway = _spec(
         "gateway",
         "gateway",
@@ -141,8 +145,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 "threads": options.prefill_threads or threads,
                 **_share(homes and homes[0][index], cores),
                 "prefill-chunk": options.prefill_chunk,
-                "transport": options.transport,
-                "drain-s": DRAIN_S,
+                **on_workers,
             },
         )
         for index, threads in enumerate(plan.prefill)
@@ -158,13 +161,24 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
                 **_share(homes and homes[1][index], cores),
                 "kv-memory-mib": options.kv_memory_mib,
                 "kv-blocks": options.kv_blocks,
-                "transport": options.transport,
-                "drain-s": DRAIN_S,
+                "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
+                **on_workers,
             },
         )
         for index, threads in enumerate(plan.decode)
     ]
     return [gateway, *decode, *prefill]
+
+
+def _gpu_share(options: StackOptions) -> float | None:
+    """How much of a GPU each decode worker takes, when all workers of this machine are on one.
+
+    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. Whoever puts
+    workers on GPUs of their own says what each may take.
+    """
+    if options.device == "cpu":
+        return None
+    return round(_GPU_UTILIZATION / (options.decode_workers + options.prefill_workers / 4), 3)
 
 
 def _admin_port(options: StackOptions) -> int:

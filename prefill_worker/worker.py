@@ -90,7 +90,7 @@ class PrefillWorker:
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
         """The worker's own pool, made when the first copying transport is registered."""
         blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
-        return KVMemory(self._engine.layout, blocks), BlockPool(blocks)
+        return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         servicer = PrefillServicer(self._gateways)

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, CliSuppress, SettingsConfigDict
 
-DType = Literal["fp32", "bf16", "int8", "gguf"]
+DType = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 BUNDLED_MODEL = "bundled"
@@ -49,7 +49,7 @@ class ProgramSettings(BaseSettings):
     model_name: str | None = Field(None, description="name the model is served under")
     dtype: Literal["auto"] | DType = Field(
         "auto",
-        description="computation type; gguf = the file's own quantised blocks; "
+        description="computation type; gguf = the file's own quantised blocks; fp16 is for GPUs; "
         "auto = the fastest that keeps the quality of the model's files",
     )
     host: str = Field("127.0.0.1", description="address to listen on")

@@ -22,7 +22,12 @@ class WorkerSettings(ProgramSettings):
     machine_cores: Annotated[int, Field(ge=0)] = Field(
         0, description="with cores-fd: how many cores there are to share"
     )
-    backend: Literal["auto", "native", "torch"] = Field("auto", description="how the model is computed")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+        "auto", description="where the model is computed: cpu, cuda or cuda:N; auto = a GPU if there is one"
+    )
+    backend: Literal["auto", "native", "torch", "triton"] = Field(
+        "auto", description="how the model is computed; triton is for GPUs, the others for CPUs"
+    )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.core_share import CoreShare
+from engine.device import choose_device
 from engine.kv_memory import KVLayout
 from engine.model import Model, load_model, native_step_works
 from engine.precision import Precision, choose_precision
@@ -61,30 +62,33 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     take_long_turns()  # the threads that the first step starts compute later ones too
     started = time.monotonic()
     path = settings.model_path
-    dtype = _precision(settings, path)
-    model = load_model(path, dtype, backend=settings.backend)
+    device = choose_device(settings.device)
+    dtype = _precision(settings, path, device)
+    model = load_model(path, dtype, backend=settings.backend, device=device)
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
     probe(runner, layout)
     log.info(
-        "loaded %s in %.1f s: %s, %s backend, %d threads",
+        "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
         path.name,
         time.monotonic() - started,
         dtype,
         model.backend_name,
+        model.device,
         runner.threads,
     )
     return engine
 
 
-def _precision(settings: WorkerSettings, path: Path) -> Precision:
+def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
     if settings.dtype != "auto":
         return settings.dtype
     return choose_precision(
         quantised_file=is_quantised(path),
         native=settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
+        on_gpu=device.type == "cuda" or settings.backend == "triton",
     )
 
 

@@ -145,5 +145,9 @@ def test_what_is_not_computed_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="hidden_act"):
         load_model(tmp_path, torch.float32, backend="torch")
-    with pytest.raises(UnsupportedModel, match="dtype"):
+    with pytest.raises(UnsupportedModel, match="dtype fp16 is not computed on cpu"):
         load_model(tmp_path, torch.float16, backend="torch")
+    with pytest.raises(UnsupportedModel, match="dtype int8 is not computed on cuda; fp32, fp16, bf16 are"):
+        load_model(tmp_path, "int8", device="cuda")
+    with pytest.raises(UnsupportedModel, match="backend native computes on the CPU"):
+        load_model(tmp_path, torch.float32, backend="native", device="cuda")

@@ -25,6 +25,14 @@ def test_auto(quantised_file: bool, native: bool, features: set[str], expected: 
     assert chosen == expected
 
 
+def test_a_gpu_computes_in_bf16_whatever_the_file() -> None:
+    for quantised_file in (True, False):
+        chosen = choose_precision(
+            quantised_file=quantised_file, native=True, cpu_features={"avx512_bf16"}, on_gpu=True
+        )
+        assert chosen == "bf16"
+
+
 def test_quantised_models_keep_bf16_keys_and_values() -> None:
     assert [stored_dtype(p) for p in ("fp32", "bf16", "int8", "gguf")] == [
         torch.float32,

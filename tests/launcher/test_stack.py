@@ -54,6 +54,17 @@ def test_an_unset_option_is_left_to_the_program() -> None:
     assert flag(specs(StackOptions(kv_memory_mib=64))["decode-0"], "kv-memory-mib") == "64"
 
 
+def test_workers_on_one_gpu_share_its_memory() -> None:
+    made = specs(StackOptions(prefill_workers=2, decode_workers=1))
+    assert flag(made["decode-0"], "device") == flag(made["prefill-1"], "device") == "auto"
+    assert flag(made["decode-0"], "gpu-memory-utilization") == "0.6"
+    assert flag(made["prefill-0"], "gpu-memory-utilization") is None
+    assert flag(made["gateway"], "device") is None
+    chosen = specs(StackOptions(device="cuda:1", gpu_memory_utilization=0.4))["decode-0"]
+    assert (flag(chosen, "device"), flag(chosen, "gpu-memory-utilization")) == ("cuda:1", "0.4")
+    assert flag(specs(StackOptions(device="cpu"))["decode-0"], "gpu-memory-utilization") is None
+
+
 def test_an_override_reaches_its_role_only_and_wins() -> None:
     options = StackOptions(
         prefill_chunk=128,

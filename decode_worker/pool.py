@@ -1,0 +1,42 @@
+"""The memory of a decode worker's blocks: as large as was asked for, or as its GPU has room for."""
+
+from __future__ import annotations
+
+import logging
+
+from decode_worker.config import DecodeSettings
+from engine.device import DeviceUnavailable, free_pool_bytes
+from kvtransfer.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
+from worker.engine import LoadedEngine
+
+_log = logging.getLogger(__name__)
+
+
+def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
+    """Blocks where the model computes, and decode steps made ready for them.
+
+    On a GPU this is the last large thing that is allocated: weights and the buffers of decode steps are there
+    by now, so that what is free can be known. Raises DeviceUnavailable where no block would fit.
+    """
+    recordings = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
+    pool = _allocate(settings, engine, recordings)
+    engine.runner.prepare_decode(pool.memory)
+    return pool
+
+
+def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -> PoolMemory:
+    layout, device = engine.layout, engine.model.device
+    blocks = settings.num_blocks(layout.bytes_per_block)
+    if device.type == "cpu":
+        return allocate_pool(layout, blocks)
+    if not settings.pool_chosen:
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings)
+        blocks = room // layout.bytes_per_block
+        if blocks < 1:
+            raise DeviceUnavailable(
+                f"{device} has no room for KV blocks at --gpu-memory-utilization "
+                f"{settings.gpu_memory_utilization}: {-room / 2**20:.0f} MiB are missing"
+            )
+    gib = blocks * layout.bytes_per_block / 2**30
+    _log.info("the KV pool on %s has %d blocks, %.1f GiB", device, blocks, gib)
+    return allocate_device_pool(layout, blocks, device)

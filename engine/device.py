@@ -1,0 +1,50 @@
+"""Where a model is computed, and how much memory a KV pool may take there."""
+
+from __future__ import annotations
+
+import torch
+
+CONTEXT_BYTES = 600 << 20
+"""What a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
+_FEW_BYTES = 256 << 20
+"""Left free for temporaries of eager steps and the allocator's rounding."""
+_BYTES_A_RECORDING = 6 << 20
+"""A recorded decode step: some four hundred kernel nodes and its share of the graphs' memory."""
+
+
+class DeviceUnavailable(RuntimeError):
+    """The device that was asked for is not there; the message says what is."""
+
+
+def choose_device(asked: str) -> torch.device:
+    """`auto` is the first GPU if there is one that torch can use, else the CPU; `cpu`, `cuda` and `cuda:n`
+    are what they say. Raises DeviceUnavailable.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "has no CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise DeviceUnavailable(f"device {asked}: torch {torch.__version__} {built}")
+    device = torch.device("cuda:0" if asked in ("auto", "cuda") else asked)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"device {asked}: there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pool_bytes(*, total: int, free: int, used: int, utilization: float, recordings: int) -> int:
+    """Bytes that a KV pool may have: what `utilization` of a device's `total` leaves this process beside what
+    it `used` already, but no more than is `free` now; less what decode steps' `recordings` will take.
+
+    Not above 0 where nothing is left.
+    """
+    reserve = _FEW_BYTES + _BYTES_A_RECORDING * recordings
+    return min(int(utilization * total) - used, free) - reserve
+
+
+def free_pool_bytes(device: torch.device, utilization: float, recordings: int) -> int:
+    """`pool_bytes` of a CUDA device as it is now, with what torch keeps but does not use given back first."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
+    return pool_bytes(total=total, free=free, used=used, utilization=utilization, recordings=recordings)
