@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from engine.sampling import Sampled, SampleFailure, SampleRow
 from engine.sampling.sample import NOT_FINITE
 
 _NOTHING_DRAWN = -1
-"""In place of a token, on the device only: the row's logits are not finite."""
+"""In place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
 
 
 def batch_buckets(max_batch: int) -> list[int]:
@@ -55,6 +56,7 @@ class DecodeGraphs:
         self._scratch = layers.operators.make_scratch(
             max_batch, shape.num_heads, shape.head_dim, width * block_size, device
         )
+        self._sample_scratch = layers.operators.make_sample_scratch(max_batch, shape.vocab_size, device)
         layers.rotary.reach(shape.max_context)  # a recording keeps the table that it was made with
         self._memory: KVMemory | None = None
         self._recorded: dict[int, Work] = {}
@@ -133,13 +135,14 @@ class DecodeGraphs:
             lanes=fields["lanes"][:rows],
             groups=(Group(memory.data, every, decodes, None),),
         )
+        by = {name: fields[name][:rows] for name in DRAW_FIELDS}
         buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], self._drawn[:rows]
 
         def work() -> None:
             hidden = layers.hidden(step, buffers, self._scratch)
             assert hidden is not None  # nobody can abort it
             layers.logits(hidden, logits)
-            draw_tokens(layers, logits, {name: fields[name][:rows] for name in DRAW_FIELDS}, drawn)
+            draw_tokens(layers, logits, by, self._sample_scratch, drawn)
 
         return work
 
@@ -148,15 +151,20 @@ DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
 
 
 def draw_tokens(
-    layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], out: torch.Tensor
+    layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], scratch: Any, out: torch.Tensor
 ) -> torch.Tensor:
     """Draw a token for each row of `logits` on the device, into `out`, int64; `by` has DRAW_FIELDS."""
-    layers.operators.sample(
-        logits, by["temperature"], by["top_k"], by["top_p"], by["min_p"], by["seeds"], by["counters"], out=out
+    return layers.operators.sample(
+        logits,
+        by["temperature"],
+        by["top_k"],
+        by["top_p"],
+        by["min_p"],
+        by["seeds"],
+        by["counters"],
+        scratch=scratch,
+        out=out,
     )
-    lowest, highest = torch.aminmax(logits, dim=1)
-    # NaN passes through both; their difference finds every kind of number that is none.
-    return out.masked_fill_(~torch.isfinite(lowest - highest), _NOTHING_DRAWN)
 
 
 def sampled(token: int) -> Sampled | SampleFailure:

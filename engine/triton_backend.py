@@ -27,6 +27,7 @@ from engine.gpu.operators import Operators, triton_operators
 from engine.gpu.pace import Pace
 from engine.gpu.packed_step import PlacedStep, pack_step
 from engine.gpu.packed_weights import pack
+from engine.gpu.replay import Recorder
 from engine.kv_memory import KVMemory
 from engine.sampling import SampleRow
 from engine.shape import ModelShape
@@ -89,11 +90,11 @@ class TritonBackend:
                 return Drawn.nothing(missing)
             return self._draw(logits, draws)
 
-    def plan_decode(self, max_batch: int, block_size: int) -> int:
-        """See `DrawingBackend.plan_decode`."""
+    def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
+        """See `DrawingBackend.plan_decode`. `recorder` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
-            self._graphs = DecodeGraphs(self._layers, max_batch, block_size)
+            self._graphs = DecodeGraphs(self._layers, max_batch, block_size, recorder)
             return self._graphs.count
 
     def prepare_decode(self, memory: KVMemory) -> None:
@@ -159,7 +160,7 @@ class TritonBackend:
         }
         out = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         tokens: list[Any] = [None] * len(draws)
-        drawn = draw_tokens(self._layers, logits[rows], by, out).tolist()
+        drawn = draw_tokens(self._layers, logits[rows], by, None, out).tolist()
         for row, token in zip(rows, drawn, strict=True):
             tokens[row] = sampled(token)
         return Drawn(tokens, logits[left].cpu())

@@ -29,6 +29,8 @@ class Operators:
     sample: Operator
     make_scratch: Callable[[int, int, int, int, torch.device], Any]
     """`(rows, heads, head_dim, max_tokens, device)`: what `paged_decode` writes its partial sums to."""
+    make_sample_scratch: Callable[[int, int, torch.device], Any]
+    """`(rows, vocab, device)`: what `sample` writes what is left of a distribution to."""
 
 
 def triton_operators() -> Operators:
@@ -41,7 +43,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.rotary_write import rotary_write
         from kernels.gpu.swiglu import swiglu
 
-        sample = import_module("kernels.gpu.sample").sample
+        drawing = import_module("kernels.gpu.sample")
     except ImportError as error:
         raise TritonUnavailable(f"no Triton kernels here: {error}") from error
     return Operators(
@@ -51,6 +53,7 @@ def triton_operators() -> Operators:
         add_rms_norm=add_rms_norm,
         rotary_write=rotary_write,
         swiglu=swiglu,
-        sample=sample,
+        sample=drawing.sample,
         make_scratch=make_scratch,
+        make_sample_scratch=drawing.make_scratch,
     )

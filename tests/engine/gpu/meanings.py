@@ -115,6 +115,7 @@ def _sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    scratch: Any,
     out: torch.Tensor,
 ) -> torch.Tensor:
     for row, scores in enumerate(logits.numpy()):
@@ -125,7 +126,9 @@ def _sample(
             min_p=float(min_p[row]),
             seed=int(seeds[row]) % UNSIGNED,
         )
-        if params.greedy or not bool(torch.isfinite(logits[row]).all()):
+        if not bool(torch.isfinite(logits[row]).all()):
+            out[row] = -1
+        elif params.greedy:
             out[row] = int(scores.argmax())
         else:
             out[row] = draw(scores, SampleRow(params, (), range(int(positions[row]))))
@@ -141,4 +144,5 @@ MEANINGS = Operators(
     swiglu=_swiglu,
     sample=_sample,
     make_scratch=lambda rows, heads, head_dim, max_tokens, device: (rows, max_tokens),
+    make_sample_scratch=lambda rows, vocab, device: None,
 )
