@@ -10,7 +10,6 @@ from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.client import HandoffClient
-from kvtransfer.device_order import CPU
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
@@ -55,8 +54,8 @@ class PrefillWorker:
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
             layout=engine.layout,
-            transports=registry.chosen(settings.transport, CPU),
-            device=CPU,
+            transports=registry.chosen(settings.transport, engine.model.device),
+            device=engine.model.device,
             scratch=self._scratch,
             on_abort=self._loop.on_abort,
             on_peer_lost=self._loop.on_peer_lost,

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from engine.core_share import CoreShare
 from engine.device import choose_device
 from engine.kv_memory import KVLayout

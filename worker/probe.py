@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import SequenceStep
-from engine.kv_memory import KVLayout, KVMemory
+from engine.kv_memory import KVLayout
 from engine.runner import Runner
 
 PROMPT_TOKENS = 17  # more than one block of the default size, and a partial one
@@ -42,7 +42,7 @@ def check(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None
 
 def _logits(runner: Runner, layout: KVLayout) -> list[torch.Tensor]:
     blocks = layout.blocks_for(PROMPT_TOKENS + STEPS)
-    memory = KVMemory(layout, blocks)
+    memory = runner.model.kv_memory(layout, blocks)
     vocab = runner.model.shape.vocab_size
     prompt = [(37 * n + 11) % vocab for n in range(PROMPT_TOKENS)]
     chunks = [(0, prompt), *((PROMPT_TOKENS + n, [n % vocab]) for n in range(STEPS))]
