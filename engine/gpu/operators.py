@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,9 +40,9 @@ def triton_operators() -> Operators:
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write
+        from kernels.gpu.sample import make_scratch as make_sample_scratch
+        from kernels.gpu.sample import sample
         from kernels.gpu.swiglu import swiglu
-
-        drawing = import_module("kernels.gpu.sample")
     except ImportError as error:
         raise TritonUnavailable(f"no Triton kernels here: {error}") from error
     return Operators(
@@ -53,7 +52,7 @@ def triton_operators() -> Operators:
         add_rms_norm=add_rms_norm,
         rotary_write=rotary_write,
         swiglu=swiglu,
-        sample=drawing.sample,
+        sample=sample,
         make_scratch=make_scratch,
-        make_sample_scratch=drawing.make_scratch,
+        make_sample_scratch=make_sample_scratch,
     )

@@ -1,0 +1,86 @@
+"""Whole steps with the kernels themselves equal the torch backend; on a GPU with CUDA graphs, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from engine.kv_memory import KVMemory
+from engine.torch_backend import TorchBackend
+from engine.triton_backend import TritonBackend
+from kernels.gpu.launch import INTERPRETED
+from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"windows": (None, 19), "num_heads": 4, "num_kv_heads": 2},
+    "qwen2": {"qkv_bias": True, "num_heads": 7, "num_kv_heads": 1, "head_dim": 64},
+    "qwen3": {"qk_norm": True, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80},
+}
+CASES = [
+    ("llama", torch.float32),
+    ("qwen2", torch.float32),
+    ("qwen3", torch.bfloat16),
+    *(
+        pytest.param(name, dtype, marks=pytest.mark.full)
+        for name, dtype in (("llama", torch.float16), ("qwen2", torch.bfloat16), ("qwen3", torch.float32))
+    ),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the step runs; the CPU means Triton's interpreter."""
+    if request.param == "cpu" and not INTERPRETED:
+        pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
+    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
+        pytest.skip("no CUDA device, or Triton is in its interpreter")
+    return torch.device(request.param)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_steps_equal_the_torch_backend(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Packed prompts, then a decode row beside a chunk, then recorded decode steps."""
+    shape = shape_of(max_context=256, vocab_size=67, intermediate_size=90, hidden_size=64, **SHAPES[name])
+    weights = weights_of(shape, dtype)
+    oracle, backend = TorchBackend(shape, weights), TritonBackend(shape, weights, device)
+    theirs, ours = (Pool(layout_of(shape, 16, dtype), 9, seed=1) for _ in range(2))
+    ours.memory = KVMemory.on_device(ours.layout, 9, device)
+    backend.plan_decode(1 if device.type == "cpu" else 2, 16)
+    backend.prepare_decode(ours.memory)
+    pairs = [(theirs.sequence(n), ours.sequence(n)) for n in (30, 20)]
+    tolerance = {"atol": 2e-4, "rtol": 0.0} if dtype == torch.float32 else {"atol": 0.3, "rtol": 0.1}
+    for chunks in ((21, 6), (1, 3), (1, 1)):
+        tokens = [tokens_of(count, vocab_size=67, seed=count) for count in chunks]
+        expected = oracle.forward([t.step(ids) for (t, _), ids in zip(pairs, tokens, strict=True)], None)
+        got = backend.forward([o.step(ids) for (_, o), ids in zip(pairs, tokens, strict=True)], None)
+        torch.testing.assert_close(got, expected, **tolerance)
+    assert len(backend.forward([pairs[0][1].step([1])], None)) == 1
+
+
+@pytest.mark.gpu
+def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
+    """At every bucket, with padding; what is recorded is the eager step's own launches."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from engine.gpu.replay import PlainRecorder
+
+    shape = shape_of(max_context=2048, head_dim=64, num_heads=8, num_kv_heads=2, hidden_size=512)
+    weights = weights_of(shape, torch.bfloat16)
+    device = torch.device("cuda:0")
+    memory = KVMemory.on_device(layout_of(shape, 16, torch.bfloat16), 800, device)
+    replayed, plain = TritonBackend(shape, weights, device), TritonBackend(shape, weights, device)
+    replayed.plan_decode(20, 16)
+    replayed.prepare_decode(memory)
+    plain.plan_decode(20, 16, PlainRecorder())
+    plain.prepare_decode(memory)
+    pool = Pool(memory.layout, 800)
+    pool.memory = memory
+    sequences = [pool.sequence(600) for _ in range(20)]
+    plain.forward([s.step(tokens_of(17 * (i + 1), seed=i), False) for i, s in enumerate(sequences)], None)
+    for count in (20, 17, 16, 9, 8, 5, 4, 3, 2, 1):
+        steps = [s.step(tokens_of(1, seed=count)) for s in sequences[:count]]
+        assert torch.equal(replayed.forward(steps, None), plain.forward(steps, None))
