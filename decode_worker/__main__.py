@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_worker.config import DecodeSettings
-from runtime.process import run_program
+from runtime.process import leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,4 +20,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gateway.config import GatewaySettings
 from gateway.program import Gateway, load_model
-from runtime.process import announce_ready, run_program
+from runtime.process import announce_ready, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,4 +36,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
