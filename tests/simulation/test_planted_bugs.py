@@ -10,6 +10,7 @@ import pytest
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.attempts import Attempts
 from engine.block_pool import BlockPool
+from gateway.admission import AdmissionQueue
 from gateway.session import Session
 from gateway.session_events import Emit, TokensArrived
 from gateway.work import build_work
@@ -163,6 +164,18 @@ def a_release_is_forgotten(patch: Patch) -> None:
     patch.setattr(BlockPool, "release", release)
 
 
+def a_place_is_not_given_back(patch: Patch) -> None:
+    """A request that leaves the queue before its turn keeps its tokens there."""
+
+    def leave(self: AdmissionQueue, ticket: Any, *args: Any) -> Any:
+        if not ticket.admitted:
+            ticket.prefilled = True
+        return real(self, ticket, *args)
+
+    real = AdmissionQueue.leave
+    patch.setattr(AdmissionQueue, "leave", leave)
+
+
 PLANTED: list[Any] = [
     (quarantine_ends_by_itself, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
@@ -175,6 +188,7 @@ PLANTED: list[Any] = [
     (shared_blocks_are_written, "crowd", 10),
     (blocks_are_released_during_the_step, "writers", 60),
     (quarantined_blocks_stay_in_the_cache, "everything", 10),
+    (a_place_is_not_given_back, "everything", 60),
     (a_release_is_forgotten, "everything", 10),
 ]
 
