@@ -10,6 +10,7 @@
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
 #   make museum     bugs that other servers had, brought into this code one by one: is each caught?
 #   make simulate   the real programs on virtual time under faults: 10,000 seeds (SEEDS=…, ARGS=--output)
+#   make test-gpu   the tests that need an NVIDIA GPU
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
 
@@ -32,10 +33,10 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers simulate
+.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers simulate
 
 help:
-	@sed -n '2,15s/^# \{0,1\}//p' Makefile
+	@sed -n '2,16s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -61,6 +62,10 @@ test: install clients
 
 test-full: install clients
 	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest -m "full or not full" $(ARGS)
+
+# Triton is in its interpreter or on the GPU, for a whole process: these tests run by themselves.
+test-gpu: install
+	env -u TRITON_INTERPRET $(BIN)/python -m pytest -m gpu --timeout 600 $(ARGS)
 
 # tritonclient wants an older protobuf than the product, so it gets an environment of its own.
 CLIENTS_VENV := .venv-clients
