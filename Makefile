@@ -128,7 +128,7 @@ lint: install
 	$(BIN)/ruff format --check .
 
 types: install
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 arrows: install
 	$(BIN)/lint-imports
