@@ -18,6 +18,12 @@ async def greedy_tokens(client: AsyncClient, prompt: Prompt, max_tokens: int) ->
     return without_end([token for chunk in chunks for token in chunk.token_ids])
 
 
+async def greedy_answer(address: str, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+    """The same through a connection of its own."""
+    async with AsyncClient(address) as client:
+        return await greedy_tokens(client, prompt, max_tokens)
+
+
 async def collect(client: AsyncClient, prompt: Prompt, **options: object) -> list[Chunk]:
     """All messages of a stream."""
     async with aclosing(client.stream(prompt, timeout_s=120, **options)) as stream:  # type: ignore[arg-type]

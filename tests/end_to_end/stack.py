@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 200.0
+STOP_TIMEOUT_S = 60.0
 
 REQUEST_GAUGES = ("diptych_requests_running", "diptych_requests_waiting")
 BLOCK_GAUGES = ("diptych_kv_cache_utilization", "diptych_kv_cache_quarantined_blocks")
@@ -66,7 +66,7 @@ class Stack:
             raise KeyError(f"{role} has no metric {name}")
         return sum(values)
 
-    def wait_idle(self, timeout_s: float = 5.0) -> None:
+    def wait_idle(self, timeout_s: float = 20.0) -> None:
         """Wait until no worker has a request and every KV block is back; fails if that does not come."""
         deadline = time.monotonic() + timeout_s
         while busy := self._busy():
@@ -123,6 +123,11 @@ def _wait_ready(stack: Stack) -> None:
         if stack.process.poll() is not None or time.monotonic() > deadline:
             raise StackFailed(f"did not start: status {stack.process.poll()}\n{tail(stack.log)}")
         time.sleep(0.05)
+
+
+def http_root(stack: Stack) -> str:
+    """Where the HTTP door is."""
+    return f"http://127.0.0.1:{stack.account['gateway']['http_port']}"
 
 
 def tail(log: Path, lines: int = 60) -> str:

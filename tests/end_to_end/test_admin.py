@@ -1,10 +1,9 @@
-"""Operators at the admin port of a real system: who is there, what they do, drain and flush."""
+"""Operators at the admin port of a real system. Of several workers test_many_workers.py makes more."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -15,17 +14,16 @@ from diptych.client import Client
 from diptych.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.reference import MODEL
+from tests.end_to_end.stack import Stack
 
 Code = grpc.StatusCode
-T = TypeVar("T")
 PREFIX = "Once upon a time there was a river that ran uphill, and nobody could say why it did. " * 4
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_stack("--decode-workers=2", "--kv-memory-mib=256") as running:
-        yield running
+def stack(bundled: Stack) -> Stack:
+    return bundled
 
 
 @pytest.fixture
@@ -39,17 +37,9 @@ def test_it_says_what_it_is(admin: admin_pb2_grpc.AdminServiceStub) -> None:
     assert info.ready
     assert not info.draining
     assert info.directory_connected
-    assert info.model == "SmolLM2-135M-Instruct"
+    assert info.model == MODEL
     assert info.kv_block_size == 16
     assert info.start_time.ToNanoseconds() <= time.time_ns()
-
-
-def test_it_lists_every_worker_with_its_load(admin: admin_pb2_grpc.AdminServiceStub) -> None:
-    workers = admin.ListWorkers(pb.ListWorkersRequest()).workers
-    assert [w.role for w in workers] == [pb.WORKER_ROLE_PREFILL] + 2 * [pb.WORKER_ROLE_DECODE]
-    assert {w.state for w in workers} == {pb.WORKER_STATE_READY}
-    assert all(w.load.total_blocks > 0 for w in workers if w.role == pb.WORKER_ROLE_DECODE)
-    assert all(w.since_heartbeat.ToNanoseconds() < 2e9 for w in workers)
 
 
 def test_it_tells_the_load_again_and_again(admin: admin_pb2_grpc.AdminServiceStub, stack: Stack) -> None:
@@ -129,34 +119,3 @@ def test_health_and_reflection_are_those_of_the_port(stack: Stack) -> None:
             listed = set(ProtoReflectionDescriptorDatabase(channel).get_services())
             assert service in listed
             assert {"diptych.v1.AdminService", "diptych.v1.InferenceService"} - listed  # never both
-
-
-def test_a_drained_worker_ends_what_it_has_and_comes_back_as_another(
-    admin: admin_pb2_grpc.AdminServiceStub, stack: Stack
-) -> None:
-    before = {w.worker_id: w for w in _decode(admin)}
-    with Client(stack.address) as client:
-        stream = client.stream("Count to a hundred:", max_tokens=60, ignore_eos=True)
-        pieces = [next(stream)]
-        busy = _until(lambda: [w for w in _decode(admin) if w.load.running])[0]
-        admin.DrainWorker(pb.DrainWorkerRequest(worker_id=busy.worker_id))
-        pieces += stream  # what runs is finished, by that worker or by another one
-        assert sum(len(piece.token_ids) for piece in pieces) == 60
-        after = _until(lambda: [w for w in _decode(admin) if w.worker_id not in before])
-        assert after[0].state in (pb.WORKER_STATE_READY, pb.WORKER_STATE_CONNECTING)
-        _until(lambda: len([w for w in _decode(admin) if w.state == pb.WORKER_STATE_READY]) == 2)
-        assert client.generate(PREFIX, max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
-
-
-def _decode(admin: admin_pb2_grpc.AdminServiceStub) -> list[pb.WorkerInfo]:
-    workers = admin.ListWorkers(pb.ListWorkersRequest()).workers
-    return [w for w in workers if w.role == pb.WORKER_ROLE_DECODE]
-
-
-def _until(look: Callable[[], T], timeout_s: float = 60.0) -> T:
-    """What `look` sees once it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not (seen := look()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.05)
-    return seen

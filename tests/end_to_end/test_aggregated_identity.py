@@ -8,6 +8,7 @@ two may be compared token for token even far from greedy.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 
 import pytest
@@ -22,9 +23,8 @@ from engine.runner import Runner
 from engine.sampling import SamplingParams
 from tests.end_to_end import reference
 from tests.end_to_end.asking import collect
-from tests.end_to_end.stack import running_stack
 
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 PROMPTS = (5, 12, 21, 25)  # by index: short, block borders, several chunks
 OFF = {
     "temperature": 1.0,
@@ -43,6 +43,7 @@ KNOBS: tuple[Mapping[str, float], ...] = (
 )
 
 
+@functools.cache
 def aggregated() -> list[list[int]]:
     """What the engine says in one process."""
     model = load_model(reference.model_file(), torch.float32, backend="native")
@@ -76,9 +77,10 @@ async def disaggregated(address: str) -> list[list[int]]:
         return await asyncio.gather(*(one(i, knobs) for i, knobs in zip(PROMPTS, KNOBS, strict=True)))
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-def test_seeded_sampling_is_the_same_text_in_one_process_and_in_three(transport: str) -> None:
-    with running_stack("--dtype", "fp32", "--transport", transport, "--prefill-chunk", "64") as stack:
-        answers = asyncio.run(disaggregated(stack.address))
+@pytest.mark.parametrize("stack", ["bundled", "bundled_tcp"])
+def test_seeded_sampling_is_the_same_text_in_one_process_and_in_three(
+    request: pytest.FixtureRequest, stack: str
+) -> None:
+    answers = asyncio.run(disaggregated(request.getfixturevalue(stack).address))
     assert answers == aggregated()
     assert len({tuple(answer[:8]) for answer in answers}) == len(answers), "draws should differ"

@@ -11,8 +11,8 @@ import torch
 from diptych.v1 import inference_pb2 as pb
 from engine.generate import generate_choices
 from engine.sampling import SamplingParams
-from tests.end_to_end import tiny_model
-from tests.end_to_end.tiny_system import PROMPTS, Served, serving, tokens
+from tests.end_to_end import reference, tiny_model
+from tests.end_to_end.tiny_system import PROMPTS, Served, tokens
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -138,7 +138,8 @@ def test_choices_and_beams_under_pressure_are_preempted_and_right(served: Served
     assert served.stack.metric("decode", "diptych_preemptions_total") > 0, "the pool was not too small"
 
 
-def test_bytes_over_tcp_make_no_difference(served: Served) -> None:
+def test_bytes_over_tcp_make_no_difference(both_transports: tuple[Served, Served]) -> None:
+    prompts = [reference.prompts()[index] for index in (0, 6, 13, 18, 22)]
     asked: list[dict[str, Any]] = [
         {
             "sampling": {"temperature": 1.0, "seed": 4, "n": 3},
@@ -146,12 +147,11 @@ def test_bytes_over_tcp_make_no_difference(served: Served) -> None:
         },
         {"sampling": {"beam_width": 4, "n": 2}, "response": {"logprobs": 1}},
     ]
-    with serving(served.folder, "tcp") as other:
-        for options in asked:
-            here, there = (
-                one.ask(PROMPTS, stopping={"max_tokens": 20}, **options) for one in (served, other)
-            )
-            assert [answer.outputs for answer in here] == [answer.outputs for answer in there]
-            assert [answer.prompt.logprobs for answer in here] == [answer.prompt.logprobs for answer in there]
-            assert all(answer.timings.kv_bytes_transferred for answer in there)
-            assert not any(answer.timings.kv_bytes_transferred for answer in here)
+    for options in asked:
+        # Cold, so that there is something to hand over.
+        asking = {"stopping": {"max_tokens": 20}, "cache": {"salt": f"bytes {options}"}, **options}
+        here, there = (one.ask(prompts, **asking) for one in both_transports)
+        assert [answer.outputs for answer in here] == [answer.outputs for answer in there]
+        assert [answer.prompt.logprobs for answer in here] == [answer.prompt.logprobs for answer in there]
+        assert all(answer.timings.kv_bytes_transferred for answer in there)
+        assert not any(answer.timings.kv_bytes_transferred for answer in here)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diptych.client import Client
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.stack import Stack
 
 SCRIPT = Path(__file__).with_name("triton_client_script.py")
 INTERPRETER = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
@@ -28,9 +27,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_stack("--dtype", "fp32", "--kv-memory-mib", "256") as running:
-        yield running
+def stack(bundled: Stack) -> Stack:
+    return bundled
 
 
 @pytest.fixture(scope="module")

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from diptych.client import Client
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.stack import Stack
 
 PROMPT = "The capital of France is"
 USER: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_stack("--dtype", "fp32", "--kv-memory-mib", "256") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    root = f"http://127.0.0.1:{stack.account['gateway']['http_port']}"
-    with openai.OpenAI(base_url=f"{root}/v1", api_key="any", max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(client: openai.OpenAI) -> str:
-    return client.models.list().data[0].id
+def stack(bundled: Stack) -> Stack:
+    return bundled
 
 
 def test_the_door_says_what_grpc_says(stack: Stack, client: openai.OpenAI, model: str) -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.end_to_end import tiny_model
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.stack import Stack
+from tests.end_to_end.tiny_system import Served
 
-# In the form of Qwen's and Hermes' templates; short, because the model's context is.
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 USER: Any = [{"role": "user", "content": "the quick brown fox"}]
 SCHEMA = {
     "type": "object",
@@ -34,23 +25,8 @@ TOOLS: Any = [
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tiny_model.write(tmp_path_factory.mktemp("tiny"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with running_stack("--model", str(folder), "--dtype", "fp32", "--kv-memory-mib", "64") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    root = f"http://127.0.0.1:{stack.account['gateway']['http_port']}"
-    with openai.OpenAI(base_url=f"{root}/v1", api_key="any", max_retries=0, timeout=60) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def model(client: openai.OpenAI) -> str:
-    return client.models.list().data[0].id
+def stack(served: Served) -> Stack:
+    return served.stack
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,4 +112,4 @@ def test_a_client_that_leaves_frees_its_blocks(stack: Stack, client: openai.Open
             model=model, prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         ) as stream:
             next(iter(stream))
-    stack.wait_idle(5)
+    stack.wait_idle()

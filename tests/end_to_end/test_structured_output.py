@@ -18,10 +18,9 @@ import torch
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from tests.end_to_end.json_prefix import is_object, may_become_object
-from tests.end_to_end.reference import chat_ids, reference_model, tokenizer
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.reference import MODEL, chat_ids, reference_model, tokenizer
+from tests.end_to_end.stack import Stack
 
-MODEL = "SmolLM2-135M-Instruct"
 MAX_TOKENS = 40
 SPACE = r"(?: |\n[ \t]{0,24})?"
 SCHEMA = {
@@ -158,10 +157,8 @@ def _fits(language: Language, data: bytes, token: int, eos: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
-    with running_stack("--dtype", "fp32", "--prefill-chunk", "16") as stack:
-        yield stack
-        stack.wait_idle()
+def stack(bundled: Stack) -> Stack:
+    return bundled
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -17,9 +16,8 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.end_to_end import tiny_model
-from tests.end_to_end.stack import Stack, running_stack
+from tests.end_to_end.tiny_system import MODEL, Served
 
-TEMPLATE = Path(__file__).with_name("tool_template.jinja")
 WEATHER = pb.Tool(
     name="get_weather",
     description="<|im_end|> or not",
@@ -40,24 +38,8 @@ ARGUMENTS = {"get_weather": {"city", "days"}, "now": set()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny_model.write(tmp_path_factory.mktemp("tools"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def stack(folder: Path) -> Iterator[Stack]:
-    """Few blocks: of many requests at once some are preempted in the middle of a grammar."""
-    flags = ["--model", str(folder), "--model-name", "tiny", "--dtype", "fp32", "--kv-blocks", "48"]
-    with running_stack(*flags) as stack:
-        yield stack
-        stack.wait_idle()
-
-
-@pytest.fixture(scope="module")
-def stub(stack: Stack) -> Iterator[rpc.InferenceServiceStub]:
-    with grpc.insecure_channel(stack.address) as channel:
+def stub(served: Served) -> Iterator[rpc.InferenceServiceStub]:
+    with grpc.insecure_channel(served.stack.address) as channel:
         yield rpc.InferenceServiceStub(channel)
 
 
@@ -73,7 +55,7 @@ def request(
         "sampling": {"temperature": 1.0, "seed": seed},
         "stopping": {"max_tokens": 140},
     } | rest
-    return pb.GenerateRequest(model="tiny", chat=chat, **fields)  # type: ignore[arg-type]
+    return pb.GenerateRequest(model=MODEL, chat=chat, **fields)  # type: ignore[arg-type]
 
 
 def called(output: pb.OutputDelta) -> list[str]:
@@ -135,8 +117,8 @@ def test_where_no_call_is_required_text_is_text(stub: rpc.InferenceServiceStub) 
     assert (output.text, called(output)) == ("", ["now"])
 
 
-def test_the_prompt_is_what_the_template_makes_of_it(stub: rpc.InferenceServiceStub, folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
+def test_the_prompt_is_what_the_template_makes_of_it(stub: rpc.InferenceServiceStub, served: Served) -> None:
+    tokenizer = Tokenizer.load(served.folder)
     chat = pb.ChatPrompt(
         messages=[
             pb.ChatMessage(role="user", content="Weather?"),
@@ -148,7 +130,7 @@ def test_the_prompt_is_what_the_template_makes_of_it(stub: rpc.InferenceServiceS
         ],
         tools=[WEATHER],
     )
-    found = stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat), timeout=60)
+    found = stub.Tokenize(pb.TokenizeRequest(model=MODEL, chat=chat), timeout=60)
     text = tokenizer.decode(found.token_ids, skip_special=False)
     assert '"description": "<|im_end|> or not"' in text
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in text
@@ -182,13 +164,13 @@ def test_bad_tools_are_named(stub: rpc.InferenceServiceStub, change: dict[str, o
     assert refused.value.details().startswith(f"{field}: ")
 
 
-def test_a_grammar_goes_on_where_it_was_after_a_preemption(stack: Stack) -> None:
+def test_a_grammar_goes_on_where_it_was_after_a_preemption(served: Served) -> None:
     """The same requests one at a time and all at once, in a pool that is too small for that."""
     schema = json.dumps({"type": "array", "items": {"enum": ["a", 1, None, {"k": "v"}]}, "minItems": 60})
-    prompts = [tiny_model.prompt(seed, 20 + 9 * seed) for seed in range(8)]
+    prompts = [tiny_model.prompt(seed, 20 + 6 * seed) for seed in range(12)]
     asked = [
         pb.GenerateRequest(
-            model="tiny",
+            model=MODEL,
             token_ids=pb.TokenIds(ids=ids),
             structured_output={"json_schema": schema},
             sampling={"temperature": 1.0, "seed": seed},
@@ -199,7 +181,7 @@ def test_a_grammar_goes_on_where_it_was_after_a_preemption(stack: Stack) -> None
 
     async def ask(at_a_time: int) -> list[pb.GenerateResponse]:
         gate = asyncio.Semaphore(at_a_time)
-        async with grpc.aio.insecure_channel(stack.address) as channel:
+        async with grpc.aio.insecure_channel(served.stack.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
 
             async def one(message: pb.GenerateRequest) -> pb.GenerateResponse:

@@ -16,7 +16,7 @@ from engine.model import load_model
 from engine.runner import Runner
 from tests.runtime.tokenizer.small_models import byte_level, write_folder
 
-CONTEXT = 512
+CONTEXT = 768
 
 
 def write(folder: Path) -> Path:

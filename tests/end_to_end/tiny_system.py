@@ -16,16 +16,19 @@ from diptych.v1 import inference_pb2_grpc as rpc
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import Stack, running_stack
 
+MODEL = "tiny"
+TEMPLATE = Path(__file__).with_name("tool_template.jinja")
 LENGTHS = (1, 5, 16, 33, 64, 100)  # block borders, several chunks
 PROMPTS = [tiny_model.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running system and the folder of its model."""
+    """A running system, where its model is and how that is called."""
 
     stack: Stack
     folder: Path
+    model: str = MODEL
 
     @property
     def eos(self) -> int:
@@ -40,15 +43,17 @@ class Served:
         sampling: dict[str, Any] | None = None,
         stopping: dict[str, Any] | None = None,
         response: dict[str, Any] | None = None,
+        cache: dict[str, Any] | None = None,
     ) -> list[pb.GenerateResponse]:
         """Whole answers to all prompts at once; streamed ones are put together here."""
         requests = [
             pb.GenerateRequest(
-                model="tiny",
+                model=self.model,
                 token_ids=pb.TokenIds(ids=ids),
                 sampling=sampling,
                 stopping=stopping,
                 response=response,
+                cache=cache,
             )
             for ids in prompts
         ]
@@ -75,13 +80,26 @@ class Served:
         return asyncio.run(all_of_them())
 
 
+def write(folder: Path) -> Path:
+    """The tiny model, with a template that has tools."""
+    tiny_model.write(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.read_text())
+    return folder
+
+
 @contextlib.contextmanager
-def serving(folder: Path, transport: str) -> Iterator[Served]:
-    """A pool that is too small for all that is asked at once, so that some of it is preempted."""
-    flags = ["--model", str(folder), "--model-name", "tiny", "--dtype", "fp32", "--prefill-chunk", "48"]
-    with running_stack(*flags, "--kv-blocks", "64", "--transport", transport) as stack:
+def serving(folder: Path) -> Iterator[Served]:
+    """Writes the model to `folder` and serves it, with too few blocks for many at once: some are preempted.
+
+    Fails where a process had to be started again, whatever was asked.
+    """
+    write(folder)
+    flags = ["--model", str(folder), "--model-name", MODEL, "--dtype", "fp32", "--prefill-chunk", "48"]
+    with running_stack(*flags, "--kv-blocks", "96", "--transport", "shared_memory") as stack:
+        before = stack.pids()
         yield Served(stack, folder)
         stack.wait_idle()
+        assert stack.pids() == before
 
 
 def tokens(answer: pb.GenerateResponse) -> list[list[int]]:

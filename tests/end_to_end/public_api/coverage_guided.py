@@ -33,7 +33,8 @@ with atheris.instrument_imports(include=["gateway", "runtime.tokenizer", "runtim
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from runtime.errors import DiptychError
-from tests.end_to_end.public_api import hostile, tiny_tools
+from tests.end_to_end import tiny_system
+from tests.end_to_end.public_api import hostile
 from tests.end_to_end.public_api.found_inputs import CHAT, COMPLETIONS, FILE, GENERATE, INFER, KEPT, Door
 
 LONGEST = 2048
@@ -100,7 +101,7 @@ def main() -> None:
     given_ = parser.parse_args()
     given_.corpus.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = ServedModel.load(tiny_tools.write(Path(folder)), tiny_tools.MODEL)
+        model = ServedModel.load(tiny_system.write(Path(folder)), tiny_system.MODEL)
     if given_.keep:
         keep(given_.corpus, model)
         return

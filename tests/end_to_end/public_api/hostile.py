@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
-from tests.end_to_end.public_api.tiny_tools import MODEL
+from tests.end_to_end.tiny_system import MODEL
 
 NAN, INF = float("nan"), float("inf")
 _ODD_FLOATS = st.sampled_from([NAN, INF, -INF, -1.0, 0.0, 1e-40, 1e38, 101.0]) | st.floats(width=32)

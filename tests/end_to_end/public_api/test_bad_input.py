@@ -19,9 +19,9 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
-from tests.end_to_end.public_api.tiny_tools import MODEL
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.tiny_model import CONTEXT
+from tests.end_to_end.tiny_system import MODEL
 from tests.gateway.failing_calls import SECRET, check_http, told
 
 Code = grpc.StatusCode

@@ -25,8 +25,8 @@ from diptych.client import AsyncClient
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end.public_api import hostile
 from tests.end_to_end.public_api.found_inputs import found_inputs
-from tests.end_to_end.public_api.tiny_tools import MODEL
 from tests.end_to_end.stack import Stack
+from tests.end_to_end.tiny_system import MODEL
 
 LONG = int(os.environ.get("FUZZ_MESSAGES", "200000"))
 SMALL = 4_000
@@ -141,7 +141,7 @@ def run(stack: Stack, sender: Sender, count: int) -> None:
     before = stack.pids()
     send()
     assert stack.pids() == before
-    stack.wait_idle(20.0)
+    stack.wait_idle()
     assert sum(sender.answers.values()) >= count * 0.9
     assert {"OK", "INVALID_ARGUMENT", "HTTP 200", "HTTP 400"} <= set(sender.answers)
 

@@ -13,8 +13,8 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from gateway import limits
-from tests.end_to_end.public_api.tiny_tools import MODEL
 from tests.end_to_end.stack import Stack
+from tests.end_to_end.tiny_system import MODEL
 from tests.gateway.failing_calls import check_http, told
 
 Code = grpc.StatusCode
