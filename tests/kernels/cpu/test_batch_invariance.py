@@ -22,6 +22,7 @@ EVERY_SET: list[tuple[torch.dtype | BlockFormat, str]] = [
     *((format, name) for format in BLOCK_BYTES for name in native.instruction_sets(native.BLOCKS)),
 ]
 PROMPT = 530
+FULL = pytest.mark.full
 
 
 @pytest.fixture(params=EVERY_SET, ids=str, scope="module")
@@ -54,7 +55,7 @@ def prefilled(
     return logits, stored(sequence.memory, sequence.table)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
+@pytest.mark.parametrize("chunk", [7, 64, *(pytest.param(size, marks=FULL) for size in (1, 16, 512))])
 def test_chunks_and_threads_change_no_bit(backend: NativeBackend, chunk: int) -> None:
     logits, kv = prefilled(backend, SHAPE, PROMPT, threads=1)
     for threads in (1, 2, 3):
@@ -65,7 +66,7 @@ def test_chunks_and_threads_change_no_bit(backend: NativeBackend, chunk: int) ->
         assert torch.equal(kv, other_kv)
 
 
-@pytest.mark.parametrize("batch", [2, 3, 11, 13, 16, 33])
+@pytest.mark.parametrize("batch", [3, 13, *(pytest.param(size, marks=FULL) for size in (2, 11, 16, 33))])
 def test_neighbours_change_no_bit(backend: NativeBackend, batch: int) -> None:
     prompts = [tokens_of(20 + 3 * i, seed=i) for i in range(batch)]
     layout = layout_of(SHAPE, 16, dtype_of(backend))
