@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -40,6 +41,10 @@ CEILINGS = Ceilings(
     read_rate=1000.0,
     peaks={"fp32": Peak(500.0, "library"), "bf16": Peak(2000.0, "registers"), "int8": Peak(4e3, "library")},
 )
+
+
+ceilings_once = functools.cache(measure_ceilings)  # a measurement takes seconds
+bundled_once = functools.cache(functools.partial(load_precision, resolve_model("bundled"), "bf16"))
 
 
 def test_weights_are_counted_matrix_by_matrix() -> None:
@@ -92,7 +97,7 @@ def test_the_roof_is_the_larger_of_both_times() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ceilings_are_those_of_some_machine(threads: int) -> None:
     """No figure is asserted but that each is one: between a machine of the eighties and none that exists."""
-    found = measure_ceilings(threads)
+    found = ceilings_once(threads)
     assert 1e7 < found.read_rate < 1e13
     assert set(found.peaks) == set(FORMATS)
     for peak in found.peaks.values():
@@ -118,7 +123,7 @@ def test_ceilings_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_points_that_need_too_much_memory_are_left_out() -> None:
-    model = load_precision(resolve_model("bundled"), "fp32")
+    model = bundled_once()
     block = model.kv_layout(16).bytes_per_block
     grid = Grid([1, 4], [16, 64], [16], kv_bytes=4 * block)
     assert grid.decodes(model) == [(1, 16), (1, 64), (4, 16)]
@@ -141,7 +146,7 @@ def test_a_later_run_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_a_point_beside_its_roof() -> None:
-    model = load_precision(resolve_model("bundled"), "bf16")
+    model = bundled_once()
     fast = Ceilings(2, 30e9, {name: Peak(5e11, "registers") for name in FORMATS})
     points = [
         Point("decode", 1, 128, 0.0125, 0.012, 0.013, 5),
@@ -155,7 +160,10 @@ def test_a_point_beside_its_roof() -> None:
     assert "| 512 | 400 | 1,280 |" in table
 
 
-def test_the_tool_measures_and_gathers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_measures_and_gathers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.engine.__main__.measure_ceilings", ceilings_once)
     file, picture = tmp_path / "engine.json", tmp_path / "engine.png"
     flags = ["--batches", "1,2", "--contexts", "32", "--prompts", "40", "--output-file", str(file)]
     assert main([*flags, "--dtype", "fp32", "--threads", "1"]) == 0
