@@ -68,10 +68,14 @@ def start(folder: Path) -> System:
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """Ended as by Ctrl-C, which leaves nothing behind."""
     system = start(tmp_path_factory.mktemp("up"))
     yield system
-    system.process.terminate()
+    pids = system.pids()
+    system.process.send_signal(signal.SIGINT)
     assert system.process.wait(30) == 0
+    assert not any(alive(pid) for pid in pids)
+    assert not system.ready_file.exists()
 
 
 def answers(address: str) -> bool:
@@ -101,12 +105,13 @@ def test_generate_streams_the_answer_to_stdout_and_the_times_to_stderr(system: S
         assert phase in done.stderr
 
 
+@pytest.mark.full  # what streams feel of it, and that the worker comes back: tests/end_to_end/test_outages.py
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_is_replaced_and_the_next_request_works(system: System, role: str) -> None:
     before = system.account[role][0]["pid"]
     os.kill(before, signal.SIGKILL)
     assert wait_until(lambda: system.serves_again(role, before), START_S)
-    assert wait_until(lambda: answers(system.address), 10)
+    assert wait_until(lambda: answers(system.address), 60)
 
 
 def test_a_second_gateway_joins_with_the_shared_secrets(system: System) -> None:
@@ -122,22 +127,16 @@ def test_a_second_gateway_joins_with_the_shared_secrets(system: System) -> None:
         os.close(write)
         with os.fdopen(read) as pipe:
             address = f"127.0.0.1:{json.loads(pipe.readline())['grpc_port']}"
-        assert wait_until(lambda: answers(address), 10)
+        assert wait_until(lambda: answers(address), 60)
         gateway.terminate()
         assert gateway.wait(15) == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_leaves_nothing_behind(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
     system = start(tmp_path)
     pids = system.pids()
-
-    system.process.send_signal(signum)
-
+    system.process.send_signal(signal.SIGKILL)
     system.process.wait(30)
-    assert wait_until(lambda: not any(alive(pid) for pid in pids), 2)
+    assert wait_until(lambda: not any(alive(pid) for pid in pids), 10)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
-    if signum is signal.SIGINT:
-        assert system.process.returncode == 0
-        assert not system.ready_file.exists()
