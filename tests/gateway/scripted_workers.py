@@ -87,7 +87,7 @@ class ScriptedWorker:
             if len(found) >= count:
                 return found
             self.told.clear()
-            await asyncio.wait_for(self.told.wait(), 5)
+            await asyncio.wait_for(self.told.wait(), 20)
 
     def say(self, **message: Any) -> None:
         """Send to every gateway that is linked."""

@@ -72,7 +72,7 @@ async def test_up_load_down_and_up_again(redis_url: str) -> None:
     worker.silent = True
     started = time.monotonic()
     await until(lambda: journal.said[-1] == "down")
-    assert 1.5 < time.monotonic() - started < 3
+    assert 1.5 < time.monotonic() - started < 10
     worker.silent = False
     await until(lambda: journal.said.count("up") == 2)
     await link.close()
@@ -154,7 +154,7 @@ async def worker_process(redis_url: str) -> AsyncIterator[asyncio.subprocess.Pro
         await process.wait()
 
 
-@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGSTOP, 3.0), (signal.SIGKILL, 1.0)])
+@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGSTOP, 10.0), (signal.SIGKILL, 1.5)])
 async def test_stopped_and_killed_processes(
     bundled: ServedModel, redis_url: str, how: signal.Signals, within_s: float
 ) -> None:

@@ -59,7 +59,7 @@ async def test_a_killed_writer_returns_its_blocks(quick_pair, transport):
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, transport) as process:
         process.kill()
-        await until(lambda: pair.decode.settled() and bool(pair.decode.failed), 2.0)
+        await until(lambda: pair.decode.settled() and bool(pair.decode.failed))
     assert pair.decode.failed[0][:2] == (("r", 1), work_pb2.FAILURE_REASON_PEER_LOST)
 
 
@@ -68,7 +68,7 @@ async def test_a_stopped_process_is_fenced_and_can_write_no_more(quick_pair, tra
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, transport) as process:
         process.send_signal(signal.SIGSTOP)
-        await until(lambda: pair.decode.settled() and bool(pair.decode.failed), 10.0)
+        await until(lambda: pair.decode.settled() and bool(pair.decode.failed))
         if transport in ("shared_memory", "cuda_ipc"):
             assert await process.wait() == -signal.SIGKILL, "a mapping can be revoked by death only"
         else:
@@ -93,7 +93,7 @@ async def test_a_closed_stream_alone_frees_nothing(make_pair):
         assert process.returncode is None
         assert pair.decode.pool.quarantined() == 3
         process.kill()
-        await until(pair.decode.settled, 2.0)
+        await until(pair.decode.settled)
 
 
 async def test_a_deaf_writer_is_fenced_in_the_end(make_pair):
@@ -102,7 +102,7 @@ async def test_a_deaf_writer_is_fenced_in_the_end(make_pair):
     async with writer_process(pair.decode.address, "shared_memory") as process:
         pair.decode.server.cancel(("r", 1))
         assert await process.wait() == -signal.SIGKILL
-        await until(pair.decode.settled, 2.0)
+        await until(pair.decode.settled)
     assert pair.decode.server.stats().fenced == 1
     assert pair.decode.failed == []
 

@@ -14,6 +14,7 @@ from launcher.restart import RestartPolicy
 from launcher.supervisor import Ended, Event, Running, Serving, Supervisor, Wrote
 from tests.launcher.specs import ROOT, alive, program_spec, wait_until
 
+GRACE_S = 6.0
 QUICK = RestartPolicy(first_s=0.05, cap_s=0.2)
 
 
@@ -23,7 +24,7 @@ class Watched:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._told = asyncio.Event()
-        self.supervisor = Supervisor(self._observe, policy=QUICK, ready_timeout_s=10, grace_s=1)
+        self.supervisor = Supervisor(self._observe, policy=QUICK, ready_timeout_s=30, grace_s=GRACE_S)
 
     def _observe(self, event: Event) -> None:
         self.events.append(event)
@@ -33,7 +34,7 @@ class Watched:
         return next(one for one in self.supervisor.running() if one.name == name)
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not true():
                 self._told.clear()
                 await self._told.wait()
@@ -133,7 +134,7 @@ async def test_kills_what_ignores_sigterm_after_the_grace_period() -> None:
     began = time.monotonic()
     await supervisor.stop()
 
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 10
     assert not alive(pid)
 
 
@@ -147,7 +148,7 @@ async def test_what_is_still_loading_is_ended_without_grace(watched: Watched) ->
     began = time.monotonic()
     await watched.supervisor.stop()
 
-    assert time.monotonic() - began < 0.9  # of a grace period of one second
+    assert time.monotonic() - began < GRACE_S / 2
     assert pid is not None
     assert not alive(pid)
     watched.supervisor = Supervisor(lambda event: None)

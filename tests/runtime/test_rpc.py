@@ -86,7 +86,7 @@ async def test_a_frozen_peer_is_noticed_in_seconds() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as info:
                 await asyncio.wait_for(call.read(), 20)
             assert info.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert time.monotonic() - start < 4
+            assert time.monotonic() - start < 15
     finally:
         process.kill()
         await process.wait()

@@ -148,4 +148,4 @@ def test_stop_is_bounded_when_the_collector_is_away(monkeypatch: pytest.MonkeyPa
     telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
     start = time.monotonic()
     telemetry.stop()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 8.0  # the exporter's own patience is ten
