@@ -22,9 +22,13 @@ from gateway.validation import parse_message
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
 """One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""
 
-
 Stream = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 """An RPC with a stream of requests: takes them as bytes, accounts for each itself, writes to the context."""
+
+
+def plain(body: Callable[[Any], Awaitable[Message]]) -> Body:
+    """For what needs to know nothing of its call."""
+    return lambda request, _: body(request)
 
 
 def add_service(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
 from gateway.generate import Generator
-from gateway.grpc_service import Body, add_service
+from gateway.grpc_service import Body, add_service, plain
 from gateway.text_rpcs import TextRpcs
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["InferenceService"]
@@ -26,15 +23,10 @@ def add_inference_service(
     bodies: dict[str, Body] = {
         "StreamGenerate": partial(generator.stream, resumable=True),
         "Generate": generator.whole,
-        "Tokenize": _plain(text.tokenize),
-        "Detokenize": _plain(text.detokenize),
-        "ListModels": _plain(text.list_models),
-        "GetModel": _plain(text.get_model),
-        "CancelRequest": _plain(text.cancel_request),
+        "Tokenize": plain(text.tokenize),
+        "Detokenize": plain(text.detokenize),
+        "ListModels": plain(text.list_models),
+        "GetModel": plain(text.get_model),
+        "CancelRequest": plain(text.cancel_request),
     }
     add_service(server, calls, DESCRIPTOR, bodies)
-
-
-def _plain(body: Callable[[Any], Awaitable[Message]]) -> Body:
-    """For what needs to know nothing of its call."""
-    return lambda request, _: body(request)

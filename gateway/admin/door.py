@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 import grpc
-from google.protobuf.message import Message
 
 from diptych.v1 import admin_pb2 as pb
 from gateway.admin.operations import Operations
 from gateway.call import Calls
-from gateway.grpc_service import Body, add_service
+from gateway.grpc_service import Body, add_service, plain
 from runtime.rpc import add_health_and_reflection, bind, make_server
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["AdminService"]
@@ -52,14 +48,9 @@ class AdminDoor:
 def bodies(operations: Operations) -> dict[str, Body]:
     """Every RPC of the service."""
     return {
-        "GetServerInfo": _plain(operations.server_info),
-        "ListWorkers": _plain(operations.list_workers),
+        "GetServerInfo": plain(operations.server_info),
+        "ListWorkers": plain(operations.list_workers),
         "WatchLoad": operations.watch_load,
-        "DrainWorker": _plain(operations.drain_worker),
-        "FlushPrefixCache": _plain(operations.flush_prefix_cache),
+        "DrainWorker": plain(operations.drain_worker),
+        "FlushPrefixCache": plain(operations.flush_prefix_cache),
     }
-
-
-def _plain(body: Callable[[Any], Awaitable[Message]]) -> Body:
-    """For what needs to know nothing of its call."""
-    return lambda request, _: body(request)
