@@ -13,6 +13,13 @@ GRPC_PORT = 50051
 HTTP_PORT = 8000
 
 
+def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
+    """The chosen one, else that after the public one; 0 (any free one) where that is any, or the last."""
+    if chosen is not None:
+        return chosen
+    return grpc_port + 1 if 0 < grpc_port < 65535 else 0
+
+
 class GatewaySettings(ProgramSettings):
     """``grpc_port`` is the public one: inference, health and reflection; operators come by ``admin_port``."""
 
@@ -54,7 +61,4 @@ class GatewaySettings(ProgramSettings):
 
     @property
     def resolved_admin_port(self) -> int:
-        """Beside the public port; any free one where that is any, or the last there is."""
-        if self.admin_port is not None:
-            return self.admin_port
-        return self.grpc_port + 1 if 0 < self.grpc_port < 65535 else 0
+        return admin_port_beside(self.grpc_port, self.admin_port)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gateway.config import admin_port_beside
 from launcher.child import ChildSpec, Slot
 from launcher.thread_plan import split_cores
 from runtime.bind_address import UnsafeBindError, require_safe_bind
@@ -131,7 +132,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "share-ports": True,
             "await-workers-s": Slot("await_workers_s"),
         },
-        admin_port=_admin_port(options),
+        admin_port=admin_port_beside(options.grpc_port, options.admin_port),
         grpc_port=options.grpc_port,
         http_port=options.http_port,
     )
@@ -179,13 +180,6 @@ def _gpu_share(options: StackOptions) -> float | None:
     if options.device == "cpu":
         return None
     return round(_GPU_UTILIZATION / (options.decode_workers + options.prefill_workers / 4), 3)
-
-
-def _admin_port(options: StackOptions) -> int:
-    """Beside the public port unless it is chosen."""
-    if options.admin_port is not None:
-        return options.admin_port
-    return options.grpc_port + 1 if 0 < options.grpc_port < 65535 else 0
 
 
 def _share(home: range | None, cores: int) -> dict[str, object]:
