@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.validate_token_ids import distinct_token_ids
 from runtime.errors import ContextLengthExceeded, InvalidParameter
 
 _NANOS_PER_SECOND: Final = 1_000_000_000
@@ -51,7 +52,9 @@ def stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:
         max_tokens=max_tokens,
         min_tokens=criteria.min_tokens,
         stop=_stop_strings(criteria),
-        stop_token_ids=_stop_token_ids(criteria, vocab_size),
+        stop_token_ids=distinct_token_ids(
+            "stopping.stop_token_ids", criteria.stop_token_ids, limits.MAX_STOP_TOKEN_IDS, vocab_size
+        ),
         ignore_eos=criteria.ignore_eos,
         include_stop=criteria.include_stop_in_output,
         time_limit_s=_time_limit(criteria.time_limit) if criteria.HasField("time_limit") else None,
@@ -74,19 +77,6 @@ def _stop_strings(criteria: pb.StoppingCriteria) -> tuple[str, ...]:
         if len(text) > longest or len(text.encode("utf-8")) > longest:
             raise InvalidParameter(f"stopping.stop[{index}]", f"must be at most {longest} bytes")
     return tuple(dict.fromkeys(criteria.stop))
-
-
-def _stop_token_ids(criteria: pb.StoppingCriteria, vocab_size: int) -> tuple[int, ...]:
-    if len(criteria.stop_token_ids) > limits.MAX_STOP_TOKEN_IDS:
-        raise InvalidParameter(
-            "stopping.stop_token_ids", f"must have at most {limits.MAX_STOP_TOKEN_IDS} ids"
-        )
-    for index, token_id in enumerate(criteria.stop_token_ids):
-        if token_id >= vocab_size:
-            raise InvalidParameter(
-                f"stopping.stop_token_ids[{index}]", f"must be below the vocabulary size {vocab_size}"
-            )
-    return tuple(dict.fromkeys(criteria.stop_token_ids))
 
 
 def _time_limit(duration: Duration) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.validate_stopping import Stopping
+from gateway.validate_token_ids import distinct_token_ids
 from runtime.errors import InvalidParameter
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -26,7 +27,9 @@ def token_rules(params: pb.SamplingParams, tokenizer: Tokenizer) -> TokenRules:
     vocab_size = tokenizer.vocab_size
     return TokenRules(
         logit_bias=_logit_bias(params, vocab_size),
-        allowed_token_ids=_allowed(params, vocab_size),
+        allowed_token_ids=distinct_token_ids(
+            "sampling.allowed_token_ids", params.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS, vocab_size
+        ),
         bad_words=_bad_words(params, tokenizer),
     )
 
@@ -53,19 +56,6 @@ def _logit_bias(params: pb.SamplingParams, vocab_size: int) -> dict[int, float]:
         if not -most <= bias <= most:
             raise InvalidParameter(field_path, f"must have numbers from {-most:g} to {most:g}")
     return dict(params.logit_bias)
-
-
-def _allowed(params: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:
-    if len(params.allowed_token_ids) > limits.MAX_ALLOWED_TOKEN_IDS:
-        raise InvalidParameter(
-            "sampling.allowed_token_ids", f"must have at most {limits.MAX_ALLOWED_TOKEN_IDS} ids"
-        )
-    for index, token_id in enumerate(params.allowed_token_ids):
-        if token_id >= vocab_size:
-            raise InvalidParameter(
-                f"sampling.allowed_token_ids[{index}]", f"must be below the vocabulary size {vocab_size}"
-            )
-    return tuple(dict.fromkeys(params.allowed_token_ids))
 
 
 def _bad_words(params: pb.SamplingParams, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
