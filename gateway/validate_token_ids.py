@@ -10,7 +10,7 @@ from runtime.errors import InvalidParameter
 def distinct_token_ids(
     field_path: str, token_ids: Sequence[int], at_most: int, vocab_size: int
 ) -> tuple[int, ...]:
-    """The ids without repetitions, in their order. Raises `InvalidParameter` for too many or an unknown one."""
+    """The ids without repetitions, in their order. Raises `InvalidParameter`, naming what is wrong."""
     if len(token_ids) > at_most:
         raise InvalidParameter(field_path, f"must have at most {at_most} ids")
     for index, token_id in enumerate(token_ids):

@@ -16,19 +16,21 @@ from typing import Any, Final
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.json_body import parse_body
+from gateway.json_members import (
+    INT32,
+    INT64,
+    SAMPLING_NUMBERS,
+    UINT32,
+    array,
+    integer,
+    number,
+    string,
+    token_ids,
+)
 from gateway.kserve.tensors import Tensor
-from gateway.openai.json_body import parse_body
-from gateway.openai.members import INT32, INT64, UINT32, array, integer, number, string, token_ids
 from runtime.errors import InvalidParameter, printable
 
-_SAMPLING_NUMBERS: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
 _IGNORED: Final = frozenset(
     {"triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end"}
 )
@@ -168,7 +170,7 @@ def _put_salt(request: pb.GenerateRequest, path: str, value: object) -> None:
 
 
 KNOBS: Final[Mapping[str, tuple[str, Put]]] = {
-    **{name: (f"sampling.{name}", _number("sampling", name)) for name in _SAMPLING_NUMBERS},
+    **{name: (f"sampling.{name}", _number("sampling", name)) for name in SAMPLING_NUMBERS},
     "top_k": ("sampling.top_k", _count("sampling", "top_k", INT32)),
     "seed": ("sampling.seed", _count("sampling", "seed", INT64)),
     "n": ("sampling.n", _count("sampling", "n")),

@@ -7,10 +7,10 @@ from typing import Final
 from google.protobuf.struct_pb2 import Struct
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.json_members import UINT32, Members, string
 from gateway.openai.chat_messages import read_messages, read_tools
 from gateway.openai.draft import Asked, Draft
 from gateway.openai.knobs import read_knobs, read_output_limit, read_stream
-from gateway.openai.members import UINT32, Members, string
 from gateway.openai.structure import read_structure
 from runtime.errors import InvalidParameter
 

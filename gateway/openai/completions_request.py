@@ -10,9 +10,9 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.json_members import UINT32, Members, array, string, token_ids
 from gateway.openai.draft import Asked, Draft
 from gateway.openai.knobs import read_knobs, read_output_limit, read_stream
-from gateway.openai.members import UINT32, Members, array, string, token_ids
 from gateway.openai.structure import read_structure
 from runtime.errors import InvalidParameter
 

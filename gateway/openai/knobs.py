@@ -10,20 +10,23 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.json_members import (
+    INT32,
+    INT64,
+    SAMPLING_NUMBERS,
+    UINT32,
+    Members,
+    array,
+    integer,
+    number,
+    string,
+    token_ids,
+)
 from gateway.openai.draft import Draft
-from gateway.openai.members import INT32, INT64, UINT32, Members, array, integer, number, string, token_ids
 from runtime.errors import InvalidParameter
 
 # Accepted and without effect: they concern OpenAI's own books and storage.
 IGNORED: Final = ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_retention")
-_NUMBERS: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
 _COUNTS: Final = ("n", "best_of")
 
 
@@ -51,7 +54,7 @@ def read_knobs(body: Members, draft: Draft) -> None:
 
 
 def _sampling(body: Members, sampling: pb.SamplingParams, names: dict[str, str]) -> None:
-    for name in _NUMBERS:
+    for name in SAMPLING_NUMBERS:
         if (value := body.number(name)) is not None:
             setattr(sampling, name, value)
     for name in _COUNTS:

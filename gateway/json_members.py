@@ -15,6 +15,16 @@ INT32: Final = (-(2**31), 2**31 - 1)
 UINT32: Final = (0, 2**32 - 1)
 INT64: Final = (-(2**63), 2**63 - 1)
 
+SAMPLING_NUMBERS: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""The members that are numbers of `SamplingParams` by the same name, at every door that reads JSON."""
+
 T = TypeVar("T")
 
 
