@@ -102,9 +102,7 @@ class _Answers:
 def _generate(prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     model, threads = reference_model(), torch.get_num_threads()
     ids = torch.tensor([prompt])
-    torch.set_num_threads(
-        1
-    )  # on busy cores, threads that wait for one another take ten times as long
+    torch.set_num_threads(1)  # on busy cores, threads that wait for one another take ten times as long
     try:
         with torch.inference_mode():
             out = model.generate(

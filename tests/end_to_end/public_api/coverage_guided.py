@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 with atheris.instrument_imports(include=["gateway", "runtime.tokenizer", "runtime.grammar"]):
+    from gateway.json_body import parse_body
     from gateway.kserve.request import read_request
     from gateway.openai.chat_request import read_chat
     from gateway.openai.completions_request import read_completions
-    from gateway.openai.json_body import parse_body
     from gateway.served_model import ServedModel
     from gateway.validation import parse_message, parse_request
 
