@@ -85,7 +85,11 @@ def check_options(options: StackOptions) -> None:
         require_safe_bind(options.host, encrypted=False, insecure=options.insecure)
     except (FileNotFoundError, UnsafeBindError) as error:
         raise BadOptions(str(error)) from None
-    for port in (options.grpc_port, options.http_port, _admin_port(options)):
+    for port in (
+        options.grpc_port,
+        options.http_port,
+        admin_port_beside(options.grpc_port, options.admin_port),
+    ):
         if _taken(options.host, port):
             raise BadOptions(f"port {port} of {options.host} is taken")
 
