@@ -30,10 +30,10 @@ def stack() -> Iterator[Stack]:
 
 
 async def streams_through_a_death(stack: Stack, role: str) -> list[tuple[grpc.StatusCode, bool]]:
-    """Kill the worker under running streams; each stream's status, and whether it had tokens."""
+    """Kill the worker under running streams; each stream's first status, and whether it had tokens."""
     pid = stack.account[role][0]["pid"]
     outcomes: list[tuple[grpc.StatusCode, bool]] = []
-    async with AsyncClient(stack.address) as client:
+    async with AsyncClient(stack.address, retries=0) as client:
 
         async def one(prompt: tuple[int, ...], begun: asyncio.Event) -> None:
             try:
