@@ -112,7 +112,11 @@ class Cluster:
         self.loop.start(host, lambda: self._life(machine, run))
 
     async def _life(self, machine: Machine, run: Callable[[Machine], Any]) -> None:
-        status = await run(machine)
+        try:
+            status = await run(machine)
+        except Exception as error:
+            self.violated(f"{machine.host} ended with {error!r}")
+            raise
         if status:
             self.violated(f"{machine.host} ended with status {status}")
         self.loop.call_soon(self.kill, machine.host, "it ended")

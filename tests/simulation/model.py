@@ -16,8 +16,10 @@ import torch
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from engine.batch import AbortWords, SequenceStep, check_batch
-from engine.kv_memory import KVLayout
+from engine.drawn import Drawn
+from engine.kv_memory import KVLayout, KVMemory
 from engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from kvtransfer.device_order import CPU
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
 
@@ -61,7 +63,12 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Model:
+    device: torch.device = CPU
     shape: _Shape = _Shape()
+
+    def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
+        """Blocks of a process' own."""
+        return KVMemory(layout, num_blocks)
 
 
 class SimulatedRunner:
@@ -74,8 +81,20 @@ class SimulatedRunner:
         self._watch = watch
         self._poisoned = poisoned
 
-    def rest(self) -> None:
-        pass
+    def step_and_draw(
+        self, sequences: Sequence[SequenceStep], draws: object, abort: AbortWords | None = None
+    ) -> Drawn:
+        """Nothing is drawn here: the rows come back as logits."""
+        rows = self.step(sequences, abort)
+        return Drawn([None] * len(rows), rows)
+
+    def rest(self) -> None: ...
+
+    def plan_decode(self, max_batch: int, block_size: int) -> int:
+        """Nothing is recorded."""
+        return 0
+
+    def prepare_decode(self, memory: KVMemory) -> None: ...
 
     def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> Any:
         """Write the entries of the new tokens and return a hash of all entries for each row of logits."""

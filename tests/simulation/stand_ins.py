@@ -85,7 +85,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
-        "decode_worker.worker.allocate_pool": _pool_memory,
+        "decode_worker.pool.allocate_pool": _pool_memory,
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "decode_worker.choices.sample": model.sample,
