@@ -96,6 +96,10 @@ class AttemptBlocks:
                 self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys
             )
 
+    def distrust(self) -> None:
+        """What these blocks hold may be wrong: nobody else is to read it."""
+        self._prefixes.distrust(self._attempt)
+
     def release(self, sequences: Sequence[DecodeSequence]) -> None:
         """These end. Blocks that nobody else holds are free, or stay cached."""
         for sequence in sequences:

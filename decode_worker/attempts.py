@@ -172,6 +172,9 @@ class Attempts:
     def on_failed(self, key: Key, reason: int, message: str) -> None:
         """The hand-over of an attempt failed; its blocks are already back or in quarantine."""
         if request := self._requests.get(key):
+            if reason == work_pb2.FAILURE_REASON_ROW_FAILED:  # of the prefill worker, which read our cache
+                request.blocks.distrust()
+                self.prefixes.tell()
             self._fail(request, reason, message)
 
     # ---- ends that come from outside -----------------------------------------------------------------

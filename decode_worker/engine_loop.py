@@ -18,7 +18,7 @@ from engine.batch import AbortWords, SequenceStep
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
-from runtime.failpoints import reach
+from runtime.failpoints import failpoint, reach
 from worker.step import StepThread
 from worker.step_clock import StepClock
 
@@ -170,7 +170,10 @@ class EngineLoop:
             for _, row in rows
         ]
         draws = [gang.draws(sequence) for gang, sequence in rows]
-        return pick_all(self._runner.step_and_draw(sequences, draws, abort), rows)
+        drawn = self._runner.step_and_draw(sequences, draws, abort)
+        if len(drawn.logits) and failpoint("decode.not_finite"):
+            drawn.logits[0] = float("nan")
+        return pick_all(drawn, rows)
 
     def _apply(self, batch: list[Gang], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""

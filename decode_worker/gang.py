@@ -90,6 +90,8 @@ class Gang(ABC):
 
     def failed(self, failure: SampleFailure) -> Outcome:
         """A row has no token to give."""
+        if not failure.by_request:
+            self.request.blocks.distrust()
         self.say_failed(failure_reason(failure), failure.reason)
         return "failed"
 

@@ -48,6 +48,11 @@ class Prefixes:
             parent = key
         return keys
 
+    def distrust(self, attempt: Attempt) -> None:
+        """A step that read its blocks went wrong: forget them all, and whatever was built on them."""
+        first = attempt.token_ids[: self._block_size]
+        self._pool.forget(block_keys(attempt.cache_namespace, first, self._block_size))
+
     def tell(self) -> None:
         """Pass on what changed since the last time."""
         added, removed = self._pool.drain_events()

@@ -14,6 +14,7 @@ from engine.runner import Runner
 from engine.sampling import SampleFailure, candidates, sample, score_tokens
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
+from runtime.failpoints import failpoint
 from worker.attempt import Attempt
 from worker.scored_tokens import candidate_message, sampled_message, score_message
 
@@ -34,6 +35,8 @@ def run_step(runner: Runner, rows: Sequence[Row], abort: AbortWords) -> list[Com
     """Compute the chunks; one result a row."""
     sequences = [_sequence(request, chunk) for request, chunk in rows]
     logits = runner.step(sequences, abort)
+    if len(logits) and failpoint("prefill.not_finite"):
+        logits[-1] = float("nan")
     results: list[Computed | SampleFailure] = []
     begin = 0
     for (request, chunk), sequence in zip(rows, sequences, strict=True):

@@ -44,4 +44,4 @@ def failure_reason(failure: SampleFailure) -> work_pb2.FailureReason:
     """Why a row that has no token to give ends its output."""
     if failure.by_request:
         return work_pb2.FAILURE_REASON_NOTHING_ALLOWED
-    return work_pb2.FAILURE_REASON_INTERNAL
+    return work_pb2.FAILURE_REASON_ROW_FAILED

@@ -7,12 +7,11 @@ implementations.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from diptych.client import AsyncClient, Choice, Completion
+from diptych.client import AsyncClient, Completion
 from tests.end_to_end import tiny_model
 
 TOKENS = 40
@@ -43,13 +42,13 @@ ASKS: Asks = {
 
 
 def prompt_of(name: str, length: int = 100) -> list[int]:
-    """One for each question: several chunks, and no prefix in common."""
-    return tiny_model.prompt(sorted(ASKS).index(name) + 1 if name in ASKS else 0, length)
+    """One for each question and length: several chunks, and no prefix in common."""
+    return tiny_model.prompt(1000 * length + sorted(ASKS).index(name), length)
 
 
 async def stream(client: AsyncClient, prompt: list[int], options: Mapping[str, Any]) -> Completion:
     """The whole of a stream."""
-    async with aclosing(client.stream(prompt, timeout_s=TIMEOUT_S, **options)) as stream:  # type: ignore[misc]
+    async with aclosing(client.stream(prompt, timeout_s=TIMEOUT_S, **options)) as stream:
         async for _ in stream:
             pass
         return stream.received.completion()
@@ -66,19 +65,6 @@ def ask(address: str, names: Iterable[str], *, length: int = 100) -> dict[str, C
 
     names = list(names)
     return dict(zip(names, asyncio.run(all_of_them()), strict=True))
-
-
-def with_stop(answer: Completion, after: int) -> tuple[dict[str, Any], str]:
-    """A greedy question that is to stop at a text which comes in the answer's last third, and that text."""
-    text = answer.text
-    begin = text.index(answer.text[2 * len(text) // 3 :])
-    stop = text[begin : begin + after]
-    return {**ASKS["greedy"], "stop": [stop]}, stop
-
-
-def said(answer: Completion) -> list[Choice]:
-    """What the client has of it, ids and text and scores; not how long it took."""
-    return [dataclasses.replace(choice) for choice in answer.choices]
 
 
 def check_same(expected: Mapping[str, Completion], got: Mapping[str, Completion]) -> None:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from diptych.client import Client, Completion
 from tests.faults.armory import kill
-from tests.faults.asks import ASKS, ask, check_same, retries
+from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 from tests.faults.conftest import Breakable
+
+IDLE_S = 30.0  # a worker that is started again counts as busy
+
+
+def ask_while(system: Breakable, act: Callable[[], object], *, length: int = 100) -> dict[str, Completion]:
+    """The answers to all questions, during which something is done."""
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(ask, system.address, ASKS, length=length)
+        act()
+        return asked.result()
+
+
+# --- one worker a role ------------------------------------------------------------------------------------
 
 
 def test_every_way_of_generating_survives_the_death_of_the_only_decode_worker(laptop: Breakable) -> None:
@@ -17,15 +34,79 @@ def test_every_way_of_generating_survives_the_death_of_the_only_decode_worker(la
     assert laptop.armory.taken("decode.step")
     check_same(expected, answers)
     assert all(retries([answer]) for answer in answers.values())
-    laptop.stack.wait_idle(20)
+    laptop.stack.wait_idle(IDLE_S)
 
 
 def test_a_prefill_worker_that_is_killed_between_two_chunks_is_made_up_for(laptop: Breakable) -> None:
     laptop.armory.arm("prefill.chunk", "freeze", after=2)
-    with ThreadPoolExecutor(1) as other:
-        asked = other.submit(ask, laptop.address, ASKS, length=130)  # of which nothing is cached
-        kill(laptop.armory.wait_taken("prefill.chunk"))
-        answers = asked.result()
+    answers = ask_while(laptop, lambda: kill(laptop.armory.wait_taken("prefill.chunk")), length=130)
     assert retries(answers.values())
     check_same(ask(laptop.address, ASKS, length=130), answers)
-    laptop.stack.wait_idle(20)
+    laptop.stack.wait_idle(IDLE_S)
+
+
+def test_a_stop_string_that_has_begun_is_found_after_the_death_too(laptop: Breakable) -> None:
+    """It lies across the token at which the worker dies: its beginning is held back in the gateway."""
+    with Client(laptop.address, retries=0) as client:
+        prompt, greedy = prompt_of("greedy"), ASKS["greedy"]
+        pieces = [chunk.text for chunk in client.stream(prompt, timeout_s=TIMEOUT_S, **greedy)]
+        texts = [text for text in pieces if text]
+        stop = "".join(texts[8:20])
+        options = {**greedy, "stop": [stop]}
+        expected = client.generate(prompt, **options)
+        laptop.armory.arm("decode.step", "crash", after=12)
+        with client.stream(prompt, timeout_s=TIMEOUT_S, **options) as stream:
+            for _ in stream:
+                pass
+            answer = stream.received.completion()
+    assert retries([answer]) == 1
+    assert answer.choices == expected.choices
+    assert answer.first.stop_text == stop
+    laptop.stack.wait_idle(IDLE_S)
+
+
+@pytest.mark.parametrize("where", ["decode.not_finite", "prefill.not_finite"])
+def test_a_row_without_a_number_is_computed_again(laptop: Breakable, where: str) -> None:
+    """Nothing of it is shown, and what it left in the cache is not read."""
+    expected = ask(laptop.address, ["seeded"])
+    laptop.armory.arm(where, "fail", after=5 if where.startswith("decode") else 0)
+    answers = ask(laptop.address, ["seeded"])
+    check_same(expected, answers)
+    assert retries(answers.values()) == 1
+    usage = answers["seeded"].usage
+    assert usage is not None
+    laptop.stack.wait_idle(IDLE_S)
+
+
+# --- two workers a role -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["decode.step"])
+def test_the_other_worker_goes_on(pairs: Breakable, where: str) -> None:
+    check_death_at(pairs, where)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("prefill.queued", "prefill.asked", "prefill.granted", "prefill.chunk", "prefill.before_commit"),
+        *("prefill.committed", "decode.attached", "decode.verified"),
+    ],
+)
+def test_wherever_it_dies_the_other_worker_goes_on(pairs: Breakable, where: str) -> None:
+    check_death_at(pairs, where)
+
+
+def check_death_at(pairs: Breakable, where: str) -> None:
+    expected = ask(pairs.address, ASKS)
+    pairs.stack.wait_idle(IDLE_S)
+    pairs.armory.arm(where, "crash", after=12 if where == "decode.step" else 1)
+    length = 100 if where.startswith("decode") else 131  # prompts that are cached have one chunk
+    if length != 100:
+        expected = {}
+    answers = ask(pairs.address, ASKS, length=length)
+    assert pairs.armory.taken(where)
+    check_same(expected or ask(pairs.address, ASKS, length=length), answers)
+    assert where == "prefill.committed" or retries(answers.values())
+    pairs.stack.wait_idle(IDLE_S)

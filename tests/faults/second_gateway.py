@@ -1,0 +1,69 @@
+"""Another gateway beside that of a running system, to be killed while the first one lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.end_to_end.stack import Stack
+
+READY_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class SecondGateway:
+    """A process that serves."""
+
+    address: str
+    pid: int
+
+
+@contextlib.contextmanager
+def second_gateway(stack: Stack, model: Path) -> Iterator[SecondGateway]:
+    """Ready when it is entered; ended afterwards, if it still lives."""
+    reader, writer = os.pipe()
+    account = stack.account
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "gateway", "--model", str(model), "--model-name", "tiny"),
+            *("--grpc-port", "0", "--http-port", "0", "--admin-port", "0", "--ready-fd", str(writer)),
+        ],
+        pass_fds=[writer],
+        env={
+            **os.environ,
+            "DIPTYCH_REDIS_URL": account["redis_url"],
+            "DIPTYCH_SECRET": account["secret"],
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as pipe:
+            address = f"127.0.0.1:{json.loads(pipe.readline())['grpc_port']}"
+        _wait_serving(address)
+        yield SecondGateway(address, process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_serving(address: str) -> None:
+    until = time.monotonic() + READY_WITHIN_S
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="diptych.v1.InferenceService")
+        while stub.Check(request, timeout=10).status != health_pb2.HealthCheckResponse.SERVING:
+            if time.monotonic() > until:
+                raise AssertionError("the second gateway has found no workers")
+            time.sleep(0.05)
