@@ -7,6 +7,12 @@
         for chunk in client.stream(chat("Tell me a story."), temperature=0.8, seed=1):
             print(chunk.text, end="", flush=True)
 
+A stream with `resume=True` survives its gateway: it goes on at the next of the client's addresses, and
+nothing of it is lost or repeated (see `diptych.resumption`):
+
+    with Client(["gateway-a:50051", "gateway-b:50051"]) as client:
+        for chunk in client.stream("Once upon a time", resume=True): ...
+
 AsyncClient is the same with `await` and `async for`. Needs grpcio, protobuf and googleapis-common-protos (the
 messages of rich errors), nothing else of Diptych. Every call raises CallFailed; leaving a stream early
 cancels the request on the server. All options are in `diptych.options.Options`, and which failed calls are

@@ -1,0 +1,141 @@
+"""A stream that goes on by itself, against two real servers of which the first one breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from diptych.client import AsyncClient, CallFailed, Client, Completion
+from diptych.completion import Received, read_chunk
+from diptych.resumption import MAX_FRUITLESS, Resumption
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+
+IDS = list(range(20, 30))
+Code = grpc.StatusCode
+
+
+class Server(rpc.InferenceServiceServicer):
+    """Says IDS, and breaks off with `code` after `delivers` of them in each call, while there are any."""
+
+    def __init__(self, code: Code = Code.ABORTED, delivers: int | None = None) -> None:
+        self.code, self.delivers = code, delivers
+        self.requests: list[pb.GenerateRequest] = []
+
+    def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        have = len(request.received_token_ids)
+        assert list(request.received_token_ids) == IDS[:have]
+        assert bool(request.resume_token) == bool(have)
+        for number, token in enumerate(IDS[have:]):
+            if number == self.delivers:
+                context.abort(self.code, "it broke")
+            first = number == 0
+            message = pb.GenerateResponse(
+                request_id="r" if first else "", resume_token=f"t{len(self.requests)}" if first else ""
+            )
+            message.outputs.add(text=f"<{token}>", token_ids=[token])
+            if token == IDS[-1]:
+                message.outputs[0].finish_reason = pb.FINISH_REASON_LENGTH
+                message.usage.completion_tokens = len(IDS)
+            yield message
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[[Server], str]]:
+    servers = []
+
+    def start(service: Server) -> str:
+        server = grpc.server(ThreadPoolExecutor(4))
+        rpc.add_InferenceServiceServicer_to_server(service, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+
+
+def by_the_sync_client(addresses: list[str], **options: object) -> Completion:
+    with Client(addresses, model="m") as client:
+        stream = client.stream("x", timeout_s=20, resume=True, **options)  # type: ignore[arg-type]
+        for _ in stream:
+            pass
+        return stream.received.completion()
+
+
+def by_the_async_client(addresses: list[str], **options: object) -> Completion:
+    async def run() -> Completion:
+        async with AsyncClient(addresses, model="m") as client:
+            stream = client.stream("x", timeout_s=20, resume=True, **options)  # type: ignore[arg-type]
+            async for _ in stream:
+                pass
+            return stream.received.completion()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+@pytest.mark.parametrize("code", [Code.ABORTED, Code.UNAVAILABLE])
+def test_it_goes_on_at_the_next_server(
+    serving: Callable[[Server], str], ask: Callable[..., Completion], code: Code
+) -> None:
+    broken, whole = Server(code, delivers=3), Server()
+    answer = ask([serving(broken), serving(whole)], request_id="mine")
+    assert list(answer.token_ids) == IDS
+    assert answer.text == "".join(f"<{one}>" for one in IDS)
+    assert answer.finish_reason == "length"
+    assert [r.request_id for r in broken.requests + whole.requests] == ["mine", "mine.2"]
+    assert whole.requests[0].resume_token == "t1"
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+def test_it_goes_on_as_often_as_that_helps(
+    serving: Callable[[Server], str], ask: Callable[..., Completion]
+) -> None:
+    """Each call brings one token, and the newest token is used; what never began is asked as it was."""
+    dead, slow = Server(Code.UNAVAILABLE, delivers=0), Server(delivers=1)
+    answer = ask([serving(dead), serving(slow)])
+    assert list(answer.token_ids) == IDS
+    assert [r.resume_token for r in slow.requests] == ["", *(f"t{n}" for n in range(1, len(IDS)))]
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+@pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.RESOURCE_EXHAUSTED])
+def test_other_failures_are_told_at_once(
+    serving: Callable[[Server], str], ask: Callable[..., Completion], code: Code
+) -> None:
+    server = Server(code, delivers=2)
+    with pytest.raises(CallFailed) as caught:
+        ask([serving(server)])
+    assert (caught.value.code, len(server.requests)) == (code, 1)
+
+
+def test_it_gives_up_when_nothing_helps_or_the_time_is_over() -> None:
+    failure = CallFailed(Code.UNAVAILABLE, "away")
+    plan = Resumption(pb.GenerateRequest(), Received(), servers=2, timeout_s=None)
+    waits = [plan.wait_s(failure) for _ in range(MAX_FRUITLESS - 1)]
+    assert waits[:4] == [0.0, 0.1, 0.2, 0.4]
+    with pytest.raises(CallFailed):
+        plan.wait_s(failure)
+    now = [0.0]
+    plan = Resumption(pb.GenerateRequest(), Received(), servers=1, timeout_s=1.0, clock=lambda: now[0])
+    now[0] = 0.95
+    with pytest.raises(CallFailed):
+        plan.wait_s(failure)
+
+
+def test_a_stream_that_gave_no_token_is_not_gone_on_with() -> None:
+    received = Received()
+    received.add(read_chunk(pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1])])))
+    plan = Resumption(pb.GenerateRequest(), received, servers=2, timeout_s=None)
+    with pytest.raises(CallFailed):
+        plan.wait_s(CallFailed(Code.ABORTED, "it broke"))
