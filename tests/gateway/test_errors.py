@@ -1,8 +1,8 @@
 """Each row of the contract's table of errors that is about workers and load, at both doors of a real gateway.
 
-The rows about bad requests are in tests/end_to_end/public_api/test_errors.py. Three rows cannot occur in this
-build: credentials and permissions (there is no authentication), tenants' quotas (there are no tenants), and
-the resumption of a stream on another worker (a loss after tokens went out is ABORTED). KV_CAPACITY is not
+The rows about bad requests are in tests/end_to_end/public_api/test_errors.py. Two rows cannot occur in this
+build: credentials and permissions (there is no authentication) and tenants' quotas (there are no tenants).
+That a loss which can be made up for is no error at all is in test_lost_workers.py. KV_CAPACITY is not
 raised either: requests wait for blocks, and one that can never have enough is CONTEXT_LENGTH_EXCEEDED.
 """
 
