@@ -12,6 +12,7 @@ SLOWNESS = 12.0
 DELAY_S = 0.15
 STORE_SLOW_S = 0.2
 _SILENCING = frozenset({"stop", "partition"})
+_CUTTING = frozenset({"hang", "reset"})
 
 
 class Faults:
@@ -23,8 +24,8 @@ class Faults:
 
     @property
     def silences(self) -> int:
-        """How often somebody was not heard of for long without being dead."""
-        return sum(f.kind == "hang" or (f.kind in _SILENCING and f.lasts_s >= 1.0) for f in self.done)
+        """How often a gateway could take somebody for dead who was not: until he comes back, he is."""
+        return sum(f.kind in _CUTTING or (f.kind in _SILENCING and f.lasts_s >= 1.0) for f in self.done)
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
         for fault in faults:

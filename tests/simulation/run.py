@@ -66,6 +66,8 @@ class Run:
             self.outcome.trace.append(line)
 
     def violated(self, what: str) -> None:
+        if self.cluster.loop.is_closed():
+            return  # a coroutine that the collector ends, when all is over
         if not self.outcome.violation:
             self.outcome.violation = what
             self.note("VIOLATION", what)
@@ -126,7 +128,7 @@ class Run:
             return
         given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
         if end == "INTERNAL":
-            # Two workers have to have died, or been stopped for so long that nobody could tell.
+            # Two workers have to have died, or been out of reach: nobody could tell yet that they had not.
             lost = sum(host.dead for host in self.cluster.hosts) + self.faults.silences
             given_up = (given_up or self.poisonous) and lost >= DEATHS
         if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
