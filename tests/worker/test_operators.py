@@ -69,7 +69,7 @@ async def test_a_decode_worker_drains_when_it_is_told_to():
             ended += message.step.ended
             if len(ended) == 3:
                 break
-        assert time.monotonic() - started >= 0.3
+        assert time.monotonic() - started >= 0.15  # half of the grace is theirs, the rest is for moving them
         assert [(one.id.request_id, one.choice) for one in ended] == [
             ("late", 0),
             ("running", 0),
