@@ -6,50 +6,66 @@ import asyncio
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 from diptych.client import AsyncClient, Completion
 from tests.end_to_end.tiny_model import CONTEXT
 from tests.faults.armory import kill
-from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of
+from tests.faults.asks import ASKS, TIMEOUT_S, Asks, check_same, prompt_of
 from tests.faults.conftest import Breakable
 from tests.faults.second_gateway import second_gateway
 
 CANCELLED_WITHIN_S = 1.0
-RESUMABLE = ["greedy", "seeded", "penalties", "logprobs", "rules", "grammar", "json"]
+LONG = {
+    name: {**ASKS[name], "max_tokens": 300} for name in ("greedy", "seeded", "penalties", "logprobs", "rules")
+}
+SHORT = {name: ASKS[name] for name in ("grammar", "json")}
 
 
 def test_streams_go_on_at_another_gateway_where_they_stopped(laptop: Breakable, tiny: Path) -> None:
-    expected = ask(laptop.address, RESUMABLE)
+    asks = {**LONG, **SHORT}
+    expected, _ = asyncio.run(streamed([laptop.address], asks))
     with second_gateway(laptop.stack, tiny) as second:
-        laptop.armory.arm("decode.step", "freeze", after=12)  # nearly all have begun, and none has ended
-        with ThreadPoolExecutor(1) as other:
-            asked = other.submit(asyncio.run, resumed([second.address, laptop.address]))
+
+        def break_it() -> None:
+            """Nothing more is computed, what was is with the clients, and then their gateway is gone."""
+            laptop.armory.arm("decode.step", "freeze")
             decode = laptop.armory.wait_taken("decode.step")
-            time.sleep(0.1)  # what was computed is with the clients
+            time.sleep(0.1)
             kill(second.pid)
             os.kill(decode, signal.SIGCONT)
-            answers, pieces = asked.result()
+
+        addresses = [second.address, laptop.address]
+        answers, requests = asyncio.run(streamed(addresses, asks, when_begun=break_it))
     check_same(expected, answers)
-    # Who had nothing yet (a grammar that was still being compiled) asked again from the beginning.
-    assert sum(len(one) > 1 for one in pieces.values()) >= 4, f"few were interrupted: {pieces}"
+    assert all(len(requests[name]) > 1 for name in LONG), f"not all were interrupted: {requests}"
     laptop.stack.wait_idle()
 
 
-async def resumed(addresses: list[str]) -> tuple[dict[str, Completion], dict[str, list[str]]]:
-    """The answers, and from which requests their pieces came."""
+async def streamed(
+    addresses: list[str], asks: Asks, *, when_begun: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Completion], dict[str, list[str]]]:
+    """The answers, and the requests that their pieces came from. Something is done once LONG have begun."""
+    begun: set[str] = set()
+    requests: dict[str, list[str]] = {name: [] for name in asks}
+    acting: list[asyncio.Task[None]] = []
 
-    async def one(client: AsyncClient, name: str) -> tuple[Completion, list[str]]:
-        stream = client.stream(prompt_of(name), timeout_s=TIMEOUT_S, resume=True, **ASKS[name])
+    async def one(client: AsyncClient, name: str) -> Completion:
+        stream = client.stream(prompt_of(name), timeout_s=TIMEOUT_S, resume=True, **asks[name])
         async with stream:
-            ids = [chunk.request_id async for chunk in stream if chunk.request_id]
-            return stream.received.completion(), ids
+            async for chunk in stream:
+                if chunk.request_id:
+                    requests[name].append(chunk.request_id)
+                begun.add(name)
+                if begun >= LONG.keys() and not acting:
+                    acting.append(asyncio.create_task(asyncio.to_thread(when_begun)))
+            return stream.received.completion()
 
     async with AsyncClient(addresses) as client:
-        found = await asyncio.gather(*(one(client, name) for name in RESUMABLE))
-    answers = dict(zip(RESUMABLE, (answer for answer, _ in found), strict=True))
-    return answers, dict(zip(RESUMABLE, (ids for _, ids in found), strict=True))
+        answers = dict(zip(asks, await asyncio.gather(*(one(client, name) for name in asks)), strict=True))
+    await asyncio.gather(*acting)
+    return answers, requests
 
 
 def test_workers_drop_what_a_dead_gateway_asked_for(laptop: Breakable, tiny: Path) -> None:
