@@ -10,6 +10,7 @@
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
 #   make museum     bugs that other servers had, brought into this code one by one: is each caught?
 #   make simulate   the real programs on virtual time under faults: 10,000 seeds (SEEDS=…, ARGS=--output)
+#   make faults     kill, stop and damage real processes; what clients see of it (an hour; ARGS=--output …)
 #   make test-gpu   the tests that need an NVIDIA GPU
 #   make peers      measure beside llama.cpp and vLLM, which it installs (4 GB, 40 minutes; ARGS=--quick)
 #   make format     let ruff rewrite what it can
@@ -33,10 +34,10 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint format peers simulate
+.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
 
 help:
-	@sed -n '2,16s/^# \{0,1\}//p' Makefile
+	@sed -n '2,17s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -97,6 +98,10 @@ SEEDS ?= 10000
 
 simulate: install
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
+
+# One of them: python -m tests.faults.kill_matrix, .next_token, .stopped_writer, .group_kill, .corruptions, .disconnects
+faults: install
+	$(BIN)/python -m tests.faults $(ARGS)
 
 peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -10,6 +10,7 @@ from diptych.worker.v1 import decode_pb2, work_pb2
 from engine.sampling import Sampled, Score
 from kvtransfer.messages import Key
 from kvtransfer.wire import attempt_id
+from runtime.failpoints import reach
 from runtime.outbox import Outbox
 from worker.scored_tokens import score_message
 
@@ -68,6 +69,7 @@ class GatewayStream:
         self, key: Key, choice: int, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes
     ) -> None:
         self._step.ended.add(id=attempt_id(key), choice=choice, finished=reason, times=times)
+        reach("decode.finishing")
 
     def preempted(self, key: Key, choice: int, times: work_pb2.PhaseTimes) -> None:
         preempted = decode_pb2.Preempted()

@@ -41,6 +41,7 @@ from runtime.errors import (
     NoReadyWorker,
     WorkerLost,
 )
+from runtime.failpoints import reach
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Telemetry
 
@@ -170,6 +171,7 @@ class Generator:
             conversation.on_first_token = lambda: self._gate.prefilled(_owed(ticket))
             report.conversation = conversation
             self._live.add(conversation)
+            reach("gateway.admitted")
             ticket = self._gate.enter(
                 self._fleet.tokens_to_compute(conversation.job),
                 sequences=request.beam_width or request.choices,

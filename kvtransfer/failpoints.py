@@ -1,5 +1,6 @@
 """Deliberate damage for tests that must see it. Its names: `handover.swap_blocks`, `handover.drop_block`,
-`handover.corrupt_push`.
+`handover.corrupt_push`; of frames on a data socket `handover.swap_push`, `handover.replay_push` and
+`handover.truncate_push`.
 
 Off unless armed by the environment of the process.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.kv_memory import KVMemory
+from kvtransfer.messages import GrantRef
 from runtime.failpoints import failpoint
 
 
@@ -29,3 +31,17 @@ def damage_payload(payload: memoryview) -> memoryview:
     damaged = bytearray(payload)
     damaged[len(damaged) // 2] ^= 1
     return memoryview(damaged)
+
+
+def damage_place(ref: GrantRef, index: int) -> tuple[GrantRef, int]:
+    """What a frame says of itself: its neighbour's place, or an earlier grant of the same slot."""
+    if failpoint("handover.swap_push"):
+        return ref, index ^ 1
+    if failpoint("handover.replay_push"):
+        return ref._replace(generation=max(ref.generation - 1, 0)), index
+    return ref, index
+
+
+def truncate_payload(payload: memoryview) -> memoryview:
+    """What of a frame's bytes is sent, after a header that promises all of them."""
+    return payload[: len(payload) // 2] if failpoint("handover.truncate_push") else payload

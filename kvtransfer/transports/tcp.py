@@ -13,7 +13,7 @@ import struct
 
 from engine.kv_memory import KVMemory
 from kvtransfer.digest import DIGEST_BYTES, block_digest
-from kvtransfer.failpoints import damage_payload
+from kvtransfer.failpoints import damage_payload, damage_place, truncate_payload
 from kvtransfer.host_bytes import fetch_block, write_block
 from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
@@ -154,7 +154,7 @@ class TcpChannel:
                 return None
             payload = await fetch_block(run.memory, block, run.computed)
             digests.append(block_digest(run.ref, index, payload))
-            await self.send_block(run.ref, index, damage_payload(payload), digests[-1])
+            await self.send_block(*damage_place(run.ref, index), damage_payload(payload), digests[-1])
         return digests
 
     async def send_block(self, ref: GrantRef, index: int, payload: memoryview, digest: bytes) -> None:
@@ -162,7 +162,7 @@ class TcpChannel:
         self._sent += 1
         header = _HEADER.pack(ref.slot, ref.generation, index, payload.nbytes, digest)
         await self._connection.send(header)
-        await self._connection.send(payload)
+        await self._connection.send(truncate_payload(payload))
 
     def close(self) -> None:
         """Send no more. Call it when no `send` runs."""

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,9 @@ class SecondGateway:
 
 
 @contextlib.contextmanager
-def second_gateway(stack: Stack, model: Path) -> Iterator[SecondGateway]:
+def second_gateway(
+    stack: Stack, model: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[SecondGateway]:
     """Ready when it is entered; ended afterwards, if it still lives."""
     reader, writer = os.pipe()
     account = stack.account
@@ -41,6 +43,7 @@ def second_gateway(stack: Stack, model: Path) -> Iterator[SecondGateway]:
         pass_fds=[writer],
         env={
             **os.environ,
+            **(environment or {}),
             "DIPTYCH_REDIS_URL": account["redis_url"],
             "DIPTYCH_SECRET": account["secret"],
         },

@@ -1,0 +1,23 @@
+"""`python -m tests.faults [--output FILE]`: every campaign of faults in its long form, by turns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token, stopped_writer
+from tests.faults.figures import add_output
+
+CAMPAIGNS = (kill_matrix, next_token, stopped_writer, group_kill, corruptions, disconnects)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    add_output(parser)
+    options = parser.parse_args()
+    output = [] if options.output is None else ["--output", str(options.output)]
+    return max([campaign.main(output) for campaign in CAMPAIGNS])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

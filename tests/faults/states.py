@@ -1,0 +1,34 @@
+"""The states of a request's way through the system, and where a process can be stopped in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Victim = Literal["gateway", "prefill", "decode", "redis"]
+VICTIMS: tuple[Victim, ...] = ("gateway", "prefill", "decode", "redis")
+
+
+@dataclass(frozen=True)
+class State:
+    """`failpoint` is passed by the process of that `role` whenever a request enters the state."""
+
+    name: str
+    what: str
+    failpoint: str
+    role: Victim
+    after: int = 0
+
+
+STATES = (
+    State("S0", "admitted", "gateway.admitted", "gateway", after=1),
+    State("S1", "queued at prefill", "prefill.queued", "prefill"),
+    State("S2", "grant asked", "prefill.asked", "prefill"),
+    State("S3", "granted", "prefill.granted", "prefill"),
+    State("S4", "computing and pushing", "prefill.chunk", "prefill", after=1),
+    State("S5", "about to commit", "prefill.before_commit", "prefill"),
+    State("S6", "verified", "decode.verified", "decode"),
+    State("S7", "acknowledged", "prefill.committed", "prefill"),
+    State("S8", "decoding", "decode.step", "decode", after=12),
+    State("S9", "finishing", "decode.finishing", "decode"),
+)

@@ -1,0 +1,55 @@
+"""The campaigns of faults in small forms: what they find has to be right here too, times are not judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import corruptions, disconnects, group_kill, kill_matrix, next_token
+from tests.faults.conftest import Breakable
+from tests.faults.states import STATES
+from tests.faults.system import breakable_system
+
+CELLS = [("S0", "redis"), ("S3", "gateway"), ("S5", "decode"), ("S9", "prefill")]
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[Breakable]:
+    with breakable_system("--transport", "tcp") as (system, _):
+        yield system
+
+
+def test_no_token_is_lost_whoever_is_killed(pairs: Breakable, tiny: Path) -> None:
+    states = {state.name: state for state in STATES}
+    matrix = kill_matrix.run(pairs, tiny, [(states[name], victim) for name, victim in CELLS])  # type: ignore[misc]
+    assert len(matrix.cells) == len(CELLS)
+    wrong = [one for one in matrix.failures if "clean after" not in one]
+    assert not wrong
+
+
+def test_streams_that_are_hit_go_on(pairs: Breakable) -> None:
+    measured = next_token.measure(pairs, [("SIGKILL", "decode")])
+    assert not measured.failures
+    assert measured.waits_s["SIGKILL", "decode"], "nobody was hit"
+
+
+def test_damaged_blocks_are_never_read(over_tcp: Breakable) -> None:
+    measured = asyncio.run(corruptions.run(over_tcp, 40))
+    assert not measured.failures
+    assert all(measured.damaged[kind] >= 10 for kind in corruptions.KINDS)
+    assert measured.ended["exact after a retry"]
+
+
+def test_clients_that_leave_take_nothing_with_them(over_tcp: Breakable) -> None:
+    measured = asyncio.run(disconnects.run(over_tcp, 100))
+    assert not measured.failures
+    assert measured.before_first_token
+
+
+def test_nothing_stays_of_a_killed_group(tiny: Path) -> None:
+    processes, left = group_kill.kill_group(tiny)
+    assert processes >= 6
+    assert not left
