@@ -21,7 +21,7 @@ from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
 SOURCES = Path("kernels/cpu")
 COMMON_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-COMMON_FLAGS += ["-Wno-maybe-uninitialized"]  # g++ 12 warns about its own AVX-512 header
+COMMON_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # g++ 12: in its own AVX-512 header
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 ISA_FLAGS = {
     "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],

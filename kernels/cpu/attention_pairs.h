@@ -217,18 +217,24 @@ void mix_pieces(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const
     }
 }
 
+// A query as pairs of bf16, each 2 * Pairs numbers from the one before.
+template <int Pairs>
+inline void place_query(const float *query, int width, bf16 *to) {
+    bf16 narrowed[kLanes];
+    for (int d = 0; d < width; d += kLanes) {
+        int count = width - d < kLanes ? width - d : kLanes;
+        store(narrowed, load_part(query + d, count));
+        for (int i = 0; i < count; i += 2) std::memcpy(to + (d + i) * Pairs, narrowed + i, 2 * sizeof(bf16));
+    }
+}
+
 // As `attend`.
 template <int Pairs, class Out>
 void attend_in_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const float *const *query,
                      float *scratch, Out *const *out) {
     constexpr int kPieces = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
     auto *queries = reinterpret_cast<bf16 *>(scratch);
-    for (int d = 0; d < blocks.head_dim; d += 2) {
-        for (int p = 0; p < Pairs; p++) {
-            queries[d * Pairs + 2 * p] = to_bf16(query[p][d]);
-            queries[d * Pairs + 2 * p + 1] = to_bf16(query[p][d + 1]);
-        }
-    }
+    for (int p = 0; p < Pairs; p++) place_query<Pairs>(query[p], blocks.head_dim, queries + 2 * p);
     float *scores = scratch + blocks.head_dim * Pairs;
     float greatest[Pairs], scale[Pairs];
     score_pairs<Pairs>(blocks, sight, queries, scores, greatest);

@@ -15,10 +15,10 @@
 namespace diptych {
 
 constexpr int kGroup = 32;  // along the depth
-constexpr int kStrip = 16;  // columns that are packed side by side; a block of kColumns holds two strips
+constexpr int kStrip = 16;  // columns that share a line; a block of kColumns holds two strips
 static_assert(kDepth % kGroup == 0 && kColumns == 2 * kStrip);
 
-// 32 activations: scale * values, or in a fine group scale * (256 * values + rest).
+// 32 activations: scale * (values + rest / 256), where a group that is not fine has no rest.
 struct Group {
     int8_t values[kGroup];  // -127 .. 127
     int8_t rest[kGroup];    // likewise
@@ -27,36 +27,34 @@ struct Group {
     int32_t fine;           // 0 or 1
     int32_t minus_8_values, minus_8_rest;      // -8 * their sums: the offset of Q4_0
     int32_t minus_128_values, minus_128_rest;  // the offset of Q8_0
-    int32_t padding;
+    int32_t listed;  // of the row's n-th group: which is its n-th fine one; -1 after the last, for not all can be
 };
 static_assert(sizeof(Group) == 96);
 
-// A strip in memory, aligned to 64 bytes, read from first to last: pairs of groups, each
-//   [2 groups][lines of 64 bytes], [2 groups][16 scales], for Q4_1 [2 groups][16 least values], these fp16.
-// A line holds four values of the depth for each of 16 columns:
+// A block of columns in memory, aligned to 64 bytes, read from first to last: group after group, each
+//   lines of 64 bytes, [32 scales], for Q4_1 [32 least values], these fp16.
+// A line holds four values of the depth for each of the 16 columns of a strip; those of the two strips take turns, so
+// that a kernel reads them as they lie (in another order a core fetches half as fast):
 //   Q8_0           8 lines: line i holds 4i .. 4i + 3, plus 128
 //   Q4_0 and Q4_1  4 lines: line i holds 8i .. 8i + 3 in the low halves of its bytes, 8i + 4 .. 8i + 7 in the high
-// Of an odd number of groups the last pair is half empty.
 constexpr int kLine = 64;
+constexpr int kNextLine = 2 * kLine;  // of the same strip
 
 static constexpr int lines(int32_t format) { return format == DIPTYCH_Q8_0 ? 8 : 4; }
 
-static constexpr int pair_bytes(int32_t format) {
+static constexpr int group_bytes(int32_t format) {
     return (2 * lines(format) + (format == DIPTYCH_Q4_1 ? 2 : 1)) * kLine;
 }
 
-static constexpr int64_t strip_bytes(int32_t format, int64_t groups) { return (groups + 1) / 2 * pair_bytes(format); }
-
-// Where one group of a strip has its parts.
+// Where one strip of a group has its parts.
 struct GroupOfStrip {
     const uint8_t *lines;
     const uint16_t *scales, *least;
 };
 
-static inline GroupOfStrip group_of(const uint8_t *strip, int32_t format, int64_t group) {
-    const uint8_t *pair = strip + group / 2 * pair_bytes(format);
-    const auto *scales = reinterpret_cast<const uint16_t *>(pair + 2 * lines(format) * kLine) + group % 2 * kStrip;
-    return {pair + group % 2 * lines(format) * kLine, scales, scales + 2 * kStrip};
+static inline GroupOfStrip strip_of(const uint8_t *group, int32_t format, int64_t strip) {
+    const auto *scales = reinterpret_cast<const uint16_t *>(group + 2 * lines(format) * kLine) + strip * kStrip;
+    return {group + strip * kLine, scales, scales + kColumns};
 }
 
 // IEEE half precision, subnormal numbers included.

@@ -78,7 +78,7 @@ inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
     if constexpr (Format == DIPTYCH_Q8_0) {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
-            __m256i weight = _mm256_xor_si256(load_bytes(line + i * kLine), flip);
+            __m256i weight = _mm256_xor_si256(load_bytes(line + i * kNextLine), flip);
             __m256i signed_values = _mm256_sign_epi8(same_four(values + 4 * i), weight);
             __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), signed_values);
             total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
@@ -87,7 +87,7 @@ inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
     } else {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            __m256i both = load_bytes(line + i * kLine);
+            __m256i both = load_bytes(line + i * kNextLine);
             __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
             total = _mm256_add_epi16(total, _mm256_maddubs_epi16(first, same_four(values + 8 * i)));
             total = _mm256_add_epi16(total, _mm256_maddubs_epi16(second, same_four(values + 8 * i + 4)));
@@ -96,31 +96,37 @@ inline __m256i dot_group(const uint8_t *line, const int8_t *values) {
     }
 }
 
-// out[row][0 .. 15] of rows of 32
+// sum += the products of one group for 8 columns
+template <int Format>
+inline void add_products(const Group &x, const uint8_t *line, Lanes scale, Lanes least, Lanes &sum) {
+    __m256i dot = dot_group<Format>(line, x.values);
+    if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_values));
+    if (x.fine != 0) {
+        dot = _mm256_add_epi32(_mm256_slli_epi32(dot, 8), dot_group<Format>(line, x.rest));
+        if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_rest));
+    }
+    float step = x.fine != 0 ? x.scale / 256.0f : x.scale;
+    sum = fma(_mm256_cvtepi32_ps(dot), mul(scale, splat(step)), sum);
+    if constexpr (Format == DIPTYCH_Q4_1) sum = fma(least, splat(x.scaled_sum), sum);
+}
+
+// out[Rows][32] = a panel of activations x one block of columns
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
-    for (int half = 0; half < kStrip; half += kLanes) {
+inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
+    for (int column = 0; column < kColumns; column += kLanes) {
         Lanes sum[Rows];
         for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
+        int within = column % kStrip;
         for (int g = 0; g < groups; g++) {
-            GroupOfStrip group = group_of(strip, Format, g);
-            const uint8_t *line = group.lines + half * 4;
-            Lanes scale = load_halves(group.scales + half);
-            Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least + half) : splat(0.0f);
+            GroupOfStrip group = strip_of(weight + g * group_bytes(Format), Format, column / kStrip);
+            Lanes scale = load_halves(group.scales + within);
+            Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least + within) : splat(0.0f);
 #pragma GCC unroll 4
             for (int m = 0; m < Rows; m++) {
-                const Group &x = input[m * stride + g];
-                __m256i dot = dot_group<Format>(line, x.values);
-                if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_values));
-                if (x.fine != 0) {
-                    dot = _mm256_add_epi32(_mm256_slli_epi32(dot, 8), dot_group<Format>(line, x.rest));
-                    if constexpr (Format == DIPTYCH_Q4_0) dot = _mm256_add_epi32(dot, _mm256_set1_epi32(x.minus_8_rest));
-                }
-                sum[m] = fma(_mm256_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
-                if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
+                add_products<Format>(panel[g * kBlockRows + m], group.lines + within * 4, scale, least, sum[m]);
             }
         }
-        for (int m = 0; m < Rows; m++) store(out + m * kColumns + half, sum[m]);
+        for (int m = 0; m < Rows; m++) store(out + m * kColumns + column, sum[m]);
     }
 }
 

@@ -38,34 +38,38 @@ inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t
 }
 
 inline int32_t weight_at(int format, const uint8_t *line, int column, int k) {
-    if (format == DIPTYCH_Q8_0) return line[k / 4 * kLine + column * 4 + k % 4];
-    uint8_t both = line[k / 8 * kLine + column * 4 + k % 4];
+    if (format == DIPTYCH_Q8_0) return line[k / 4 * kNextLine + column * 4 + k % 4];
+    uint8_t both = line[k / 8 * kNextLine + column * 4 + k % 4];
     return k % 8 < 4 ? both & 15 : both >> 4;
 }
 
-// out[row][0 .. 15] of rows of 32
+template <int Format>
+inline void add_products(const Group &x, const GroupOfStrip &group, float *sum) {
+    constexpr int32_t offset = Format == DIPTYCH_Q8_0 ? 128 : Format == DIPTYCH_Q4_0 ? 8 : 0;
+    for (int c = 0; c < kStrip; c++) {
+        int32_t dot = 0;
+        for (int k = 0; k < kGroup; k++) {
+            int32_t value = x.fine != 0 ? 256 * x.values[k] + x.rest[k] : x.values[k];
+            dot += (weight_at(Format, group.lines, c, k) - offset) * value;
+        }
+        float scale = half_to_float(group.scales[c]) * (x.fine != 0 ? x.scale / 256.0f : x.scale);
+        sum[c] = static_cast<float>(dot) * scale + sum[c];
+        if (Format == DIPTYCH_Q4_1) sum[c] = half_to_float(group.least[c]) * x.scaled_sum + sum[c];
+    }
+}
+
+// out[Rows][32] = a panel of activations x one block of columns
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
-    float sum[Rows][kStrip] = {};
-    for (int g = 0; g < groups; g++) {
-        GroupOfStrip group = group_of(strip, Format, g);
-        for (int m = 0; m < Rows; m++) {
-            const Group &x = input[m * stride + g];
-            for (int c = 0; c < kStrip; c++) {
-                int32_t offset = Format == DIPTYCH_Q8_0 ? 128 : Format == DIPTYCH_Q4_0 ? 8 : 0, dot = 0;
-                for (int k = 0; k < kGroup; k++) {
-                    int32_t value = x.fine != 0 ? 256 * x.values[k] + x.rest[k] : x.values[k];
-                    dot += (weight_at(Format, group.lines, c, k) - offset) * value;
-                }
-                float scale = half_to_float(group.scales[c]) * x.scale;
-                sum[m][c] = static_cast<float>(dot) * scale + sum[m][c];
-                if (Format == DIPTYCH_Q4_1) {
-                    sum[m][c] = half_to_float(group.least[c]) * x.scaled_sum + sum[m][c];
-                }
+inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
+    std::memset(out, 0, sizeof(float) * Rows * kColumns);
+    for (int g = 0; g < groups; g++, weight += group_bytes(Format), panel += kBlockRows) {
+        for (int strip = 0; strip < 2; strip++) {
+            GroupOfStrip group = strip_of(weight, Format, strip);
+            for (int m = 0; m < Rows; m++) {
+                add_products<Format>(panel[m], group, out + m * kColumns + strip * kStrip);
             }
         }
     }
-    for (int m = 0; m < Rows; m++) std::memcpy(out + m * kColumns, sum[m], sizeof sum[m]);
 }
 
 }  // namespace

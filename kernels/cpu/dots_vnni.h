@@ -9,9 +9,9 @@
 namespace diptych {
 namespace {
 
-constexpr int kBlockRows = 12;
+constexpr int kBlockRows = 6;  // of two strips: 12 sums, 12 dots, 2 weights and 1 activation in 32 registers
 // Weights come from memory, and the hardware's own fetching stops at page borders. In bytes.
-constexpr int kAhead = 4096;
+constexpr int kAhead = 8192;
 
 // NaN if any is.
 inline float peak_of_group(const float *x) {
@@ -20,45 +20,38 @@ inline float peak_of_group(const float *x) {
     return bad != 0 ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(max(a, b));
 }
 
-// Stores 16 whole numbers as bytes and returns them.
-inline __m512i store_bytes(Lanes whole, int8_t *to) {
-    __m512i numbers = _mm512_cvtps_epi32(whole);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(to), _mm512_cvtepi32_epi8(numbers));
-    return numbers;
+inline __m128i to_bytes(Lanes whole) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole)); }
+
+// Stores 32 whole numbers as bytes and returns their sum.
+inline int32_t store_bytes(const Lanes (&whole)[2], int8_t *to) {
+    __m256i bytes = _mm256_set_m128i(to_bytes(whole[1]), to_bytes(whole[0]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), bytes);
+    __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
+    __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+    sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
 }
 
 // Returns the sum of the values, and gives that of the rest where there is room for it.
 inline int32_t round_group(const float *x, float inverse, int8_t *values, int8_t *rest, int32_t &rest_sum) {
-    __m512i sum = _mm512_setzero_si512(), left = sum;
-    for (int i = 0; i < kGroup; i += kLanes) {
-        Lanes scaled = mul(load(x + i), splat(inverse)), whole = round(scaled);
-        sum = _mm512_add_epi32(sum, store_bytes(whole, values + i));
-        if (rest == nullptr) continue;
-        Lanes more = max(splat(-127.0f), min(splat(127.0f), round(mul(sub(scaled, whole), splat(256.0f)))));
-        left = _mm512_add_epi32(left, store_bytes(more, rest + i));
+    Lanes scaled[2], whole[2];
+    for (int i = 0; i < 2; i++) {
+        scaled[i] = mul(load(x + i * kLanes), splat(inverse));
+        whole[i] = round(scaled[i]);
     }
-    rest_sum = _mm512_reduce_add_epi32(left);
-    return _mm512_reduce_add_epi32(sum);
+    if (rest != nullptr) {
+        Lanes more[2];
+        for (int i = 0; i < 2; i++) {
+            more[i] = round(mul(sub(scaled[i], whole[i]), splat(256.0f)));
+            more[i] = max(splat(-127.0f), min(splat(127.0f), more[i]));
+        }
+        rest_sum = store_bytes(more, rest);
+    }
+    return store_bytes(whole, values);
 }
 
 inline Lanes load_halves(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
-}
-
-template <int Format>
-inline void load_lines(const uint8_t *line, __m512i (&weights)[8]) {
-    if constexpr (Format == DIPTYCH_Q8_0) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) weights[i] = _mm512_loadu_si512(line + i * kLine);
-    } else {
-        const __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            __m512i both = _mm512_loadu_si512(line + i * kLine);
-            weights[2 * i] = _mm512_and_si512(both, low);
-            weights[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        }
-    }
 }
 
 inline __m512i same_four(const int8_t *p) {
@@ -67,48 +60,109 @@ inline __m512i same_four(const int8_t *p) {
     return _mm512_set1_epi32(four);
 }
 
-// sum[row] += one group's products
-template <int Format, int Rows>
-inline void add_group(const Group *input, int64_t stride, const GroupOfStrip &group, Lanes (&sum)[Rows]) {
-    __m512i weights[8];
-    load_lines<Format>(group.lines, weights);
-    Lanes scale = load_halves(group.scales);
-    Lanes least = Format == DIPTYCH_Q4_1 ? load_halves(group.least) : splat(0.0f);
+// Four values of the depth for each column of a strip, line i of 8 as if every format had a line for each four.
+template <int Format>
+inline __m512i load_line(const uint8_t *lines, int i) {
+    if constexpr (Format == DIPTYCH_Q8_0) return _mm512_loadu_si512(lines + i * kNextLine);
+    __m512i both = _mm512_loadu_si512(lines + i / 2 * kNextLine);
+    if (i % 2 != 0) both = _mm512_srli_epi16(both, 4);
+    return _mm512_and_si512(both, _mm512_set1_epi8(15));
+}
+
+template <int Format>
+inline int32_t offset_of(int32_t minus_8, int32_t minus_128) {
+    return Format == DIPTYCH_Q4_0 ? minus_8 : Format == DIPTYCH_Q8_0 ? minus_128 : 0;
+}
+
+// dot[row][strip] += the bytes of one group's activations times its weights; `bytes` are those of the first row.
+// With Fetch the lines kAhead further are asked for one by one, as these are read: all at once they wait in line.
+template <int Format, int Rows, bool Fetch>
+[[gnu::always_inline]] inline void add_bytes(const int8_t *bytes, const uint8_t *group, __m512i (&dot)[Rows][2]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        bool new_line = Format == DIPTYCH_Q8_0 || i % 2 == 0;
+        if (Fetch && new_line) fetch<kAhead, 3>(group + i * lines(Format) / 8 * kNextLine);
+        __m512i left = load_line<Format>(group, i);
+        __m512i right = load_line<Format>(group + kLine, i);
 #pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) {
-        const Group &x = input[m * stride];
-        __m512i dot = Format == DIPTYCH_Q4_1   ? _mm512_setzero_si512()
-                      : Format == DIPTYCH_Q4_0 ? _mm512_set1_epi32(x.minus_8_values)
-                                               : _mm512_set1_epi32(x.minus_128_values);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.values + 4 * i));
-        if (x.fine != 0) {
-            dot = _mm512_slli_epi32(dot, 8);
-            if constexpr (Format == DIPTYCH_Q4_0) dot = _mm512_add_epi32(dot, _mm512_set1_epi32(x.minus_8_rest));
-            if constexpr (Format == DIPTYCH_Q8_0) dot = _mm512_add_epi32(dot, _mm512_set1_epi32(x.minus_128_rest));
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) dot = _mm512_dpbusd_epi32(dot, weights[i], same_four(x.rest + 4 * i));
+        for (int m = 0; m < Rows; m++) {
+            __m512i x = same_four(bytes + m * static_cast<int64_t>(sizeof(Group)) + 4 * i);
+            dot[m][0] = _mm512_dpbusd_epi32(dot[m][0], left, x);
+            dot[m][1] = _mm512_dpbusd_epi32(dot[m][1], right, x);
         }
-        sum[m] = fma(_mm512_cvtepi32_ps(dot), mul(scale, splat(x.scale)), sum[m]);
-        if constexpr (Format == DIPTYCH_Q4_1) sum[m] = fma(least, splat(x.scaled_sum), sum[m]);
     }
 }
 
-// out[row][0 .. 15] of rows of 32
 template <int Format, int Rows>
-inline void multiply_strip(const Group *input, int64_t stride, const uint8_t *strip, int groups, float *out) {
-    Lanes sum[Rows];
+[[gnu::always_inline]] inline void add_group(const Group *x, const uint8_t *group, Lanes (&sum)[Rows][2]) {
+    __m512i dot[Rows][2];
 #pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);
-    int g = 0;
-    for (; g + 2 <= groups; g += 2, strip += pair_bytes(Format)) {
-        for (int line = 0; line < pair_bytes(Format); line += kLine) __builtin_prefetch(strip + kAhead + line, 0, 3);
-        add_group<Format>(input + g, stride, group_of(strip, Format, 0), sum);
-        add_group<Format>(input + g + 1, stride, group_of(strip, Format, 1), sum);
+    for (int m = 0; m < Rows; m++) {
+        dot[m][0] = dot[m][1] = _mm512_set1_epi32(offset_of<Format>(x[m].minus_8_values, x[m].minus_128_values));
     }
-    if (g < groups) add_group<Format>(input + g, stride, group_of(strip, Format, 0), sum);
+    add_bytes<Format, Rows, true>(x->values, group, dot);
+    fetch<kAhead, 3>(group + 2 * lines(Format) * kLine);
+#pragma GCC unroll 2
+    for (int strip = 0; strip < 2; strip++) {
+        GroupOfStrip parts = strip_of(group, Format, strip);
+        Lanes scale = load_halves(parts.scales), least = splat(0.0f);
+        if constexpr (Format == DIPTYCH_Q4_1) least = load_halves(parts.least);
 #pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) store(out + m * kColumns, sum[m]);
+        for (int m = 0; m < Rows; m++) {
+            sum[m][strip] = fma(_mm512_cvtepi32_ps(dot[m][strip]), mul(scale, splat(x[m].scale)), sum[m][strip]);
+            if constexpr (Format == DIPTYCH_Q4_1) sum[m][strip] = fma(least, splat(x[m].scaled_sum), sum[m][strip]);
+        }
+    }
+}
+
+// left += what the first bytes of one fine group left over
+template <int Format>
+[[gnu::always_inline]] inline void add_rest(const Group &x, const uint8_t *group, Lanes (&left)[2]) {
+    __m512i dot[1][2];
+    dot[0][0] = dot[0][1] = _mm512_set1_epi32(offset_of<Format>(x.minus_8_rest, x.minus_128_rest));
+    add_bytes<Format, 1, false>(x.rest, group, dot);
+    Lanes step = splat(x.scale * (1.0f / 256.0f));
+#pragma GCC unroll 2
+    for (int strip = 0; strip < 2; strip++) {
+        Lanes scale = load_halves(strip_of(group, Format, strip).scales);
+        left[strip] = fma(_mm512_cvtepi32_ps(dot[0][strip]), mul(scale, step), left[strip]);
+    }
+}
+
+// The same for all fine groups of a row.
+template <int Format>
+[[gnu::always_inline]] inline void add_rests(const Group *row, const uint8_t *weight, Lanes (&left)[2]) {
+    for (const Group *entry = row; entry->listed >= 0; entry += kBlockRows) {
+        const Group &x = row[static_cast<int64_t>(entry->listed) * kBlockRows];
+        add_rest<Format>(x, weight + static_cast<int64_t>(entry->listed) * group_bytes(Format), left);
+    }
+}
+
+// out[Rows][32] = a panel of activations x one block of columns
+//
+// The rests have sums of their own, so that they may come when they cost least: of one or two rows together with the
+// values, for weights are read but once; of more rows after these, by the list, for a branch for each row and group
+// would be guessed wrongly too often.
+template <int Format, int Rows>
+inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
+    constexpr bool kTogether = Rows <= 2;
+    Lanes sum[Rows][2], left[Rows][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) sum[m][0] = sum[m][1] = left[m][0] = left[m][1] = splat(0.0f);
+    const uint8_t *group = weight;
+    for (const Group *x = panel; x != panel + static_cast<int64_t>(groups) * kBlockRows; x += kBlockRows) {
+        add_group<Format, Rows>(x, group, sum);
+        for (int m = 0; kTogether && m < Rows; m++) {
+            if (x[m].fine != 0) add_rest<Format>(x[m], group, left[m]);
+        }
+        group += group_bytes(Format);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) {
+        if constexpr (!kTogether) add_rests<Format>(panel + m, weight, left[m]);
+        store(out + m * kColumns, add(sum[m][0], left[m][0]));
+        store(out + m * kColumns + kLanes, add(sum[m][1], left[m][1]));
+    }
 }
 
 }  // namespace

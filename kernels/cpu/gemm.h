@@ -50,6 +50,7 @@ struct Fp32 {
 
     static void begin(int) {}
     static void end() {}
+    static int64_t input_bytes(int64_t depth) { return depth * static_cast<int64_t>(sizeof(Input)); }
 
     template <int Rows>
     static void multiply(const float *input, int64_t stride, const float *weight, int depth, float *out) {
@@ -90,6 +91,7 @@ struct WidenedBf16 {
 
     static void begin(int) {}
     static void end() {}
+    static int64_t input_bytes(int64_t depth) { return depth * static_cast<int64_t>(sizeof(Input)); }
 
     template <int Rows>
     static void multiply(const float *input, int64_t stride, const bf16 *weight, int depth, float *out) {
@@ -121,20 +123,42 @@ struct WidenedBf16 {
     }
 };
 
+// Rows that are multiplied with all of a matrix before the next ones are: their inputs stay in the second cache.
+constexpr int64_t kInputBytes = 384 << 10;
+
+// How the rows of a product are cut: into blocks of `block` rows, and these into tiles of `height`.
+struct RowCut {
+    int height, block, blocks;
+
+    template <class Kind>
+    static RowCut of(int rows, int64_t row_bytes) {
+        int64_t most = kInputBytes / row_bytes / Kind::kRows * Kind::kRows;
+        if (most < 4 * Kind::kRows) most = 4 * Kind::kRows;
+        int blocks = static_cast<int>((rows + most - 1) / most);
+        int tiles = (rows + Kind::kRows - 1) / Kind::kRows;
+        // Even tiles where every row has its price: 13 rows are 7 and 6, not 12 and 1.
+        int height = Kind::kEven ? (rows + tiles - 1) / tiles : Kind::kRows;
+        int tiles_a_block = (tiles + blocks - 1) / blocks;
+        return {height, height * tiles_a_block, blocks};
+    }
+};
+
 // All rows of a product. Calls done(row, first column, 32 sums) for every row and block of columns; the
 // biases are in the sums.
 template <class Kind, class Done>
 void linear(StepState &step, const Linear &matrix, const void *input, int64_t stride, int rows, Done done) {
+    if (rows == 0) return;
     const auto *in = static_cast<const typename Kind::Input *>(input);
-    int tiles = (rows + Kind::kRows - 1) / Kind::kRows;
-    // Even tiles where every row has its price: 13 rows are 7 and 6, not 12 and 1.
-    int height = Kind::kEven && tiles > 0 ? (rows + tiles - 1) / tiles : Kind::kRows;
+    RowCut cut = RowCut::of<Kind>(rows, Kind::input_bytes(matrix.depth));
     alignas(64) float out[Kind::kRows * kColumns];
     Kind::begin(rows);
-    for (int64_t block; (block = step.model->team.take(1)) < matrix.blocks;) {
+    for (int64_t ticket; (ticket = step.model->team.take(1)) < static_cast<int64_t>(matrix.blocks) * cut.blocks;) {
+        int64_t block = ticket % matrix.blocks;
         const float *bias = matrix.bias != nullptr ? matrix.bias + block * kColumns : nullptr;
-        for (int row = 0; row < rows; row += height) {
-            int count = rows - row < height ? rows - row : height;
+        int first = static_cast<int>(ticket / matrix.blocks) * cut.block;
+        int end = rows - first < cut.block ? rows : first + cut.block;
+        for (int row = first; row < end; row += cut.height) {
+            int count = end - row < cut.height ? end - row : cut.height;
             Kind::tile(in + row * stride, stride, count, matrix, block, out);
             for (int m = 0; m < count; m++) {
                 float *sums = out + m * kColumns;

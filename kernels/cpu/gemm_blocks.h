@@ -15,30 +15,28 @@ struct Blocks {
     using Stored = bf16;
     using Embedded = bf16;
     static constexpr int kRows = kBlockRows;
-    static constexpr bool kEven = true;
+    static constexpr bool kEven = false;  // tiles are the panels that rows are quantised into
 
     static void begin(int) {}
     static void end() {}
+    static int64_t input_bytes(int64_t depth) { return depth / kGroup * static_cast<int64_t>(sizeof(Group)); }
 
-    static void ready(const float *values, Group *to, int64_t width) { quantise(values, to, width / kGroup); }
-
-    template <int Format>
-    static void tile_of(const Group *input, int64_t stride, int rows, const void *weight, int depth, float *out) {
-        int groups = depth / kGroup;
-        const auto *left = static_cast<const uint8_t *>(weight), *right = left + strip_bytes(Format, groups);
-        with_count<kRows>(rows, [&](auto n) {
-            multiply_strip<Format, n()>(input, stride, left, groups, out);
-            multiply_strip<Format, n()>(input, stride, right, groups, out + kStrip);
-        });
+    // Row `row` into its panel: kBlockRows rows lie side by side, group after group, as a tile reads them.
+    static void ready(const float *values, Group *rows, int64_t stride, int64_t row, int64_t width) {
+        Group *to = rows + row / kRows * kRows * stride + row % kRows;
+        quantise(values, to, kRows, width / kGroup);
     }
 
-    static void tile(const Group *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
-        const void *weight = matrix.block(block);
-        switch (matrix.format) {
-            case DIPTYCH_Q4_0: return tile_of<DIPTYCH_Q4_0>(input, stride, rows, weight, matrix.depth, out);
-            case DIPTYCH_Q4_1: return tile_of<DIPTYCH_Q4_1>(input, stride, rows, weight, matrix.depth, out);
-            default: return tile_of<DIPTYCH_Q8_0>(input, stride, rows, weight, matrix.depth, out);
-        }
+    static void tile(const Group *input, int64_t, int rows, const Linear &matrix, int64_t block, float *out) {
+        const auto *weight = static_cast<const uint8_t *>(matrix.block(block));
+        int groups = matrix.depth / kGroup;
+        with_count<kRows>(rows, [&](auto n) {
+            switch (matrix.format) {
+                case DIPTYCH_Q4_0: return multiply_block<DIPTYCH_Q4_0, n()>(input, weight, groups, out);
+                case DIPTYCH_Q4_1: return multiply_block<DIPTYCH_Q4_1, n()>(input, weight, groups, out);
+                default: return multiply_block<DIPTYCH_Q8_0, n()>(input, weight, groups, out);
+            }
+        });
     }
 };
 

@@ -16,6 +16,7 @@ struct PairedBf16 {
 
     static void begin(int) {}
     static void end() {}
+    static int64_t input_bytes(int64_t depth) { return depth * static_cast<int64_t>(sizeof(Input)); }
 
     static __m512bh pairs(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
     static __m512bh same_pair(const bf16 *p) {

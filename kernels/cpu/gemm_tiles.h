@@ -41,6 +41,7 @@ struct TiledBf16 {
         _tile_loadconfig(&shapes);
     }
     static void end() { _tile_release(); }
+    static int64_t input_bytes(int64_t depth) { return depth * static_cast<int64_t>(sizeof(Input)); }
 
     // Tiles 0 and 1: sums of the upper 16 rows, left and right 16 columns; 4: inputs; 6 and 7: weights.
     static void multiply_upper(const bf16 *input, int64_t stride, const bf16 *weight, int depth, float *out) {

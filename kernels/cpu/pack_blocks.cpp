@@ -16,22 +16,21 @@ constexpr int64_t file_bytes(int32_t format) {
 void place_values(const uint8_t *from, int32_t format, uint8_t *line_of_column) {
     for (int k = 0; k < kGroup; k++) {
         if (format == DIPTYCH_Q8_0) {
-            line_of_column[k / 4 * kLine + k % 4] = from[k] ^ 0x80u;  // -128 .. 127 becomes 0 .. 255
+            line_of_column[k / 4 * kNextLine + k % 4] = from[k] ^ 0x80u;  // -128 .. 127 becomes 0 .. 255
             continue;
         }
         uint8_t value = k < 16 ? from[k] & 0x0fu : static_cast<uint8_t>(from[k - 16] >> 4);
-        uint8_t &to = line_of_column[k / 8 * kLine + k % 4];
+        uint8_t &to = line_of_column[k / 8 * kNextLine + k % 4];
         to = static_cast<uint8_t>(to | (k % 8 < 4 ? value : value << 4));
     }
 }
 
 // `row` of the file into `column` of its packed matrix.
 void place_row(Linear &to, const uint8_t *row, int64_t column) {
-    int64_t groups = to.depth / kGroup, strip_size = strip_bytes(to.format, groups);
-    auto *start = static_cast<uint8_t *>(to.data) + column / kStrip * strip_size;
-    int64_t lane = column % kStrip;
-    for (int64_t g = 0; g < groups; g++, row += file_bytes(to.format)) {
-        GroupOfStrip group = group_of(start, to.format, g);
+    auto *block = static_cast<uint8_t *>(to.data) + column / kColumns * to.block_bytes;
+    int64_t strip = column % kColumns / kStrip, lane = column % kStrip;
+    for (int64_t g = 0; g < to.depth / kGroup; g++, row += file_bytes(to.format), block += group_bytes(to.format)) {
+        GroupOfStrip group = strip_of(block, to.format, strip);
         std::memcpy(const_cast<uint16_t *>(group.scales) + lane, row, 2);
         const uint8_t *values = row + 2;
         if (to.format == DIPTYCH_Q4_1) {
@@ -44,7 +43,7 @@ void place_row(Linear &to, const uint8_t *row, int64_t column) {
 
 }  // namespace
 
-int64_t packed_block_bytes(int32_t format, int64_t depth) { return 2 * strip_bytes(format, depth / kGroup); }
+int64_t packed_block_bytes(int32_t format, int64_t depth) { return depth / kGroup * group_bytes(format); }
 
 void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column) {
     int64_t row_bytes = to.depth / kGroup * file_bytes(to.format);

@@ -18,32 +18,43 @@ constexpr float kFineAbove = 1.2f;
 constexpr float kLeastPeak = 1e-35f;
 
 inline void close_group(Group &group, int32_t values, int32_t rest) {
-    group.scaled_sum = group.scale * static_cast<float>(group.fine != 0 ? 256 * values + rest : values);
+    float sum = static_cast<float>(256 * values + rest);
+    group.scaled_sum = group.scale * (group.fine != 0 ? sum / 256.0f : static_cast<float>(values));
     group.minus_8_values = -8 * values;
     group.minus_8_rest = -8 * rest;
     group.minus_128_values = -128 * values;
     group.minus_128_rest = -128 * rest;
 }
 
-// values = round(x * 127 / peak), ties to even; rest = round(256 * what that left over). A group with an infinity
-// or a NaN has the scale NaN: its row's products become NaN, and no other row's.
-inline void quantise(const float *x, Group *to, int64_t groups) {
-    float total = 0.0f;
-    for (int64_t g = 0; g < groups; g++) total += to[g].scale = peak_of_group(x + g * kGroup);
-    float limit = kFineAbove * (total / static_cast<float>(groups));
-    for (int64_t g = 0; g < groups; g++, x += kGroup, to++) {
-        float peak = to->scale;
-        to->fine = peak > limit ? 1 : 0;  // false where either is NaN
-        if (!(peak <= std::numeric_limits<float>::max())) {
-            std::memset(to, 0, sizeof *to);
-            to->scale = to->scaled_sum = std::numeric_limits<float>::quiet_NaN();
-            continue;
-        }
-        float inverse = peak > kLeastPeak ? 127.0f / peak : 0.0f;
-        to->scale = peak / (to->fine != 0 ? 127.0f * 256.0f : 127.0f);
-        int32_t rest = 0, values = round_group(x, inverse, to->values, to->fine != 0 ? to->rest : nullptr, rest);
-        close_group(*to, values, rest);
+inline void quantise_group(const float *x, float peak, bool fine, Group &to) {
+    if (!(peak <= std::numeric_limits<float>::max())) {
+        int32_t listed = to.listed;
+        std::memset(&to, 0, sizeof to);
+        to.listed = listed;
+        to.scale = to.scaled_sum = std::numeric_limits<float>::quiet_NaN();
+        return;
     }
+    float inverse = peak > kLeastPeak ? 127.0f / peak : 0.0f;
+    to.fine = fine ? 1 : 0;
+    to.scale = peak / 127.0f;
+    int32_t rest = 0, values = round_group(x, inverse, to.values, fine ? to.rest : nullptr, rest);
+    close_group(to, values, rest);
+}
+
+// values = round(x * 127 / peak), ties to even; rest = round(256 * what that left over). A group with an infinity
+// or a NaN has the scale NaN: its row's products become NaN, and no other row's. Groups go to every `step`-th place.
+inline void quantise(const float *x, Group *to, int64_t step, int64_t groups) {
+    float total = 0.0f;
+    for (int64_t g = 0; g < groups; g++) total += to[g * step].scale = peak_of_group(x + g * kGroup);
+    float limit = kFineAbove * (total / static_cast<float>(groups));
+    int64_t listed = 0;
+    for (int64_t g = 0; g < groups; g++) {
+        float peak = to[g * step].scale;
+        bool fine = peak > limit;  // false where either is NaN
+        if (fine) to[listed++ * step].listed = static_cast<int32_t>(g);
+        quantise_group(x + g * kGroup, peak, fine, to[g * step]);
+    }
+    if (listed < groups) to[listed * step].listed = -1;
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ template <class Kind>
 void ready_row(StepState &step, const typename Kind::Value *values, int64_t row, int64_t width) {
     if constexpr (kQuantises<Kind>) {
         auto *groups = static_cast<typename Kind::Input *>(step.groups.get());
-        Kind::ready(values, groups + row * step.group_stride, width);
+        Kind::ready(values, groups, step.group_stride, row, width);
     }
 }
 

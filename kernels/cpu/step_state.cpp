@@ -69,7 +69,8 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.inner = zeroed(capacity * step.inner_stride * element);
     if (model.in_blocks()) {
         step.group_stride = std::max({step.hidden_stride, step.mixed_stride, step.inner_stride}) / kGroup;
-        step.groups = zeroed(capacity * step.group_stride * static_cast<int64_t>(sizeof(Group)));
+        // A kernel lays rows out in panels of its own height: the last one may be begun.
+        step.groups = zeroed((capacity + kRowPadding) * step.group_stride * static_cast<int64_t>(sizeof(Group)));
     }
     step.row_capacity = capacity;
 }
