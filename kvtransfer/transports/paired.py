@@ -29,9 +29,10 @@ from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports import worlds
 from kvtransfer.transports.base import Place, ReceiverHooks, TransportError
-from kvtransfer.transports.data_listener import DataListener, DataSocket
+from kvtransfer.transports.data_listener import DataSocket
 from kvtransfer.transports.device_staging import DeviceStaging
 from kvtransfer.transports.pair_thread import PairThread
+from kvtransfer.transports.socket_receiver import SocketReceiver
 from kvtransfer.transports.staging import SLOTS, HostStaging, Staging
 
 _SECRET_BYTES = 32
@@ -53,55 +54,16 @@ class _Frame:
     digests: tuple[bytes, ...]
 
 
-class PairedReceiver:
-    """The decode worker's end: one world for each writer."""
+def paired_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
+    """The decode worker's end: a world for each writer. Gloo reaches everywhere; NCCL has its conditions."""
 
-    in_place = False
+    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
+        return _Frames(name, writer, connection, memory, hooks)
 
-    def __init__(self, name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> None:
-        self.name = name
-        self._device = memory.data.device
+    def unreachable(writer: Place) -> str | None:
+        return worlds.nccl_unusable(memory.data.device, writer.device) if name == worlds.NCCL else None
 
-        def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-            return _Frames(name, writer, connection, memory, hooks)
-
-        self._listener = DataListener(host, open_frames, hooks.dead)
-
-    def unreachable(self, writer: Place) -> str | None:
-        """Gloo reaches everywhere; NCCL has its conditions."""
-        return worlds.nccl_unusable(self._device, writer.device) if self.name == worlds.NCCL else None
-
-    async def start(self) -> None:
-        """Listen on a free port. Raises OSError."""
-        await self._listener.start()
-
-    @property
-    def endpoint(self) -> str:
-        """host:port of the data sockets."""
-        return self._listener.endpoint
-
-    def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let whoever shows the token write as `writer`; the pid means nothing across hosts."""
-        return self._listener.admit(writer)
-
-    def registered(self, writer: WriterId) -> bool:
-        """Whether its data socket is open; its world may still be building."""
-        return self._listener.registered(writer)
-
-    def fence(self, writer: WriterId) -> None:
-        """Close the data socket: what its world brings is copied no more."""
-        self._listener.end(writer)
-
-    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """The frames say it themselves."""
-
-    def link_lost(self, writer: WriterId) -> None:
-        """Without a stream the data has no meaning: close it."""
-        self._listener.end(writer)
-
-    async def close(self) -> None:
-        """Stop listening and end every world."""
-        await self._listener.close()
+    return SocketReceiver(name, host, open_frames, hooks, unreachable)
 
 
 class _Frames:

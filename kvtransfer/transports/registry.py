@@ -49,9 +49,9 @@ def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) 
         case pushing.NAME:
             return pushing.PushReceiver(pool, port_of(pool.memory.data.device), hooks)
         case tcp.NAME:
-            return tcp.TcpReceiver(host, pool.memory, hooks)
+            return tcp.tcp_receiver(host, pool.memory, hooks)
         case worlds.GLOO | worlds.NCCL:
-            return paired.PairedReceiver(name, host, pool.memory, hooks)
+            return paired.paired_receiver(name, host, pool.memory, hooks)
     raise ValueError(f"there is no transport {name!r}")
 
 

@@ -16,62 +16,23 @@ from kvtransfer.digest import DIGEST_BYTES, block_digest
 from kvtransfer.failpoints import damage_payload, damage_place, truncate_payload
 from kvtransfer.host_bytes import fetch_block, write_block
 from kvtransfer.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Wanted, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.data_listener import DataListener, DataSocket
+from kvtransfer.transports.data_listener import DataSocket
+from kvtransfer.transports.socket_receiver import SocketReceiver
 
 NAME = "tcp"
 _HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")
 _ACCEPTED = b"+"
 
 
-class TcpReceiver:
+def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
     """The decode worker's end: copies frames into `memory`."""
 
-    name = NAME
-    in_place = False
+    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
+        return _Frames(writer, connection, memory, hooks)
 
-    def __init__(self, host: str, memory: KVMemory, hooks: ReceiverHooks) -> None:
-        def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-            return _Frames(writer, connection, memory, hooks)
-
-        self._listener = DataListener(host, open_frames, hooks.dead)
-
-    def unreachable(self, writer: Place) -> str | None:
-        """It reaches everywhere."""
-        return None
-
-    async def start(self) -> None:
-        """Listen on a free port. Raises OSError."""
-        await self._listener.start()
-
-    @property
-    def endpoint(self) -> str:
-        """host:port."""
-        return self._listener.endpoint
-
-    def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let whoever shows the token write as `writer`; the pid means nothing across hosts."""
-        return self._listener.admit(writer)
-
-    def registered(self, writer: WriterId) -> bool:
-        """Whether its data socket is open."""
-        return self._listener.registered(writer)
-
-    def fence(self, writer: WriterId) -> None:
-        """Close the data socket, which is the proof."""
-        self._listener.end(writer)
-
-    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """The frames say it themselves."""
-
-    def link_lost(self, writer: WriterId) -> None:
-        """Without a stream the data has no meaning: close it."""
-        self._listener.end(writer)
-
-    async def close(self) -> None:
-        """Stop listening and close every data socket."""
-        await self._listener.close()
+    return SocketReceiver(NAME, host, open_frames, hooks)
 
 
 class _Frames:

@@ -17,7 +17,7 @@ from kvtransfer.messages import GrantRef, WriterId
 from kvtransfer.transports import staging, worlds
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.paired import GREETING, PairedReceiver
+from kvtransfer.transports.paired import GREETING, paired_receiver
 from kvtransfer.transports.paired_channel import PairedChannel
 from tests.kvtransfer.conftest import LAYOUT, until
 
@@ -36,7 +36,7 @@ class Sink:
         self.corrupt = 0
         self.dead = 0
         self.open = True
-        self.transport = PairedReceiver(
+        self.transport = paired_receiver(
             worlds.GLOO,
             "127.0.0.1",
             self.memory,

@@ -30,7 +30,7 @@ class Sink:
         self.corrupt = 0
         self.dead = 0
         self.open = True
-        self.transport = tcp.TcpReceiver(
+        self.transport = tcp.tcp_receiver(
             "127.0.0.1",
             self.memory,
             ReceiverHooks(
