@@ -16,7 +16,7 @@ import grpc
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end import tiny_model
-from tests.end_to_end.stack import IDLE_GAUGES, Stack, running_stack
+from tests.end_to_end.stack import IDLE_GAUGES, Stack, StackFailed, running_stack, tail
 from tests.faults.armory import Armory
 from tests.faults.conftest import FLAGS, Breakable
 
@@ -69,7 +69,10 @@ def settle(stack: Stack) -> None:
         ids = {one.get("worker_id") for one in [*account["prefill"], *account["decode"]]}
         return {w.worker_id for w in workers if w.state == pb.WORKER_STATE_READY} == ids
 
-    eventually(ready, SETTLED_WITHIN_S, "every worker is back")
+    try:
+        eventually(ready, SETTLED_WITHIN_S, "every worker is back")
+    except AssertionError as error:
+        raise StackFailed(f"{error}\n{tail(stack.log)}") from None
     stack.wait_idle(SETTLED_WITHIN_S)
 
 
