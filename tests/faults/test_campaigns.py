@@ -49,6 +49,7 @@ def test_clients_that_leave_take_nothing_with_them(over_tcp: Breakable) -> None:
     assert measured.before_first_token
 
 
+@pytest.mark.full  # that nothing stays of a killed supervisor is shown by the launcher's tests, too
 def test_nothing_stays_of_a_killed_group(tiny: Path) -> None:
     processes, left = group_kill.kill_group(tiny)
     assert processes >= 6

@@ -146,6 +146,7 @@ def slow_worker(stack: Stack, folder: Path) -> Iterator[str]:
         process.wait(20)
 
 
+@pytest.mark.full
 def test_a_slow_worker_is_ejected_and_says_why(house: tuple[Stack, Path]) -> None:
     stack, folder = house
 
