@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -80,6 +81,7 @@ def _counts(counter: Counter[str]) -> str:
 def prepare() -> None:
     """What every run needs is made before the first; the collector need not look at it again and again."""
     torch.set_num_threads(1)
+    os.environ.setdefault("OTEL_SDK_DISABLED", "true")
     served_model()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,7 @@
-"""Every run ends with a collection of garbage: what was there before is left out of it."""
+"""Every run ends with a collection of garbage: what was there before is left out of it.
+
+What a run changes in this process is set back: other tests follow, some of which look at traces.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.simulation.campaign import prepare
 
 
 @pytest.fixture(scope="package", autouse=True)
 def prepared() -> Iterator[None]:
-    prepare()
-    yield
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_SDK_DISABLED", "true")
+        prepare()
+        yield
     gc.unfreeze()
+    torch.set_num_threads(threads)

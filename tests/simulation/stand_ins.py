@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -161,6 +160,3 @@ async def _nothing_started(*_: object, **__: object) -> Any:
         pass
 
     return SimpleNamespace(port=0, close=close)
-
-
-os.environ.setdefault("OTEL_SDK_DISABLED", "true")
