@@ -20,8 +20,8 @@ A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). Fo
     except DiptychError as error:
         answer(error)
 
-What `GenerateResponse` messages look like is said in ``gateway/responses.py``. Messages of a stream belong to
-the door once written: the core keeps none of them.
+What `GenerateResponse` messages look like is said in ``gateway/output/responses.py``. Messages of a stream
+belong to the door once written: the core keeps none of them.
 
 **The client leaves**: the door cancels the task that awaits the generator. CancelledError comes out again (do
 not swallow it), and by then both workers were told to drop the request. A ``write`` that finds its connection

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gateway.recovery import WAIT_FOR_WORKER_S
+from gateway.session.recovery import WAIT_FOR_WORKER_S
 from runtime.settings import Port, ProgramSettings
 
 GRPC_PORT = 50051

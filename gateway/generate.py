@@ -13,26 +13,26 @@ from typing import NoReturn
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.admission import AdmissionGate, Ticket
+from gateway.admission.admission import AdmissionGate, Ticket
 from gateway.call import Call
-from gateway.conversation import Conversation, Recovery
-from gateway.detokenizer import Detokenizer
-from gateway.fleet import Fleet
-from gateway.grammar_check import GrammarCheck
-from gateway.live_requests import LiveRequests
-from gateway.output import OutputStream
-from gateway.parsed_request import ParsedRequest
-from gateway.ranking import best
+from gateway.fleet.fleet import Fleet
+from gateway.model.served_model import ServedModel
+from gateway.output.detokenizer import Detokenizer
+from gateway.output.output import OutputStream
+from gateway.output.ranking import best
+from gateway.output.responses import Responses, add_account
+from gateway.output.stop_strings import StopStrings
+from gateway.request.grammar_check import GrammarCheck
+from gateway.request.parsed_request import ParsedRequest
+from gateway.request.validate_resumption import refuse_several, resumed
+from gateway.request.validate_resumption import resumable as can_resume
+from gateway.request.validation import parse_request
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
-from gateway.responses import Responses, add_account
-from gateway.resume_token import ResumeTokens
-from gateway.served_model import ServedModel
-from gateway.session_events import Admitted
-from gateway.stop_strings import StopStrings
-from gateway.validate_resumption import refuse_several, resumed
-from gateway.validate_resumption import resumable as can_resume
-from gateway.validation import parse_request
-from gateway.work import Job, TraceParent, work_id
+from gateway.session.conversation import Conversation, Recovery
+from gateway.session.live_requests import LiveRequests
+from gateway.session.resume_token import ResumeTokens
+from gateway.session.session_events import Admitted
+from gateway.session.work import Job, TraceParent, work_id
 from runtime.errors import (
     DiptychError,
     Draining,

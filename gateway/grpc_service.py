@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from gateway.call import Calls
 from gateway.grpc_call import Context, GrpcCall, serve
-from gateway.validation import parse_message
+from gateway.request.validation import parse_message
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
 """One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""

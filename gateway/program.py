@@ -13,21 +13,21 @@ from prometheus_client import CollectorRegistry
 from gateway import limits
 from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
-from gateway.admission import AdmissionGate, AdmissionQueue, Patience
+from gateway.admission.admission import AdmissionGate, AdmissionQueue, Patience
 from gateway.call import Calls
 from gateway.config import GatewaySettings
-from gateway.conversation import Recovery
-from gateway.fleet import Fleet, FleetIdentity
+from gateway.fleet.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
 from gateway.kserve.door import SERVICE as KSERVE_SERVICE
 from gateway.kserve.door import KServeDoor
-from gateway.live_requests import LiveRequests
+from gateway.model.served_model import ServedModel
 from gateway.openai.door import OpenAIDoor
-from gateway.resume_token import ResumeTokens
-from gateway.retry_budget import RetryBudget
-from gateway.served_model import ServedModel
 from gateway.service import SERVICE, add_inference_service
-from gateway.session_events import Role
+from gateway.session.conversation import Recovery
+from gateway.session.live_requests import LiveRequests
+from gateway.session.resume_token import ResumeTokens
+from gateway.session.retry_budget import RetryBudget
+from gateway.session.session_events import Role
 from gateway.text_rpcs import TextRpcs
 from runtime.directory.mirror import DirectoryMirror
 from runtime.http_edge import HttpEdge

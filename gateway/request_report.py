@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
-from gateway.conversation import Conversation
-from gateway.responses import admission_s, decode_s
-from gateway.session import State
+from gateway.output.responses import admission_s, decode_s
+from gateway.session.conversation import Conversation
+from gateway.session.session import State
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 

@@ -1,6 +1,6 @@
 """The calls that need no worker: Tokenize, Detokenize, and the names in ListModels and GetModel.
 
-Messages in, plain values out; the service makes the responses. Errors as in `gateway.validation`.
+Messages in, plain values out; the service makes the responses. Errors as in `gateway.request.validation`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits, validate_names
-from gateway.served_model import ServedModel
-from gateway.validate_prompt import chat_parts, chat_tools, check_text, given_ids
+from gateway import limits
+from gateway.model.served_model import ServedModel
+from gateway.request import validate_names
+from gateway.request.validate_prompt import chat_parts, chat_tools, check_text, given_ids
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 

@@ -12,11 +12,12 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits, text_calls, validate_names
-from gateway.live_requests import LiveRequests
-from gateway.model_card import ModelCard
-from gateway.served_model import ServedModel
-from gateway.validate_structured import STRUCTURED_OUTPUTS
+from gateway import limits, text_calls
+from gateway.model.model_card import ModelCard
+from gateway.model.served_model import ServedModel
+from gateway.request import validate_names
+from gateway.request.validate_structured import STRUCTURED_OUTPUTS
+from gateway.session.live_requests import LiveRequests
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from diptych.v1 import admin_pb2 as pb
-from gateway.wires import Load
-from gateway.worker import Worker
+from gateway.fleet.wires import Load
+from gateway.fleet.worker import Worker
 from runtime.directory.records import WorkerRecord
 
 _ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}

@@ -17,15 +17,15 @@ from google.protobuf.message import Message
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
-from gateway import validate_names
 from gateway.call import Calls
 from gateway.generate import Generator
 from gateway.grpc_call import Context, GrpcCall
 from gateway.grpc_service import Body, add_service
 from gateway.kserve import answer
 from gateway.kserve.request import OUTPUTS, VERSION, Asked, check_version, in_the_clients_words, read_request
-from gateway.model_card import ModelCard
-from gateway.validation import parse_message
+from gateway.model.model_card import ModelCard
+from gateway.request import validate_names
+from gateway.request.validation import parse_message
 from runtime.cancellation import end_task
 from runtime.errors import DiptychError, InvalidParameter
 

@@ -16,8 +16,9 @@ from typing import Any, Final
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_body import parse_body
-from gateway.json_members import (
+from gateway.kserve.tensors import Tensor
+from gateway.request.json_body import parse_body
+from gateway.request.json_members import (
     INT32,
     INT64,
     SAMPLING_NUMBERS,
@@ -28,7 +29,6 @@ from gateway.json_members import (
     string,
     token_ids,
 )
-from gateway.kserve.tensors import Tensor
 from runtime.errors import InvalidParameter, printable
 
 _IGNORED: Final = frozenset(

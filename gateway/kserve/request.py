@@ -8,9 +8,9 @@ from typing import Final
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_members import integer, token_ids
 from gateway.kserve.parameters import boolean, gather, one_text, put_all
 from gateway.kserve.tensors import Tensor, read_inputs, refuse_parameters
+from gateway.request.json_members import integer, token_ids
 from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
 
 VERSION: Final = "1"

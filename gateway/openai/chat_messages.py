@@ -7,7 +7,7 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_members import Members, array, as_object, string
+from gateway.request.json_members import Members, array, as_object, string
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 _TOOL_CHOICES: Final = {

@@ -7,11 +7,11 @@ from typing import Final
 from google.protobuf.struct_pb2 import Struct
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.json_members import UINT32, Members, string
 from gateway.openai.chat_messages import read_messages, read_tools
 from gateway.openai.draft import Asked, Draft
 from gateway.openai.knobs import read_knobs, read_output_limit, read_stream
 from gateway.openai.structure import read_structure
+from gateway.request.json_members import UINT32, Members, string
 from runtime.errors import InvalidParameter
 
 # Of OpenAI's API, and beyond a server of text. A value that asks for nothing passes.

@@ -10,10 +10,10 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_members import UINT32, Members, array, string, token_ids
 from gateway.openai.draft import Asked, Draft
 from gateway.openai.knobs import read_knobs, read_output_limit, read_stream
 from gateway.openai.structure import read_structure
+from gateway.request.json_members import UINT32, Members, array, string, token_ids
 from runtime.errors import InvalidParameter
 
 _DEFAULT_MAX_TOKENS: Final = 16

@@ -21,7 +21,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.call import Calls
 from gateway.generate import Generator
-from gateway.json_body import parse_body
+from gateway.model.served_model import ServedModel
 from gateway.openai.answer import Answer
 from gateway.openai.chat_answer import ChatAnswer
 from gateway.openai.chat_request import read_chat
@@ -30,7 +30,7 @@ from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import Asked
 from gateway.openai.errors import http_error, plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall
-from gateway.served_model import ServedModel
+from gateway.request.json_body import parse_body
 from gateway.text_rpcs import TextRpcs
 from runtime.errors import DiptychError
 from runtime.http_edge import read_body

@@ -10,7 +10,8 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_members import (
+from gateway.openai.draft import Draft
+from gateway.request.json_members import (
     INT32,
     INT64,
     SAMPLING_NUMBERS,
@@ -22,7 +23,6 @@ from gateway.json_members import (
     string,
     token_ids,
 )
-from gateway.openai.draft import Draft
 from runtime.errors import InvalidParameter
 
 # Accepted and without effect: they concern OpenAI's own books and storage.

@@ -12,8 +12,8 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_members import Members, array, string
 from gateway.openai.draft import Draft
+from gateway.request.json_members import Members, array, string
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 Put = Callable[[pb.StructuredOutput, str, object], None]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.tools.formats import ToolFormat, format_of
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall

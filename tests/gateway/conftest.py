@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from tests.runtime.tokenizer.bundled import bundled_path, oracle
 
 __all__ = ["bundled_path", "oracle"]

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from gateway.config import GatewaySettings
+from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
-from gateway.served_model import ServedModel
 from launcher.valkey import valkey_binary
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker
 

@@ -19,8 +19,8 @@ import grpc
 import pytest
 
 from diptych.worker.v1 import work_pb2
-from gateway.admission import FIRST_RETRY_S
-from gateway.served_model import ServedModel
+from gateway.admission.admission import FIRST_RETRY_S
+from gateway.model.served_model import ServedModel
 from runtime import errors
 from tests.gateway.failing_calls import SECRET, Told, check_http, told
 from tests.gateway.running_gateway import Stack, collect, running, until, valkey

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from runtime.block_hash import block_keys, namespace_key
 from tests.gateway.running_gateway import (
     DIGEST,

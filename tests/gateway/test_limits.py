@@ -14,10 +14,10 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits, text_calls
-from gateway.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.served_model import ServedModel
 from gateway.openai.completions_request import read_completions
-from gateway.served_model import ServedModel
-from gateway.validation import parse_request
+from gateway.request.validation import parse_request
 from runtime.errors import InvalidParameter
 from runtime.tokenizer.control_tokens import ControlTokens
 
@@ -155,9 +155,9 @@ ELSEWHERE = {
     "MAX_JSON_COMMAS": "gateway/openai/test_bodies.py",
     "MAX_JSON_COLONS": "gateway/openai/test_bodies.py",
     "MAX_TIMEOUT_MS": "gateway/openai/test_door.py",
-    "MAX_MESSAGE_NAME_CHARS": "gateway/test_validate_prompt.py",
-    "MAX_RENDERED_CHARS": "gateway/test_chat_template.py",
-    "MAX_TEMPLATE_BYTES": "gateway/test_chat_template.py",
+    "MAX_MESSAGE_NAME_CHARS": "gateway/request/test_validate_prompt.py",
+    "MAX_RENDERED_CHARS": "gateway/model/test_chat_template.py",
+    "MAX_TEMPLATE_BYTES": "gateway/model/test_chat_template.py",
     "MAX_TOOLS": "gateway/tools/test_validate_tools.py",
     "MAX_TOOL_NAME_CHARS": "gateway/tools/test_validate_tools.py",
     "MAX_TOOL_CALLS": "gateway/tools/test_validate_tools.py",
@@ -221,7 +221,7 @@ def test_render_time(monkeypatch: pytest.MonkeyPatch) -> None:
         looks[0] += 1
         return looks[0] * limits.MAX_RENDER_SECONDS / 100
 
-    monkeypatch.setattr("gateway.chat_template.time.monotonic", clock)
+    monkeypatch.setattr("gateway.model.chat_template.time.monotonic", clock)
     control = ControlTokens([])
 
     def render(steps: int) -> object:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.kserve.door import SERVICE as KSERVE
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until, valkey
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 from tests.runtime.otlp_collector import OtlpCollector

@@ -8,10 +8,10 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
+from gateway.request.validate_names import existing_request_id
+from gateway.request.validation import parse_request
 from gateway.text_calls import check_list_models, detokenize, tokenize
-from gateway.validate_names import existing_request_id
-from gateway.validation import parse_request
 from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
 
 MODEL = "SmolLM2-135M-Instruct"

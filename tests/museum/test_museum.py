@@ -58,9 +58,9 @@ def test_a_change_that_breaks_nothing_is_not_caught(tree: Path, tmp_path: Path) 
     """The museum itself must be able to say no."""
     first = next(e for e in EXHIBITS if e.name == "half_a_stop_string")
     harmless = tmp_path / "harmless.patch"
-    first_line, second_line = (gallery.ROOT / "gateway/stop_strings.py").read_text().splitlines()[:2]
+    first_line, second_line = (gallery.ROOT / "gateway/output/stop_strings.py").read_text().splitlines()[:2]
     harmless.write_text(
-        "--- a/gateway/stop_strings.py\n+++ b/gateway/stop_strings.py\n@@ -1,2 +1,2 @@\n"
+        "--- a/gateway/output/stop_strings.py\n+++ b/gateway/output/stop_strings.py\n@@ -1,2 +1,2 @@\n"
         f"-{first_line}\n+{first_line} Nothing else.\n {second_line}\n"
     )
     exhibit = gallery.Exhibit("harmless", "", "", "", first.caught_by, harmless)

@@ -14,8 +14,8 @@ from decode_worker.worker import DecodeWorker
 from engine.batch import SequenceStep
 from gateway.call import Calls
 from gateway.config import GatewaySettings
+from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
-from gateway.served_model import ServedModel
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from runtime.settings import resolve_model

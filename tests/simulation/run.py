@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import gateway.session as session_module
-from gateway.recovery import GiveUp, History, Retry
+import gateway.session.session as session_module
+from gateway.session.recovery import GiveUp, History, Retry
 from runtime.errors import DiptychError
 from tests.simulation.clients import Client
 from tests.simulation.cluster import Cluster

@@ -76,7 +76,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "secrets.token_hex": lambda size=16: chance.randbytes(size).hex(),
         "secrets.token_bytes": lambda size=16: chance.randbytes(size),
         "secrets.randbits": chance.getrandbits,
-        "gateway.links.make_channel": network.channel,
+        "gateway.fleet.links.make_channel": network.channel,
         "kvtransfer.peer_link.make_channel": network.channel,
         "runtime.directory.store.connect": lambda url: StoreClient(cluster.store),
         "kvtransfer.server.make_receiver": _receiver_maker(cluster),

@@ -10,10 +10,10 @@ import pytest
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.attempts import Attempts
 from engine.block_pool import BlockPool
-from gateway.admission import AdmissionQueue
-from gateway.session import Session
-from gateway.session_events import Emit, TokensArrived
-from gateway.work import build_work
+from gateway.admission.admission import AdmissionQueue
+from gateway.session.session import Session
+from gateway.session.session_events import Emit, TokensArrived
+from gateway.session.work import build_work
 from kvtransfer.attempt_book import AttemptBook
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import tcp
@@ -102,7 +102,7 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
         work.prompt_tokens = len(work.token_ids)
         return work
 
-    patch.setattr("gateway.conversation.build_work", build)
+    patch.setattr("gateway.session.conversation.build_work", build)
 
 
 def a_lost_gateway_leaks(patch: Patch) -> None:

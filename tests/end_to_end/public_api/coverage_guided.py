@@ -23,12 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 with atheris.instrument_imports(include=["gateway", "runtime.tokenizer", "runtime.grammar"]):
-    from gateway.json_body import parse_body
     from gateway.kserve.request import read_request
+    from gateway.model.served_model import ServedModel
     from gateway.openai.chat_request import read_chat
     from gateway.openai.completions_request import read_completions
-    from gateway.served_model import ServedModel
-    from gateway.validation import parse_message, parse_request
+    from gateway.request.json_body import parse_body
+    from gateway.request.validation import parse_message, parse_request
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb

@@ -15,7 +15,7 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.worker.v1 import decode_pb2, work_pb2
 from gateway.kserve import door as door_module
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from tests.gateway.kserve.tensors import MODEL, asking, outputs, text
 from tests.gateway.running_gateway import Stack, running
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, answering

@@ -13,8 +13,8 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway.kserve.parameters import MAX_PARAMETERS
 from gateway.kserve.request import in_the_clients_words, read_request
-from gateway.served_model import ServedModel
-from gateway.validation import parse_message, parse_request
+from gateway.model.served_model import ServedModel
+from gateway.request.validation import parse_message, parse_request
 from runtime.errors import DiptychError
 from tests.gateway.kserve.tensors import MODEL, add, asking, asking_raw, raw_texts
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.json_body import parse_body
+from gateway.model.served_model import ServedModel
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completions_request import read_completions
-from gateway.served_model import ServedModel
+from gateway.request.json_body import parse_body
 from runtime.errors import DiptychError, InvalidParameter
 from tests.gateway.openai.test_door import door, post, root
 

@@ -14,7 +14,7 @@ import pytest
 
 from diptych.worker.v1 import work_pb2
 from gateway import limits
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import Stack, running, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, answering
 

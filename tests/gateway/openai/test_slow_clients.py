@@ -11,10 +11,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.model.served_model import ServedModel
 from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.http_call import EventStream
-from gateway.served_model import ServedModel
 from runtime.http_edge import HttpEdge
 from tests.gateway.openai.test_door import door, post
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from gateway.served_model import ServedModel
+from gateway.model.served_model import ServedModel
 from tests.gateway.openai.test_door import door, ids_of
 from tests.gateway.scripted_workers import answering
 from tests.runtime.otlp_collector import OtlpCollector

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from gateway.chat_template import ChatTemplate
-from gateway.served_model import ServedModel
+from gateway.model.chat_template import ChatTemplate
+from gateway.model.served_model import ServedModel
 from gateway.tools.support import ToolSupport
 from gateway.tools.tool import Mode, Tool, Toolbox
 from runtime.tokenizer.control_tokens import ControlToken

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 
-from gateway.chat_template import ChatTemplate, Message
+from gateway.model.chat_template import ChatTemplate, Message
 from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
 from tests.runtime.tokenizer.small_models import CHATML, byte_level, sentencepiece_like, write_folder
 

@@ -139,8 +139,8 @@ def test_ids_outside_the_vocabulary_are_no_text(tokenizer: Tokenizer) -> None:
 
 def test_loads_fast_and_without_heavy_imports(bundled_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from gateway.served_model import ServedModel;"
-        "import gateway.validation, gateway.text_calls;"
+        "import sys; from pathlib import Path; from gateway.model.served_model import ServedModel;"
+        "import gateway.request.validation, gateway.text_calls;"
         f"ServedModel.load(Path({str(bundled_path)!r}));"
         "print(sorted({'torch', 'transformers', 'numpy', 'gguf'} & set(sys.modules)))"
     )

@@ -1,0 +1,1 @@
+"""Who runs, who waits, who is refused."""

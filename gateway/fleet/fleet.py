@@ -1,0 +1,351 @@
+"""All workers of this gateway: found in the directory, linked, counted, and offered to the router.
+
+The directory says which workers exist; the links say which of them answer. A worker whose lease ran out
+stays as long as its link is up, and is chosen only when no leased one is there: Redis being away, flushed
+or slow takes no worker from us, and a worker that drains (it says so, and gives up its lease) gets nothing
+new. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.fleet.ejection import Ejections
+from gateway.fleet.flushes import Flushes
+from gateway.fleet.links import Link, LinkDown, LinkTiming
+from gateway.fleet.placement import BY_COST, WITHOUT_INDEX, Placement
+from gateway.fleet.router import NoWorker, Route, RouteRequest, choose
+from gateway.fleet.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
+from gateway.fleet.worker import Worker, new_worker
+from gateway.session.session_events import Role
+from gateway.session.work import Job
+from runtime.block_hash import block_keys, namespace_key
+from runtime.directory.records import WorkerRecord
+
+RECONCILE_S = 0.25
+PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
+UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit
+_log = logging.getLogger(__name__)
+
+
+class Directory(Protocol):
+    """The local mirror of the Redis directory; its lookups do no I/O."""
+
+    @property
+    def connected(self) -> bool: ...
+    def workers(self) -> list[WorkerRecord]: ...
+    def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]: ...
+
+
+class FleetListener(Protocol):
+    """Who handles what the workers say."""
+
+    def deliver(self, news: Sequence[News]) -> None: ...
+    def worker_gone(self, worker_id: str, left: bool) -> None: ...
+    def worker_up(self, worker_id: str, returned: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetIdentity:
+    """Who we are to the workers, and which of them are ours."""
+
+    gateway_id: str
+    incarnation: int
+    model_digest: str
+    secret: bytes = field(repr=False)
+
+
+class Fleet:
+    """Implements `gateway.session.conversation.Workers` and `gateway.fleet.links.LinkListener`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        listener: FleetListener,
+        identity: FleetIdentity,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        timing: LinkTiming | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._listener = listener
+        self._identity = identity
+        self._on_change = on_change
+        self._timing = timing
+        self._clock = clock
+        self._wires: dict[str, Wire] = {
+            "prefill": PrefillWire(identity.gateway_id, identity.incarnation),
+            "decode": DecodeWire(identity.gateway_id, identity.incarnation),
+        }
+        self._workers: dict[str, Worker] = {}
+        self._refused: set[tuple[str, int]] = set()  # said once in the log
+        self._task: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self.flushes = Flushes()
+        self.ejections = Ejections()
+        self._namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name="fleet")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for worker_id in list(self._workers):
+            self._remove(worker_id)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                self.reconcile()
+            except Exception:  # one bad record must not end the following of all others
+                _log.exception("the directory could not be read")
+            await asyncio.sleep(RECONCILE_S)
+
+    def reconcile(self) -> None:
+        """Make the links match the directory's records."""
+        records = {r.worker_id: r for r in self._directory.workers() if self._is_ours(r)}
+        for worker_id, worker in list(self._workers.items()):
+            record = records.get(worker_id)
+            worker.leased = record is not None
+            replaced = record is not None and _identity(record) != _identity(worker.record)
+            if replaced or (record is None and not worker.link.up):
+                self._remove(worker_id)
+        for worker_id, record in records.items():
+            if worker_id not in self._workers:
+                self._add(record)
+
+    def _is_ours(self, record: WorkerRecord) -> bool:
+        if record.model_digest == self._identity.model_digest and record.role in self._wires:
+            return True
+        key = (record.worker_id, record.incarnation)
+        if key not in self._refused:
+            self._refused.add(key)
+            _log.warning("worker %s serves another model than this gateway: left alone", record.worker_id)
+        return False
+
+    def _add(self, record: WorkerRecord) -> None:
+        link = Link(
+            self._wires[record.role],
+            self,
+            worker_id=record.worker_id,
+            incarnation=record.incarnation,
+            address=record.address,
+            timing=self._timing,
+        )
+        self._workers[record.worker_id] = new_worker(record, link)
+        link.start()
+
+    def _remove(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id)
+        self.ejections.forget(worker_id)
+        if worker.link.up:
+            self._listener.worker_gone(worker_id, worker.leaving)
+        task = asyncio.create_task(worker.link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    # --- what is there --------------------------------------------------------------------------------
+
+    def linked(self, role: Role) -> list[Worker]:
+        """Workers of a role whose link is up; only those that are welcome, as long as there are any."""
+        linked = [w for w in self.linked_workers() if w.record.role == role.value]
+        return [w for w in linked if w.welcome] or [w for w in linked if w.leased] or linked
+
+    def linked_workers(self) -> list[Worker]:
+        """All workers whose link is up."""
+        return [w for w in self._workers.values() if w.link.up]
+
+    def workers(self) -> list[Worker]:
+        """All that this gateway wants to work with, linked or not."""
+        return list(self._workers.values())
+
+    def strangers(self) -> list[WorkerRecord]:
+        """Workers of the directory that serve another model than this gateway."""
+        return [record for record in self._directory.workers() if not self._is_ours(record)]
+
+    def missing_role(self) -> Role | None:
+        """The role that has no worker, None when a request can be served: one compatible pair is linked."""
+        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
+        if not prefill:
+            return Role.PREFILL
+        formats = {w.kv_format for w in prefill}
+        return None if any(w.kv_format in formats for w in decode) else Role.DECODE
+
+    def capacity(self) -> tuple[int, int]:
+        """Sequences that may be under way at once, and prefill workers. Beside those in decode batches there
+        are the few whose prompts are being computed.
+        """
+        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
+        batches = [w.load.max_running or UNKNOWN_BATCH for w in decode]
+        return sum(batches) + PREFILLING_SEQUENCES * len(prefill), len(prefill)
+
+    def token_limit(self) -> int | None:
+        """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
+        return max((w.max_tokens for w in self.linked(Role.DECODE)), default=None)
+
+    def tokens_to_compute(self, job: Job) -> int:
+        """Of the prompt, as predicted: what the decode worker that holds most of it does not hold."""
+        prompt = job.request.prompt_ids
+        decode = self.linked(Role.DECODE)
+        hits = self._prefix_hits(decode, job, prompt)
+        cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
+        return max(len(prompt) - cached, 1)
+
+    def block_size(self) -> int | None:
+        return next((w.record.block_size for w in self.linked(Role.DECODE)), None)
+
+    # --- gateway.session.conversation.Workers ------------------------------------------------------------
+
+    def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker:
+        """Choose the pair for an attempt, by load and by who has its prefix."""
+        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
+        hits = self._prefix_hits(decode, job, token_ids)
+        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
+        if isinstance(route, NoWorker):  # slow is better than nothing
+            route = self._choose(request, prefill, decode, hits)
+        if isinstance(route, NoWorker):
+            return route
+        target = self._workers[route.decode_id].record
+        return Placement(
+            route,
+            BY_COST if self._directory.connected else WITHOUT_INDEX,
+            self._namespace(job.request.salt, target.kv_dtype),
+            predicted_tokens=route.matched_blocks * target.block_size,
+        )
+
+    def _choose(
+        self,
+        request: RouteRequest,
+        prefill: Sequence[Worker],
+        decode: Sequence[Worker],
+        hits: Mapping[str, int],
+    ) -> Route | NoWorker:
+        return choose(
+            request,
+            (w.as_prefill() for w in prefill),
+            (w.as_decode(hits.get(w.record.worker_id, 0)) for w in decode),
+        )
+
+    def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
+        now = self._clock()
+        return [w for w in workers if not self.ejections.ejected(w.record.worker_id, now)]
+
+    def attach(self, worker_id: str, work: work_pb2.Work) -> None:
+        worker = self._linked(worker_id)
+        worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
+        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), len(work.choices))
+
+    def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
+        worker, target = self._linked(worker_id), self._linked(decode_id).record
+        worker.link.send(
+            prefill_pb2.PrefillServiceLinkRequest(
+                dispatch=prefill_pb2.Dispatch(
+                    work=work,
+                    decode_worker_id=decode_id,
+                    decode_address=target.address,
+                    decode_incarnation=target.incarnation,
+                )
+            )
+        )
+        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids))
+
+    def cancel(
+        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int] = ()
+    ) -> None:
+        """Without ``choices``: all that the worker still has of the attempt. Losing a link cancels what came
+        over it, so a worker that is gone needs no message.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        worker.done(work_id, attempt, len(choices) or None)
+        if worker.link.up:
+            worker.link.send(self._wires[role.value].cancel(work_id, attempt, choices))
+
+    # --- gateway.fleet.links.LinkListener -------------------------------------------------------------
+
+    def on_up(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            returned, worker.was_up = worker.was_up, True
+            self._listener.worker_up(worker_id, returned)
+        self._on_change()
+
+    def on_down(self, worker_id: str) -> None:
+        worker = self._workers.get(worker_id)
+        left = worker is not None and worker.leaving
+        if worker is not None:
+            worker.lost()
+            self.ejections.forget(worker_id)
+        self.flushes.lost(worker_id)
+        self._listener.worker_gone(worker_id, left)
+        self._on_change()
+
+    def on_load(self, worker_id: str, load: Load) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        before = worker.load
+        worker.reported(load)
+        if load.step_times:
+            self.ejections.report(worker_id, worker.record.role, load.step_times, self._clock())
+        if (load.draining, load.max_running) != (before.draining, before.max_running):
+            self._on_change()
+
+    def on_news(self, worker_id: str, news: list[News]) -> None:
+        worker = self._workers.get(worker_id)
+        for item in news:
+            if item.last_word and worker is not None:
+                worker.done(item.work_id, item.attempt, 1)
+            if item.detail:
+                _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
+        self._listener.deliver(news)
+
+    def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
+        self.flushes.answered(worker_id, flushed)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _linked(self, worker_id: str) -> Worker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise LinkDown(worker_id)
+        return worker
+
+    def _prefix_hits(self, decode: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
+        """Leading blocks per decode worker. Key chains differ by namespace and block size: one each."""
+        if not job.request.cache_read:
+            return {}
+        hits: dict[str, int] = {}
+        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
+            keys = block_keys(self._namespace(job.request.salt, kv_dtype), token_ids, block_size)
+            if keys:
+                hits.update({w: n for w, n in self._directory.prefix_hits(keys).items() if n})
+        return hits
+
+    def _make_namespace(self, salt: str, kv_dtype: str) -> bytes:
+        return namespace_key(
+            self._identity.secret,
+            tenant="",
+            salt=salt,
+            model_digest=self._identity.model_digest,
+            kv_dtype=kv_dtype,
+        )
+
+
+def _identity(record: WorkerRecord) -> tuple[int, str, str]:
+    return record.incarnation, record.address, record.role

@@ -1,0 +1,291 @@
+"""The two protocols between gateway and workers, as the links use them: messages out, news in.
+
+Protobuf of ``diptych.worker.v1`` ends here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
+from gateway.session.phase_times import Phases, read_phases
+from gateway.session.session_events import (
+    AttemptFailed,
+    Cause,
+    DecodeFinished,
+    Event,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokensArrived,
+    TokenScore,
+)
+
+_CAUSES = {
+    work_pb2.FAILURE_REASON_UNSPECIFIED: Cause.INTERNAL,
+    work_pb2.FAILURE_REASON_INTERNAL: Cause.INTERNAL,
+    work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED: Cause.KV_TRANSFER_FAILED,
+    work_pb2.FAILURE_REASON_PEER_LOST: Cause.PEER_LOST,
+    work_pb2.FAILURE_REASON_DRAINING: Cause.DRAINING,
+    work_pb2.FAILURE_REASON_NEVER_FITS: Cause.NEVER_FITS,
+    work_pb2.FAILURE_REASON_DEADLINE: Cause.DEADLINE,
+    work_pb2.FAILURE_REASON_INCOMPATIBLE: Cause.INCOMPATIBLE,
+    work_pb2.FAILURE_REASON_NOTHING_ALLOWED: Cause.NOTHING_ALLOWED,
+    work_pb2.FAILURE_REASON_ROW_FAILED: Cause.ROW_FAILED,
+}
+_FINISHES = {
+    work_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    work_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Who answers at the other end."""
+
+    worker_id: str
+    incarnation: int
+
+
+class StepTime(NamedTuple):
+    """Recent steps of a worker that computed about as many tokens: see ``diptych.worker.v1.StepTime``."""
+
+    size_class: int
+    steps: int
+    median_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker has to do, as it says; see ``diptych.worker.v1.Load``."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    quarantined_blocks: int = 0
+    draining: bool = False  # it takes nothing new
+    step_times: tuple[StepTime, ...] = ()
+    max_running: int = 0  # sequences in a step of a decode worker; 0 = it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life, usually with the load. ``late_s``: how far its engine's running step is past the end
+    that the worker itself had predicted.
+    """
+
+    load: Load | None
+    late_s: float = 0.0
+
+
+class PromptScored(NamedTuple):
+    """Scores of the prompt's tokens from position ``first`` on; of the first token there is none."""
+
+    first: int
+    scores: tuple[TokenScore, ...]
+
+
+class News(NamedTuple):
+    """What a worker says about one attempt. (A NamedTuple: one is made for every token.)"""
+
+    work_id: str
+    attempt: int
+    event: Event | PromptScored
+    last_word: bool = False  # nothing more comes of this choice (or attempt) from this worker
+    choice: int = 0
+    cached_tokens: int = 0
+    phases: Phases | None = None
+    detail: str = ""  # of a failure, for the log
+
+
+class Flushed(NamedTuple):
+    """The answer to a flush: how many keys were forgotten."""
+
+    request: int
+    blocks: int
+
+
+Heard = Greeting | Beat | Flushed | list[News]
+
+
+class Wire(Protocol):
+    """One role's protocol."""
+
+    @property
+    def role(self) -> Role: ...
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        """Start the stream: a ``grpc.aio.StreamStreamCall``."""
+        ...
+
+    def hello(self) -> Message: ...
+    def heartbeat(self, progress: int) -> Message: ...
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
+    def drain(self, grace_s: float | None) -> Message: ...
+    def read(self, message: Any) -> Heard: ...
+
+
+class PrefillWire:
+    """Gateway ↔ prefill worker."""
+
+    role = Role.PREFILL
+
+    def __init__(self, gateway_id: str, incarnation: int) -> None:
+        self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
+
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        return prefill_pb2_grpc.PrefillServiceStub(channel).Link()
+
+    def hello(self) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(hello=self._hello)
+
+    def heartbeat(self, progress: int) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
+
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
+
+    def drain(self, grace_s: float | None) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(drain=_drain(grace_s))
+
+    def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            return [_prefill_ended(message.ended)]
+        if kind == "prompt_scores":
+            return [_prompt_scores(message.prompt_scores)]
+        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+
+
+class DecodeWire:
+    """Gateway ↔ decode worker."""
+
+    role = Role.DECODE
+
+    def __init__(self, gateway_id: str, incarnation: int) -> None:
+        self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
+
+    def open(self, channel: grpc.aio.Channel) -> Any:
+        return decode_pb2_grpc.DecodeServiceStub(channel).Link()
+
+    def hello(self) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(hello=self._hello)
+
+    def heartbeat(self, progress: int) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
+
+    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
+
+    def drain(self, grace_s: float | None) -> Message:
+        return decode_pb2.DecodeServiceLinkRequest(drain=_drain(grace_s))
+
+    def flush(self, request: int) -> Message:
+        """Forget the cached prefixes; answered by `Flushed` with the same number."""
+        return decode_pb2.DecodeServiceLinkRequest(flush=decode_pb2.FlushPrefixCache(id=request))
+
+    def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
+        kind = message.WhichOneof("message")
+        if kind == "step":
+            step = message.step
+            return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
+        if kind == "flushed":
+            return Flushed(message.flushed.id, message.flushed.blocks)
+        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+
+
+def _cancel(work_id: str, attempt: int, choices: Sequence[int]) -> work_pb2.Cancel:
+    return work_pb2.Cancel(id=work_pb2.AttemptId(request_id=work_id, attempt=attempt), choices=choices)
+
+
+def _drain(grace_s: float | None) -> work_pb2.Drain:
+    drain = work_pb2.Drain()
+    if grace_s is not None:
+        drain.grace.FromNanoseconds(round(grace_s * 1e9))
+    return drain
+
+
+def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
+    return Greeting(hello.worker_id, hello.incarnation)
+
+
+def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
+    load = None
+    if heartbeat.HasField("load"):
+        said = heartbeat.load
+        load = Load(
+            said.running,
+            said.waiting,
+            said.waiting_tokens,
+            said.free_blocks,
+            said.total_blocks,
+            said.quarantined_blocks,
+            said.draining,
+            tuple(
+                StepTime(one.size_class, one.steps, one.median.ToNanoseconds() / 1e9)
+                for one in said.step_times
+            ),
+            said.max_running,
+        )
+    return Beat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
+
+
+def _tokens(tokens: decode_pb2.Tokens) -> News:
+    name, ids, choice = tokens.id, tuple(tokens.token_ids), tokens.choice
+    attempt = name.attempt
+    phases = None
+    if tokens.HasField("times"):  # the decode phase has only begun: what it has so far says nothing
+        phases = replace(read_phases(tokens.times), decode=0.0)
+    scores = tuple(map(_score, tokens.scores)) if tokens.scores else ()
+    event = TokensArrived(attempt, tokens.index, ids, choice, scores)
+    return News(name.request_id, attempt, event, False, choice, tokens.cached_tokens, phases)
+
+
+def _score(score: work_pb2.Score) -> TokenScore:
+    return TokenScore(score.logprob, score.rank, tuple((a.token_id, a.logprob) for a in score.top))
+
+
+def _prompt_scores(said: prefill_pb2.PromptScores) -> News:
+    event = PromptScored(said.first_position, tuple(map(_score, said.scores)))
+    return News(said.id.request_id, said.id.attempt, event)
+
+
+def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
+    attempt, outcome, choice = ended.id.attempt, ended.WhichOneof("outcome"), ended.choice
+    event: Event
+    if outcome == "finished" and ended.finished in _FINISHES:
+        event = DecodeFinished(attempt, _FINISHES[ended.finished], choice)
+    elif outcome == "preempted":
+        event = AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED, choice)
+    else:
+        event = AttemptFailed(attempt, Role.DECODE, _cause(ended.failure), choice)
+    return News(
+        ended.id.request_id,
+        attempt,
+        event,
+        last_word=True,
+        choice=choice,
+        phases=read_phases(ended.times) if ended.HasField("times") else None,
+        detail=ended.failure.message,
+    )
+
+
+def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> News:
+    attempt = ended.id.attempt
+    event: Event
+    if ended.WhichOneof("outcome") == "committed":
+        event = PrefillCommitted(attempt)
+    else:
+        event = AttemptFailed(attempt, Role.PREFILL, _cause(ended.failure))
+    return News(ended.id.request_id, attempt, event, last_word=True, detail=ended.failure.message)
+
+
+def _cause(failure: work_pb2.Failure) -> Cause:
+    """A reason that this build does not know is a bug on one of the two sides."""
+    return _CAUSES.get(failure.reason, Cause.INTERNAL)

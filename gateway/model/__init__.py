@@ -1,0 +1,1 @@
+"""The text side of a model: card, tokenizer, chat template."""

@@ -1,0 +1,37 @@
+"""A model as the gateway has it: its card, its tokenizer and its chat template, but no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.model.chat_template import ChatTemplate
+from gateway.model.model_card import ModelCard
+from gateway.tools.support import ToolSupport
+from runtime.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Immutable; safe to use from several threads."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    tools: ToolSupport
+
+    @classmethod
+    def load(cls, path: Path, name: str | None = None) -> ServedModel:
+        """From a GGUF file or a Hugging Face folder; ``name`` replaces the one derived from the path.
+
+        Raises `UnusableTokenizer`, `UnusableTemplate` or `OSError`.
+        """
+        tokenizer = Tokenizer.load(path)
+        source = tokenizer.chat_template
+        template = (
+            None
+            if source is None
+            else ChatTemplate(source, tokenizer.control_tokens, tokenizer.template_names)
+        )
+        tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
+        return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template, tools)

@@ -1,0 +1,166 @@
+"""Checks of the prompt in its three forms, and its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from google.protobuf.struct_pb2 import Struct, Value
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
+from gateway.model.served_model import ServedModel
+from gateway.request.validate_names import message_name
+from gateway.request.validate_stopping import TokenBudget
+from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
+from gateway.tools.tool import Toolbox
+from runtime.errors import InvalidParameter, UnsupportedFeature
+from runtime.tokenizer.control_tokens import ControlToken
+
+# A template pastes the role between control tokens, so a free role would be a way to write there.
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# Keyword arguments that templates of the served families know, with the values that mean something.
+TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "reasoning_effort": ("low", "medium", "high"),
+}
+
+
+def prompt_ids(
+    request: pb.GenerateRequest, model: ServedModel, budget: TokenBudget, tools: Toolbox | None = None
+) -> tuple[int, ...]:
+    """Token ids of the prompt, never empty, within ``budget``. ``tools`` are those of `chat_tools`.
+
+    Raises `InvalidParameter`, `UnsupportedFeature` or `ContextLengthExceeded`; a prompt that is certainly too
+    long is refused before it is tokenized.
+    """
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        ids: Sequence[int] = given_ids("token_ids.ids", request.token_ids.ids, model.card.vocab_size, budget)
+    elif kind == "text":
+        check_text("text", request.text)
+        budget.check(model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
+        ids = model.tokenizer.encode(request.text, add_special=True)
+    elif kind == "chat":
+        parts = chat_parts(request.chat, model, tools)
+        num_bytes = sum(len(part.encode("utf-8")) for part in parts if isinstance(part, str))
+        budget.check(model.tokenizer.fewest_tokens(num_bytes))
+        ids = model.tokenizer.encode_parts(parts)
+    else:
+        raise InvalidParameter("prompt", "one of text, token_ids and chat is required")
+    if not ids:
+        raise InvalidParameter(kind, "has no tokens")
+    budget.check(len(ids))
+    return tuple(ids)
+
+
+def given_ids(field: str, ids: Sequence[int], vocab_size: int, budget: TokenBudget | None) -> Sequence[int]:
+    """Ids that the caller sent. Length first: it costs nothing, and a million ids are not looked at."""
+    if not ids:
+        raise InvalidParameter(field, "must not be empty")
+    if budget is not None:
+        budget.check(len(ids))
+    if max(ids) >= vocab_size:
+        index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
+        raise InvalidParameter(f"{field}[{index}]", f"must be below the vocabulary size {vocab_size}")
+    return ids
+
+
+def check_text(field: str, text: str) -> None:
+    if not text:
+        raise InvalidParameter(field, "must not be empty")
+    _check_size(field, len(text), len(text.encode("utf-8")))
+
+
+def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
+    """The tools of a conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    return toolbox(chat, model.tools) if model.chat_template is not None else None
+
+
+def chat_parts(
+    chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None
+) -> tuple[ControlToken | str, ...]:
+    """The rendered conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    template = model.chat_template
+    if template is None:
+        raise UnsupportedFeature("chat", "this model has no chat template")
+    if not chat.messages:
+        raise InvalidParameter("chat.messages", "must not be empty")
+    if len(chat.messages) > limits.MAX_MESSAGES:
+        raise InvalidParameter("chat.messages", f"must have at most {limits.MAX_MESSAGES} messages")
+    num_bytes = sum(map(_bytes_of, chat.messages))
+    _check_size("chat.messages", num_bytes, num_bytes)
+    tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
+    _check_size("chat.tools", tool_bytes, tool_bytes)
+    messages = [_message(index, message, model, template) for index, message in enumerate(chat.messages)]
+    kwargs = _template_kwargs(chat.template_kwargs, template)
+    add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    try:
+        parts = template.render(
+            messages,
+            add_generation_prompt=add_prompt,
+            tools=() if tools is None else tools.tools,
+            kwargs=kwargs,
+        )
+    except RenderRefused as error:
+        raise InvalidParameter("chat.messages", f"the model's chat template refused: {error}") from error
+    return (*parts, *model.tools.prompt_suffix) if tools is not None and tools.forced else parts
+
+
+def _bytes_of(message: pb.ChatMessage) -> int:
+    """What the template is given of a turn."""
+    calls = sum(call.ByteSize() for call in message.tool_calls)
+    return len(message.content.encode("utf-8")) + calls
+
+
+def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
+    if max(num_chars, num_bytes) > limits.MAX_PROMPT_BYTES:
+        raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
+
+
+def _message(index: int, message: pb.ChatMessage, model: ServedModel, template: ChatTemplate) -> Message:
+    field = f"chat.messages[{index}]"
+    if message.role not in ROLES:
+        raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
+    answers = tool_call_id(field, message, model.tools)
+    # A tool's turn names the tool as OpenAI's API has it; the template need not look.
+    if message.name and message.role != "tool" and not template.reads_key("name"):
+        raise UnsupportedFeature(f"{field}.name", "this model's chat template has no names")
+    return Message(
+        message.role,
+        message.content,
+        message_name(f"{field}.name", message.name),
+        tool_calls(field, message, model.tools),
+        answers,
+    )
+
+
+def _template_kwargs(given: Struct, template: ChatTemplate) -> dict[str, object]:
+    kwargs: dict[str, object] = {}
+    for name, value in given.fields.items():
+        allowed = TEMPLATE_KWARGS.get(name)
+        if allowed is None:
+            raise InvalidParameter("chat.template_kwargs", f"may hold only {', '.join(TEMPLATE_KWARGS)}")
+        if not template.reads_variable(name):
+            raise UnsupportedFeature(
+                f"chat.template_kwargs.{name}", "this model's chat template has no such setting"
+            )
+        plain = _plain(value)
+        if plain not in allowed:
+            raise InvalidParameter(f"chat.template_kwargs.{name}", f"must be one of {_listed(allowed)}")
+        kwargs[name] = plain
+    return kwargs
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(str(value).lower() for value in values)
+
+
+def _plain(value: Value) -> object:
+    """A flag or a string; numbers are nothing here (1 must not pass for true)."""
+    kind = value.WhichOneof("kind")
+    if kind == "bool_value":
+        return value.bool_value
+    return value.string_value if kind == "string_value" else None

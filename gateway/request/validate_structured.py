@@ -1,0 +1,121 @@
+"""Checks of ``structured_output``, and the one grammar that it comes to.
+
+Whether the grammar means anything is found out later, by compiling it (`gateway.request.constraint`); here
+are its size and its form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.gbnf.nodes import BadGbnf
+from gateway.gbnf.translate import translate
+from gateway.request.constraint import Constraint
+from runtime.errors import InvalidParameter, UnsupportedFeature
+from runtime.grammar.grammar import Grammar, Kind
+
+ANY_OBJECT: Final = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
+
+
+def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
+    """What the output must match. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    kind = asked.WhichOneof("constraint")
+    if kind is None:
+        return None
+    path = f"structured_output.{kind}"
+    if kind == "json_object":
+        return Constraint(path, ANY_OBJECT) if asked.json_object else None
+    if kind == "choice":
+        return Constraint(path, _choice(f"{path}.values", asked.choice.values))
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise UnsupportedFeature(path)
+    text: str = getattr(asked, kind)
+    check_size(path, text)
+    return Constraint(path, reader(path, text))
+
+
+def check_size(path: str, text: str) -> None:
+    if not text:
+        raise InvalidParameter(path, "must not be empty")
+    if len(text) > limits.MAX_GRAMMAR_BYTES or len(text.encode("utf-8")) > limits.MAX_GRAMMAR_BYTES:
+        raise InvalidParameter(path, f"must be at most {limits.MAX_GRAMMAR_BYTES} bytes")
+
+
+def json_schema(path: str, text: str) -> Grammar:
+    """A schema that is a JSON object of bounded depth."""
+    read_schema(path, text)
+    return Grammar(Kind.JSON_SCHEMA, text)
+
+
+def read_schema(path: str, text: str) -> dict[str, object]:
+    """The schema in ``text``. Raises `InvalidParameter`."""
+    if _depth(text) > limits.MAX_SCHEMA_DEPTH:
+        raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
+        raise InvalidParameter(path, "must be JSON") from error
+    if not isinstance(schema, dict):
+        raise InvalidParameter(path, "must be a JSON object")
+    return schema
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are open, those inside strings included: an upper bound that costs one pass."""
+    deepest = depth = 0
+    for char in text:
+        if char in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "}]":
+            depth -= 1
+    return deepest
+
+
+def _regex(path: str, text: str) -> Grammar:
+    return Grammar(Kind.REGEX, text)
+
+
+def _ebnf(path: str, text: str) -> Grammar:
+    try:
+        return translate(text)
+    except BadGbnf as error:
+        raise InvalidParameter(path, str(error)) from error
+
+
+def _choice(path: str, values: Sequence[str]) -> Grammar:
+    if not values:
+        raise InvalidParameter(path, "must not be empty")
+    if len(values) > limits.MAX_CHOICES:
+        raise InvalidParameter(path, f"must have at most {limits.MAX_CHOICES} values")
+    size = 0
+    for index, value in enumerate(values):
+        if not value:
+            raise InvalidParameter(f"{path}[{index}]", "must not be empty")
+        size += len(value.encode("utf-8"))
+    if size > limits.MAX_GRAMMAR_BYTES:
+        raise InvalidParameter(path, f"must be at most {limits.MAX_GRAMMAR_BYTES} bytes together")
+    return Grammar(Kind.REGEX, "|".join(map(exactly, values)))
+
+
+def exactly(text: str) -> str:
+    """A regular expression for ``text`` itself: in escapes, but for letters and digits."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+_READERS: Final[dict[str, Callable[[str, str], Grammar]]] = {
+    "json_schema": json_schema,
+    "regex": _regex,
+    "ebnf_grammar": _ebnf,
+}
+STRUCTURED_OUTPUTS: Final = (*_READERS, "choice", "json_object")
+"""The constraints that `Capabilities` names."""

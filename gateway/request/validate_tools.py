@@ -1,0 +1,130 @@
+"""Checks of a conversation's tools, of the choice among them, and of the calls in its turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.request.constraint import Constraint
+from gateway.request.validate_structured import check_size, read_schema
+from gateway.tools.support import ToolSupport
+from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
+from runtime.errors import InvalidParameter, UnsupportedFeature
+from runtime.grammar.grammar import Grammar, Kind
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_MODES: Final = {
+    pb.ToolChoice.MODE_UNSPECIFIED: Mode.AUTO,
+    pb.ToolChoice.MODE_AUTO: Mode.AUTO,
+    pb.ToolChoice.MODE_NONE: Mode.NONE,
+    pb.ToolChoice.MODE_REQUIRED: Mode.REQUIRED,
+    pb.ToolChoice.MODE_NAMED: Mode.NAMED,
+}
+
+
+def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
+    """The tools and how they are to be used; None if there are none.
+
+    Raises `InvalidParameter` or `UnsupportedFeature`.
+    """
+    choice = chat.tool_choice
+    mode = _MODES.get(choice.mode)
+    if mode is None:
+        raise InvalidParameter("chat.tool_choice.mode", "is not known")
+    if not chat.tools:
+        if mode in (Mode.REQUIRED, Mode.NAMED):
+            raise InvalidParameter("chat.tool_choice", "needs tools to choose from")
+        return None
+    if not support.tools:
+        raise UnsupportedFeature("chat.tools", "this model's chat template has no tools")
+    if support.form is None and mode is not Mode.NONE:
+        raise UnsupportedFeature("chat.tools", "the form of this model's calls is not known to this server")
+    tools = _tools(chat.tools)
+    if mode is Mode.NAMED and choice.name not in {tool.name for tool in tools}:
+        raise InvalidParameter("chat.tool_choice.name", "must be the name of one of the tools")
+    return Toolbox(tools, mode, choice.name if mode is Mode.NAMED else "")
+
+
+def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
+    """What the output must match: calls where they are required, else what was ``asked`` beside the tools."""
+    if tools is None or support.form is None or not tools.forced:
+        return asked
+    if asked is not None:
+        raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
+    grammar = support.form.grammar(tools.callable, many=tools.mode is Mode.REQUIRED)
+    parts = tuple(
+        (
+            f"chat.tools[{index}].parameters_json_schema",
+            Grammar(Kind.JSON_SCHEMA, json.dumps(dict(tool.arguments_schema))),
+        )
+        for index, tool in enumerate(tools.tools)
+        if tool in tools.callable
+    )
+    return Constraint("chat.tool_choice", grammar, parts)
+
+
+def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tuple[ToolCall, ...]:
+    """The calls of an assistant's turn."""
+    if not message.tool_calls:
+        return ()
+    if message.role != "assistant":
+        raise InvalidParameter(f"{path}.tool_calls", "are an assistant's")
+    if not support.calls:
+        raise UnsupportedFeature(f"{path}.tool_calls", "this model's chat template has no tool calls")
+    if len(message.tool_calls) > limits.MAX_TOOL_CALLS:
+        raise InvalidParameter(f"{path}.tool_calls", f"must be at most {limits.MAX_TOOL_CALLS}")
+    return tuple(_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls))
+
+
+def tool_call_id(path: str, message: pb.ChatMessage, support: ToolSupport) -> str:
+    """Which call a tool's turn answers; may be left out where the template does not look at it."""
+    if message.role == "tool" and not support.turns:
+        raise UnsupportedFeature(f"{path}.role", "this model's chat template has no tool turns")
+    if message.tool_call_id and message.role != "tool":
+        raise InvalidParameter(f"{path}.tool_call_id", "is a tool's")
+    return _id(f"{path}.tool_call_id", message.tool_call_id)
+
+
+def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
+    if len(given) > limits.MAX_TOOLS:
+        raise InvalidParameter("chat.tools", f"must be at most {limits.MAX_TOOLS}")
+    tools: dict[str, Tool] = {}
+    for index, one in enumerate(given):
+        path = f"chat.tools[{index}]"
+        name = _name(f"{path}.name", one.name)
+        if name in tools:
+            raise InvalidParameter(f"{path}.name", "must differ from the other tools' names")
+        schema: dict[str, object] = {}
+        if one.parameters_json_schema:
+            check_size(f"{path}.parameters_json_schema", one.parameters_json_schema)
+            schema = read_schema(f"{path}.parameters_json_schema", one.parameters_json_schema)
+        tools[name] = Tool(name, one.description, schema)
+    return tuple(tools.values())
+
+
+def _call(path: str, call: pb.ToolCall) -> ToolCall:
+    arguments = call.arguments_json or "{}"
+    check_size(f"{path}.arguments_json", arguments)
+    read_schema(f"{path}.arguments_json", arguments)  # an object of bounded depth
+    return ToolCall(_name(f"{path}.name", call.name), arguments, _id(f"{path}.id", call.id))
+
+
+def _name(path: str, name: str) -> str:
+    if not 0 < len(name) <= limits.MAX_TOOL_NAME_CHARS or not _NAME.fullmatch(name):
+        raise InvalidParameter(
+            path, f"must be 1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, dots, dashes and underscores"
+        )
+    return name
+
+
+def _id(path: str, given: str) -> str:
+    if len(given) > limits.MAX_TOOL_CALL_ID_CHARS or (given and not _NAME.fullmatch(given)):
+        raise InvalidParameter(
+            path,
+            f"must be at most {limits.MAX_TOOL_CALL_ID_CHARS} letters, digits, dots, dashes and underscores",
+        )
+    return given

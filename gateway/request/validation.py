@@ -1,0 +1,128 @@
+"""A caller's protobuf message → plain, checked values, or the error that names the bad field.
+
+Pure: no I/O, no clock; ids and seeds come from the two callables. Cheap checks run first, so that most bad
+requests cost microseconds; tokenizing comes last. A prompt of `limits.INLINE_PARSE_BYTES` or more takes
+long enough (about 0.5 s for a megabyte) to belong in a thread: everything here may run in one.
+
+Errors are those of `runtime.errors`, each with the path of the field in the request. None repeats a value
+that the caller sent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.model.served_model import ServedModel
+from gateway.request import validate_names
+from gateway.request.parsed_request import ParsedRequest
+from gateway.request.validate_outputs import outputs
+from gateway.request.validate_prompt import chat_tools, prompt_ids
+from gateway.request.validate_resumption import refuse_stray_ids
+from gateway.request.validate_sampling import sampling
+from gateway.request.validate_stopping import budget, stopping
+from gateway.request.validate_structured import structured_output
+from gateway.request.validate_token_rules import check_something_may_come, token_rules
+from gateway.request.validate_tools import constraint_of
+from gateway.request.validate_unsupported import refuse_unsupported
+from runtime.errors import InvalidParameter, UnsupportedFeature
+
+M = TypeVar("M", bound=Message)
+
+
+def parse_message(kind: type[M], data: bytes) -> M:
+    """The message in ``data``; for handlers registered with an identity deserializer.
+
+    gRPC's own deserializer answers garbage with UNKNOWN or INTERNAL and its exception's text; this raises
+    `InvalidParameter`. Invalid UTF-8 and nesting over protobuf's limit of 100 are garbage too.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise InvalidParameter("request", f"is not a {kind.DESCRIPTOR.full_name} message") from error
+
+
+def parse_request(
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    *,
+    header_request_id: str = "",
+    token_limit: int | None = None,
+    fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
+) -> ParsedRequest:
+    """
+    Args:
+        request: as it came.
+        model: the served model.
+        header_request_id: the x-request-id metadata, used where ``request_id`` is empty.
+        token_limit: prompt and output together; smaller than the model's context where the whole KV pool is.
+        fresh_id: makes a request id where the caller gave none.
+        fresh_seed: makes a seed in [0, 2**64) where the caller gave none.
+
+    Raises:
+        InvalidParameter, UnsupportedFeature, ContextLengthExceeded, UnknownModel.
+    """
+    card, response, cache = model.card, request.response, request.cache
+    request_id = validate_names.request_id(request.request_id, header_request_id, fresh_id)
+    name = validate_names.model_name(request.model, card)
+    refuse_unsupported(request)
+    refuse_stray_ids(request)
+    made = outputs(request.sampling, response)
+    stops = stopping(request.stopping, card.vocab_size)
+    rules = token_rules(request.sampling, model.tokenizer)
+    check_something_may_come(rules, stops, card.eos_token_ids)
+    knobs = sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
+    constraint = structured_output(request.structured_output)
+    tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
+    constraint = constraint_of(tools, model.tools, constraint)
+    if constraint is not None and not card.eos_token_ids:
+        raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
+    interval = _stream_interval(response)
+    salt = validate_names.label("cache.salt", cache.salt, limits.MAX_SALT_BYTES)
+    session_id = validate_names.label("session_id", request.session_id, limits.MAX_SESSION_ID_BYTES)
+    limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
+    return ParsedRequest(
+        request_id=request_id,
+        model=name,
+        prompt_ids=prompt_ids(request, model, budget(stops, limit), tools),
+        sampling=knobs,
+        max_tokens=stops.max_tokens,
+        min_tokens=stops.min_tokens,
+        stop=stops.stop,
+        stop_token_ids=stops.stop_token_ids,
+        ignore_eos=stops.ignore_eos,
+        include_stop=stops.include_stop,
+        time_limit_s=stops.time_limit_s,
+        want_text=response.text if response.HasField("text") else True,
+        want_token_ids=response.token_ids if response.HasField("token_ids") else True,
+        skip_special=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
+        stream_interval=interval,
+        want_timings=response.timings if response.HasField("timings") else True,
+        salt=salt,
+        # Scores of prompt tokens come from computing them.
+        cache_read=not cache.bypass_read and made.prompt_logprobs is None,
+        cache_write=not cache.bypass_write,
+        priority=request.priority,
+        session_id=session_id,
+        n=made.n,
+        best_of=made.best_of,
+        beam_width=made.beam_width,
+        logprobs=made.logprobs,
+        prompt_logprobs=made.prompt_logprobs,
+        echo=made.echo,
+        constraint=constraint,
+        tools=tools,
+    )
+
+
+def _stream_interval(response: pb.ResponseOptions) -> int:
+    interval = response.stream_interval if response.HasField("stream_interval") else 1
+    if not 1 <= interval <= limits.MAX_STREAM_INTERVAL:
+        raise InvalidParameter("response.stream_interval", f"must be from 1 to {limits.MAX_STREAM_INTERVAL}")
+    return interval

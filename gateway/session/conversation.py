@@ -1,0 +1,310 @@
+"""The driver of one request: feeds its choices, does what they ask for, keeps what the client gets.
+
+Events come from the links (tokens, last words, lost workers), from timers and from the handler; all on the
+event loop's thread. What is for the client lies in the choices' outputs and in ``outgoing`` until the handler
+takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from diptych.worker.v1 import work_pb2
+from gateway.fleet.links import LinkDown
+from gateway.fleet.placement import Placement
+from gateway.fleet.router import NoWorker, RouteRequest
+from gateway.fleet.wires import News, PromptScored
+from gateway.output.output import OutputStream
+from gateway.output.prompt_scores import PromptScores
+from gateway.session.choices import Choices
+from gateway.session.outgoing import Outgoing
+from gateway.session.phase_times import PhaseBook, Phases
+from gateway.session.recovery import WAIT_FOR_WORKER_S
+from gateway.session.retry_budget import RetryBudget
+from gateway.session.session_events import (
+    Action,
+    Attach,
+    AwaitWorker,
+    Broken,
+    Cancel,
+    ChooseRoute,
+    ClientGone,
+    DeadlinePassed,
+    DecodeFinished,
+    Dispatch,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    FinishReason,
+    NoRoute,
+    PrefillCommitted,
+    Restored,
+    Role,
+    Routed,
+    StopMatched,
+    TimeLimitReached,
+    TokensArrived,
+    WaitOver,
+    WorkerGone,
+)
+from gateway.session.work import Job, build_work
+from runtime.errors import Internal
+
+_log = logging.getLogger(__name__)
+
+
+class Workers(Protocol):
+    """The fleet, as a conversation sees it. Sending never blocks; it raises `LinkDown`."""
+
+    def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker: ...
+    def attach(self, worker_id: str, work: work_pb2.Work) -> None: ...
+    def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
+    def cancel(
+        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RouteChoice:
+    """One choice of a route: when (monotonic seconds), and what came of it; None when there was no worker."""
+
+    start: float
+    end: float
+    placement: Placement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How far the gateway goes for a request that lost its worker; see `gateway.session.tally.Tally`."""
+
+    budget: RetryBudget | None = None
+    wait_s: float = WAIT_FOR_WORKER_S
+
+
+class Conversation:
+    """One request from its arrival to its end.
+
+    Args:
+        outputs: turn tokens into pieces, one for each choice.
+        workers: where attempts go.
+        hold: nothing is sent before the end.
+        recovery: what it may cost to make up for lost workers; None = no limit but the request's own.
+
+    ``on_first_token`` is called once, when the first token of any output is there.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        outputs: Sequence[OutputStream],
+        workers: Workers,
+        *,
+        clock: Callable[[], float],
+        hold: bool = False,
+        recovery: Recovery | None = None,
+    ) -> None:
+        request = job.request
+        self.job = job
+        self.outputs = outputs
+        recovery = recovery or Recovery()
+        self.choices = Choices(
+            request.prompt_ids,
+            job.max_tokens,
+            len(outputs),
+            now=clock(),
+            budget=recovery.budget,
+            wait_s=recovery.wait_s,
+        )
+        self.prompt_scores = PromptScores(
+            len(request.prompt_ids) if request.prompt_logprobs is not None else 0
+        )
+        self.outgoing = Outgoing(held=hold)
+        self.resume_token = ""  # for the first message; "" = none
+        self.routes: list[RouteChoice] = []
+        self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self._phases = PhaseBook()
+        self._scored = request.worker_logprobs is not None
+        self._work = work_pb2.Work()
+        self._namespaces: dict[str, bytes] = {}  # of the workers that were chosen
+        self._workers = workers
+        self.clock = clock
+        self.on_first_token: Callable[[], None] = lambda: None
+        self._events: deque[Event] = deque()
+        self._early: list[Event] = []  # output that came before the scores of the prompt
+        self._feeding = False
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def phases(self) -> Phases:
+        """Summed over the attempts at the choice that took longest."""
+        sessions = self.choices.sessions
+        longest = max(sessions, key=lambda session: session.transitions[-1][1])
+        return self._phases.of(longest.choice, longest.attempts)
+
+    @property
+    def billed(self) -> int:
+        """Output tokens of all choices."""
+        return sum(output.billed for output in self.outputs)
+
+    def start_timers(self, time_limit_s: float | None) -> None:
+        """Arm the call's deadline and the request's own soft limit, which counts from now."""
+        loop = asyncio.get_running_loop()
+        if self.job.deadline is not None:
+            left = max(self.job.deadline - self.clock(), 0.0)
+            self._timers.append(loop.call_later(left, self.feed, DeadlinePassed()))
+        if time_limit_s is not None:
+            self._timers.append(loop.call_later(time_limit_s, self.feed, TimeLimitReached()))
+
+    def restore(self, received: tuple[int, ...]) -> bool:
+        """Before anything else: the client has these tokens of the only output. Nothing of them comes again.
+
+        False: the output ends before the last of them.
+        """
+        output = self.outputs[0]
+        if not output.restore(received):
+            return False
+        full = len(received) >= self.job.max_tokens
+        reason = FinishReason.STOP if output.stop_match else FinishReason.LENGTH if full else None
+        self.feed(Restored(received, 0, reason))
+        return True
+
+    def feed(self, event: Event) -> None:
+        """Apply an event and all that follows from it. An error here ends this request and no other."""
+        self._events.append(event)
+        self._run()
+
+    def hear(self, news: Sequence[News]) -> None:
+        """What a worker said at one moment; likewise."""
+        for item in news:
+            event = item.event
+            if item.phases is not None:
+                self._phases.note(item.attempt, item.choice, item.phases)
+            if isinstance(event, TokensArrived) and self.cached_tokens is None:
+                self.cached_tokens = item.cached_tokens
+            if isinstance(event, PromptScored):
+                self._prompt_scored(event)
+            elif self.prompt_scores.complete:
+                self._events.append(event)
+            elif isinstance(event, TokensArrived | DecodeFinished):
+                self._early.append(event)
+            elif isinstance(event, PrefillCommitted) and event.attempt == self.choices.attempts:
+                self._events.append(Broken(Internal()))  # they were promised before it
+            else:
+                self._events.append(event)
+        self._run()
+
+    def close(self) -> None:
+        """The handler is done, for whatever reason: workers that are still busy with it are told to stop."""
+        for timer in self._timers:
+            timer.cancel()
+        self.feed(ClientGone())
+
+    def _run(self) -> None:
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            self._apply_events()
+        except Exception:
+            _log.exception("request %s: the gateway failed on it", self.job.request.request_id)
+            self._events.clear()
+            self._events.append(Broken(Internal()))
+            self._apply_events()
+        finally:
+            self._feeding = False
+
+    def _apply_events(self) -> None:
+        """All that waits, and what follows from it; then what the workers are to be told, and so on."""
+        choices, events = self.choices, self._events
+        while True:
+            while events:
+                now = self.clock()
+                for action in choices.handle(events.popleft(), now):
+                    if isinstance(action, Emit):
+                        self._emit(action, now)
+                    else:
+                        self._perform(action)
+            left = choices.settle()
+            if not left:
+                return
+            for action in left:
+                self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case ChooseRoute():
+                self._events.append(self._route(action))
+            case Attach(worker_id, attempt):
+                self._work = build_work(self.job, attempt, self._namespaces[worker_id], self.clock())
+                self._send(worker_id, partial(self._workers.attach, worker_id, self._work))
+            case Dispatch(worker_id, decode_id, _):  # of the attempt that was attached just now
+                self._send(worker_id, partial(self._workers.dispatch, worker_id, decode_id, self._work))
+            case Cancel(role, worker_id, number, choices):
+                self._workers.cancel(role, worker_id, self.job.work_id, number, choices)
+            case AwaitWorker(choice, number, seconds):
+                over = WaitOver(choice, number)
+                self._timers.append(asyncio.get_running_loop().call_later(seconds, self.feed, over))
+            case Finish(reason, choice):
+                self._finish(choice, reason)
+            case Fail(error):
+                self.outgoing.end(error)
+
+    def _route(self, wanted: ChooseRoute) -> Event:
+        start = self.clock()
+        affinity = self.job.request.session_id or self.job.work_id
+        worst_case = self.job.worst_case_tokens
+        request = RouteRequest(affinity, len(wanted.token_ids), worst_case, wanted.avoid)
+        placement = self._workers.place(request, self.job, wanted.token_ids)
+        if isinstance(placement, NoWorker):
+            self.routes.append(RouteChoice(start, self.clock(), None))
+            return NoRoute(placement.role, wanted.choices)
+        self.routes.append(RouteChoice(start, self.clock(), placement))
+        self._namespaces[placement.decode_id] = placement.cache_namespace
+        return Routed(placement.prefill_id, placement.decode_id, wanted.choices)
+
+    def _send(self, worker_id: str, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except LinkDown:
+            self._events.append(WorkerGone(worker_id, left=True))  # it never had the request
+
+    def _emit(self, new: Emit, now: float) -> None:
+        self.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
+            self.on_first_token()
+        if self._scored and not new.scores:
+            self._events.appendleft(Broken(Internal()))  # a worker's bug: ranks and logprobs would be wrong
+            return
+        output = self.outputs[new.choice]
+        if output.push(new.token_ids, new.scores):
+            self._events.appendleft(StopMatched(output.billed, new.choice))  # before what came later
+        elif output.due:
+            self.outgoing.put(new.choice)
+
+    def _finish(self, choice: int, reason: FinishReason) -> None:
+        output = self.outputs[choice]
+        output.finish()
+        if output.stopped_by_text:
+            reason = FinishReason.STOP  # also when the match was complete only with the last held-back text
+        self.outgoing.finished[choice] = reason
+        self.outgoing.put(choice)
+        if len(self.outgoing.finished) == len(self.outputs):
+            self.outgoing.end()
+
+    def _prompt_scored(self, event: PromptScored) -> None:
+        """A gap is a worker's bug."""
+        if not self.prompt_scores.add(event.first, event.scores):
+            self._events.append(Broken(Internal()))
+        elif self.prompt_scores.complete:
+            self._events.extend(self._early)
+            self._early.clear()

@@ -1,0 +1,86 @@
+"""The requests that are alive in this gateway: by the client's id, and by the id that workers know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.fleet.wires import News
+from gateway.session.conversation import Conversation
+from gateway.session.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
+from runtime.errors import DuplicateRequest
+
+
+class LiveRequests:
+    """Registry and switchboard: what comes from the workers finds its conversation here."""
+
+    def __init__(self) -> None:
+        self._reserved: set[str] = set()  # ids of requests that are alive, registered below or not yet
+        self._by_request: dict[str, Conversation] = {}
+        self._by_work: dict[str, Conversation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    def reserve(self, request_id: str) -> None:
+        """Claim an id. Raises DuplicateRequest while a live request has it."""
+        if request_id in self._reserved:
+            raise DuplicateRequest(request_id)
+        self._reserved.add(request_id)
+        self._idle.clear()
+
+    def add(self, conversation: Conversation) -> None:
+        self._by_request[conversation.job.request.request_id] = conversation
+        self._by_work[conversation.job.work_id] = conversation
+
+    def release(self, request_id: str) -> None:
+        """The request is over: nothing finds it any more."""
+        self._reserved.discard(request_id)
+        conversation = self._by_request.pop(request_id, None)
+        if conversation is not None:
+            del self._by_work[conversation.job.work_id]
+        if not self._reserved:
+            self._idle.set()
+
+    def cancel(self, request_id: str) -> bool:
+        """Finish a request with CANCELLED. False: there is none of this id that still runs."""
+        conversation = self._by_request.get(request_id)
+        if conversation is None or conversation.choices.over:
+            return False
+        conversation.feed(CancelAsked())
+        return True
+
+    def deliver(self, news: Sequence[News]) -> None:
+        """Hand what a worker said to those it is about; nobody waits for news of a request that is over.
+
+        What one message says about a request is heard together: choices that fail at once go on together.
+        """
+        heard: dict[str, list[News]] = {}
+        for item in news:
+            heard.setdefault(item.work_id, []).append(item)
+        for work_id, items in heard.items():
+            conversation = self._by_work.get(work_id)
+            if conversation is not None:
+                conversation.hear(items)
+
+    def worker_gone(self, worker_id: str, left: bool) -> None:
+        """Every request that this worker had part in learns it now. ``left``: it had said it would go."""
+        self._feed_all(WorkerGone(worker_id, left))
+
+    def worker_up(self, worker_id: str, returned: bool) -> None:
+        """It is linked; ``returned``: not for the first time."""
+        self._feed_all(WorkerUp(worker_id, returned))
+
+    def shut_down(self) -> None:
+        """The grace of a shutdown is over."""
+        self._feed_all(ShuttingDown())
+
+    async def idle(self) -> None:
+        """Returns when no request is alive."""
+        await self._idle.wait()
+
+    def _feed_all(self, event: Event) -> None:
+        for conversation in list(self._by_work.values()):
+            conversation.feed(event)

@@ -1,0 +1,114 @@
+"""What a client needs to go on with a broken stream at any gateway of the same secret: a signed token.
+
+The token says how the request was resolved (its seed, its limit) and binds that to the request by a digest.
+The client sends the request again with it and with the ids that it has. It holds no text, no ids and no
+address: a keyed digest, a seed and two numbers say nothing to who has not the key.
+
+    version 1 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
+
+HMAC-SHA256 (RFC 2104), cut to 128 bits, as base64url without padding. The key is derived from the secret of
+the fleet, so that no other use of that secret can make a token.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import struct
+from array import array
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from gateway.request.parsed_request import ParsedRequest
+from runtime.errors import InvalidParameter
+
+FIELD: Final = "resume_token"
+LIFETIME_S: Final = 3600
+VERSION: Final = 1
+_BODY: Final = struct.Struct(">BQQI16s")
+_MAC_BYTES: Final = 16
+_CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
+
+
+class Opened(NamedTuple):
+    """What a genuine token says."""
+
+    seed: int
+    max_tokens: int
+    digest: bytes
+
+
+class ResumeTokens:
+    """Makes and reads tokens.
+
+    Args:
+        secret: of the fleet, the same for all gateways that take over from one another.
+        model_digest: of the model's files: another model would go on with another text.
+        wall_clock: seconds since 1970. The gateways' clocks need to agree to minutes.
+    """
+
+    def __init__(self, secret: bytes, model_digest: str, *, wall_clock: Callable[[], float]) -> None:
+        self._key = hmac.digest(secret, b"diptych resume token", "sha256")
+        self._model = model_digest.encode()
+        self._clock = wall_clock
+
+    def issue(self, request: ParsedRequest, max_tokens: int) -> str:
+        """For a request that was resolved so; ``max_tokens`` is of the whole output."""
+        expires = int(self._clock()) + LIFETIME_S
+        body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request))
+        return base64.urlsafe_b64encode(body + self._mac(body)).rstrip(b"=").decode()
+
+    def open(self, token: str) -> Opened:
+        """Raises `InvalidParameter`: not a token of this fleet, altered, or too old."""
+        # The length first: what is longer is not worth decoding.
+        data = _decoded(token) if len(token) == _CHARS else b""
+        body, mac = data[: _BODY.size], data[_BODY.size :]
+        if not hmac.compare_digest(mac, self._mac(body)) or body[0] != VERSION:
+            raise InvalidParameter(FIELD, "is not a token of this service")
+        _, expires, seed, max_tokens, digest = _BODY.unpack(body)
+        if self._clock() > expires:
+            raise InvalidParameter(FIELD, "has expired")
+        return Opened(seed, max_tokens, digest)
+
+    def check(self, opened: Opened, request: ParsedRequest) -> None:
+        """Whether it is the request that the token was made for; ``request`` was resolved with its seed.
+
+        Raises `InvalidParameter`.
+        """
+        if not hmac.compare_digest(opened.digest, self._digest(request)):
+            raise InvalidParameter(FIELD, "was made for another request, or another model")
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
+
+    def _digest(self, request: ParsedRequest) -> bytes:
+        """Of all that the output depends on. Keyed, so that a guessed prompt cannot be tested against it."""
+        sampling, constraint = request.sampling, request.constraint
+        rest = (
+            request.model,
+            sampling.temperature,
+            *(sampling.top_p, sampling.top_k, sampling.min_p),
+            *(sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty),
+            sampling.seed,
+            sorted(sampling.logit_bias.items()),
+            *(sampling.allowed_token_ids, sampling.bad_words),
+            *(request.max_tokens, request.min_tokens),
+            *(request.stop, request.stop_token_ids, request.ignore_eos, request.include_stop),
+            *(request.want_text, request.skip_special, request.logprobs),
+            *(request.n, request.best_of, request.beam_width),
+            None if constraint is None else constraint.grammar.digest,
+            request.tools is not None,
+        )
+        digest = hashlib.sha256(array("Q", request.prompt_ids).tobytes())
+        digest.update(self._model)
+        digest.update(repr(rest).encode())
+        return hmac.digest(self._key, b"request" + digest.digest(), "sha256")[:_MAC_BYTES]
+
+
+def _decoded(token: str) -> bytes:
+    try:
+        return base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):  # not ASCII is a ValueError
+        return b""

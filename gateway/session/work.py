@@ -1,0 +1,104 @@
+"""What the workers are told about a request, as protobuf: one `Work` per attempt, the same for both roles."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from diptych.worker.v1 import work_pb2
+from gateway.request.parsed_request import ParsedRequest
+from gateway.session.session_events import Attempt
+from runtime.grammar.grammar import Kind
+
+_KINDS = {
+    Kind.JSON_SCHEMA: work_pb2.Grammar.KIND_JSON_SCHEMA,
+    Kind.REGEX: work_pb2.Grammar.KIND_REGEX,
+    Kind.LARK: work_pb2.Grammar.KIND_LARK,
+}
+
+
+def work_id(request_id: str) -> str:
+    """The name of a request between gateway and workers: the client's id and a nonce.
+
+    A client may use its id again the moment a request is over, and two gateways may get the same one; what
+    still arrives for the older request must not be taken for the newer one's.
+    """
+    return f"{request_id}~{secrets.token_hex(6)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceParent:
+    """W3C trace context under which the workers put their spans; empty strings when nothing is traced."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What stays the same over all attempts at a request."""
+
+    work_id: str
+    request: ParsedRequest = field(repr=False)
+    max_tokens: int  # resolved, at least 1
+    stop_token_ids: tuple[int, ...]  # end of sequence included unless ignored
+    deadline: float | None  # on the gateway's monotonic clock
+    trace: TraceParent
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def worst_case_tokens(self) -> int:
+        return self.prompt_tokens + self.max_tokens
+
+
+def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -> work_pb2.Work:
+    """The message for ``attempt``. What is left of the deadline at ``now`` goes with it."""
+    request, sampling = job.request, job.request.sampling
+    work = work_pb2.Work(
+        id=work_pb2.AttemptId(request_id=job.work_id, attempt=attempt.number),
+        token_ids=attempt.token_ids,
+        prompt_tokens=job.prompt_tokens,
+        sampling=work_pb2.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            logit_bias=sampling.logit_bias,
+            allowed_token_ids=sampling.allowed_token_ids,
+            bad_words=[work_pb2.TokenSequence(ids=word) for word in sampling.bad_words],
+            logprobs=request.worker_logprobs,
+            beam_width=request.beam_width or 0,
+            grammar=_grammar(request),
+        ),
+        stopping=work_pb2.Stopping(
+            max_tokens=job.max_tokens,
+            min_tokens=min(request.min_tokens, job.max_tokens),
+            stop_token_ids=job.stop_token_ids,
+        ),
+        cache_namespace=cache_namespace,
+        cache_read=request.cache_read and not attempt.uncached,
+        cache_write=request.cache_write,
+        priority=request.priority,
+        traceparent=job.trace.traceparent,
+        tracestate=job.trace.tracestate,
+        reserve_worst_case=attempt.reserve_worst_case,
+        choices=attempt.choices,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    if job.deadline is not None:
+        work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
+    return work
+
+
+def _grammar(request: ParsedRequest) -> work_pb2.Grammar | None:
+    if request.constraint is None:
+        return None
+    grammar = request.constraint.grammar
+    return work_pb2.Grammar(kind=_KINDS[grammar.kind], text=grammar.text)

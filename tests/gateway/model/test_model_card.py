@@ -1,0 +1,108 @@
+"""Names, defaults and what a parsed request means against a card."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.model.model_card import ModelCard, SamplingDefaults
+from gateway.model.served_model import ServedModel
+from gateway.request.validation import parse_request
+from tests.runtime.tokenizer.small_models import byte_level, write_folder
+
+
+def test_the_bundled_card(bundled: ServedModel) -> None:
+    card = bundled.card
+    assert (card.name, card.aliases) == ("SmolLM2-135M-Instruct", ("SmolLM2-135M-Instruct.Q4_1",))
+    assert (card.max_context, card.vocab_size, card.eos_token_ids) == (8192, 49152, (2,))
+    assert card.defaults == SamplingDefaults()
+    assert card.has_chat_template
+    assert card.tokenizer_digest == bundled.tokenizer.digest
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "aliases"),
+    [
+        ("Qwen2.5-0.5B-Instruct-Q4_K_M.gguf", "Qwen2.5-0.5B-Instruct", ("Qwen2.5-0.5B-Instruct-Q4_K_M",)),
+        ("m.IQ2_XXS.gguf", "m", ("m.IQ2_XXS",)),
+        ("m-f16.gguf", "m", ("m-f16",)),
+        ("Llama-3.2-1B.gguf", "Llama-3.2-1B", ()),
+    ],
+)
+def test_a_name_from_a_file(
+    bundled: ServedModel, tmp_path: Path, file: str, name: str, aliases: object
+) -> None:
+    (tmp_path / file).touch()
+    card = ModelCard.from_tokenizer(bundled.tokenizer, tmp_path / file)
+    assert (card.name, card.aliases) == (name, aliases)
+
+
+def test_a_name_from_the_operator_is_the_only_one(bundled_path: Path) -> None:
+    card = ServedModel.load(bundled_path, name="house-model").card
+    assert (card.name, card.aliases) == ("house-model", ())
+    assert card.answers_to("house-model")
+    assert not card.answers_to("SmolLM2-135M-Instruct")
+
+
+def test_a_folder_is_named_as_it_is(tmp_path: Path) -> None:
+    model = ServedModel.load(write_folder(tmp_path / "Llama-3.2-1B", byte_level()))
+    assert (model.card.name, model.card.aliases) == ("Llama-3.2-1B", ())
+    assert not model.card.has_chat_template
+    assert model.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_p": 0.9}, SamplingDefaults(temperature=0.0, top_p=0.9)),
+        ({"do_sample": True}, SamplingDefaults(temperature=1.0)),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.7,
+                "top_p": 0.8,
+                "top_k": 20,
+                "min_p": 0.1,
+                "repetition_penalty": 1.1,
+            },
+            SamplingDefaults(0.7, 0.8, 20, 0.1, 1.1),
+        ),
+        (
+            {
+                "do_sample": True,
+                "temperature": math.nan,
+                "top_p": 3,
+                "top_k": "x",
+                "min_p": -1,
+                "repetition_penalty": 0,
+            },
+            SamplingDefaults(temperature=1.0),
+        ),
+        (
+            {"do_sample": True, "temperature": None, "top_p": 0, "top_k": -1},
+            SamplingDefaults(temperature=1.0),
+        ),
+    ],
+)
+def test_defaults_of_a_generation_config(config: dict[str, object], expected: SamplingDefaults) -> None:
+    assert SamplingDefaults.from_generation_config(config) == expected
+
+
+def test_output_budget_and_stop_ids(bundled: ServedModel) -> None:
+    def parsed(**stopping: object) -> tuple[int, tuple[int, ...]]:
+        request = pb.GenerateRequest(
+            model=bundled.card.name,
+            token_ids=pb.TokenIds(ids=[5] * 10),
+            stopping=pb.StoppingCriteria(**stopping),  # type: ignore[arg-type]
+        )
+        found = parse_request(request, bundled)
+        return found.output_budget(50), found.worker_stop_ids((2, 3))
+
+    assert parsed() == (40, (2, 3))
+    assert parsed(max_tokens=7, stop_token_ids=[9, 3]) == (7, (2, 3, 9))
+    assert parsed(max_tokens=60, ignore_eos=True, stop_token_ids=[9]) == (40, (9,))
+    assert parsed(ignore_eos=True) == (40, ())

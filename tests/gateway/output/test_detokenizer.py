@@ -1,0 +1,99 @@
+"""Incremental detokenizing equals the full decode, for every id sequence and every cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.model.served_model import ServedModel
+from gateway.output.detokenizer import Detokenizer
+from runtime.tokenizer.tokenizer import Tokenizer
+from tests.runtime.tokenizer.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """With so few tokens, random ids cut characters and make invalid UTF-8 all the time."""
+    root: Path = tmp_path_factory.mktemp("models")
+    return {
+        "byte_level": Tokenizer.load(write_folder(root / "byte_level", byte_level(vocab_size=300))),
+        "byte_fallback": Tokenizer.load(write_folder(root / "byte_fallback", sentencepiece_like())),
+    }
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@given(data=st.data(), skip_special=st.booleans())
+def test_pushes_add_up_to_decode(
+    small: dict[str, Tokenizer], kind: str, data: st.DataObject, skip_special: bool
+) -> None:
+    tokenizer = small[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=10)))
+    detokenizer = Detokenizer(tokenizer, skip_special)
+    pieces = [
+        detokenizer.push(ids[start:end]) for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+    ]
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special)
+
+
+@given(text=spellable_text())
+def test_real_text_comes_back_whole_and_no_replacement_is_ever_shown(bundled: ServedModel, text: str) -> None:
+    tokenizer = bundled.tokenizer
+    detokenizer = Detokenizer(tokenizer, skip_special=True)
+    shown = ""
+    for token_id in tokenizer.encode(text):
+        shown += detokenizer.push([token_id])
+        assert text.startswith(shown)
+    assert shown == text
+    assert detokenizer.flush() == ""
+
+
+def test_an_emoji_of_three_tokens_comes_with_its_last_one(bundled: ServedModel) -> None:
+    tokenizer = bundled.tokenizer
+    ids = tokenizer.encode("🧑")
+    assert len(ids) == 3
+    detokenizer = Detokenizer(tokenizer, skip_special=True)
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["", "", "🧑"]
+
+
+def _bytes_to_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One id per byte: every byte is a token of a byte-level vocabulary."""
+    single = {tokenizer.piece(token_id): token_id for token_id in range(tokenizer.vocab_size)}
+    return [single[bytes([byte])] for byte in data]
+
+
+@pytest.mark.parametrize(
+    ("data", "pushed", "flushed"),
+    [
+        (b"\xf0\x9f\x98", ["", "", ""], "\ufffd"),  # cut off: certain only at the end
+        (b"\xf0\x9f\x98A", ["", "", "", "\ufffdA"], ""),  # certain as soon as the next byte is there
+        (b"\x80A", ["\ufffd", "A"], ""),  # cannot begin a character: certain at once
+        (b"\xe0\x80", ["", "\ufffd\ufffd"], ""),  # overlong
+        (b"\xed\xa0\x80", ["", "", "\ufffd\ufffd\ufffd"], ""),  # a surrogate: one byte later than it could
+        (b"\xc3\xc3\xa9", ["", "\ufffd", "é"], ""),
+    ],
+)
+def test_replacement_characters_come_only_when_certain(
+    small: dict[str, Tokenizer], data: bytes, pushed: list[str], flushed: str
+) -> None:
+    tokenizer = small["byte_level"]
+    detokenizer = Detokenizer(tokenizer, skip_special=True)
+    assert [detokenizer.push([token_id]) for token_id in _bytes_to_ids(tokenizer, data)] == pushed
+    assert detokenizer.flush() == flushed
+
+
+def test_special_tokens_are_skipped_or_shown(bundled: ServedModel) -> None:
+    ids = [*bundled.tokenizer.encode("Hi"), 2]
+    assert Detokenizer(bundled.tokenizer, skip_special=True).push(ids) == "Hi"
+    assert Detokenizer(bundled.tokenizer, skip_special=False).push(ids) == "Hi<|im_end|>"
+
+
+def test_flush_starts_anew(small: dict[str, Tokenizer]) -> None:
+    tokenizer = small["byte_fallback"]
+    ids = tokenizer.encode("the dog")
+    detokenizer = Detokenizer(tokenizer, skip_special=True)
+    for _ in range(2):
+        assert detokenizer.push(ids) + detokenizer.flush() == "the dog"

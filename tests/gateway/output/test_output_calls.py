@@ -1,0 +1,87 @@
+"""Calls in the output of a choice: what streams, what is held back, and what comes of marks and stops."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken
+
+from gateway.output.detokenizer import Detokenizer
+from gateway.output.output import OutputStream
+from gateway.output.stop_strings import StopStrings
+from gateway.tools.hermes import HermesParser
+from gateway.tools.mistral import MistralParser
+from gateway.tools.parser import ToolCallParser
+from runtime.tokenizer.tokenizer import Tokenizer
+from tests.runtime.tokenizer.small_models import byte_level, write_folder
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+MARK = "[TOOL_CALLS]"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    theirs = byte_level()
+    theirs.add_special_tokens([AddedToken(MARK, special=True, normalized=False)])
+    return Tokenizer.load(write_folder(tmp_path_factory.mktemp("calls"), theirs))
+
+
+def stream(
+    tokenizer: Tokenizer, calls: ToolCallParser, *, stop: str = "", shown: frozenset[int] = frozenset()
+) -> OutputStream:
+    return OutputStream(
+        Detokenizer(tokenizer, True, shown),
+        StopStrings([stop], include=False) if stop else None,
+        stop_ids=frozenset(),
+        include_stop=False,
+        min_tokens=0,
+        interval=1,
+        want_text=True,
+        want_token_ids=False,
+        calls=calls,
+    )
+
+
+def test_text_before_a_call_streams_and_the_call_comes_whole(tokenizer: Tokenizer) -> None:
+    output = stream(tokenizer, HermesParser())
+    pieces = []
+    for token_id in tokenizer.encode(f"Let me see. {CALL}"):
+        output.push((token_id,))
+        if output.due:
+            pieces.append(output.take())
+    assert "".join(piece.text for piece in pieces) == "Let me see."
+    assert len(pieces) > 2, "nothing streamed"
+    assert not any(piece.tool_calls for piece in pieces[:-1])
+    ((call,),) = (pieces[-1].tool_calls,)
+    assert (call.name, call.arguments_json) == ("f", '{"x": 1}')
+    assert output.called
+
+
+def test_what_is_no_call_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    output = stream(tokenizer, HermesParser())
+    output.push(tokenizer.encode("<tool_call>{"))
+    assert output.take().text == ""
+    output.finish()
+    assert output.take().text == "<tool_call>{"
+    assert not output.called
+
+
+def test_a_stop_string_cuts_before_calls_are_read(tokenizer: Tokenizer) -> None:
+    for stop, called in ((" then", True), ('"f"', False)):
+        output = stream(tokenizer, HermesParser(), stop=stop)
+        assert output.push(tokenizer.encode(f"{CALL} then {CALL}"))
+        output.finish()
+        assert output.called is called
+        delta = output.take()
+        assert len(delta.tool_calls) == called
+        assert delta.text == ("" if called else '<tool_call>{"name": ')
+
+
+def test_a_mark_that_is_a_control_token_is_seen(tokenizer: Tokenizer) -> None:
+    mark = tokenizer.id_of(MARK)
+    assert mark is not None
+    ids = [mark, *tokenizer.encode('[{"name": "f", "arguments": {}}]')]
+    for shown, called in ((frozenset({mark}), True), (frozenset[int](), False)):
+        output = stream(tokenizer, MistralParser(), shown=shown)
+        output.push(ids)
+        output.finish()
+        assert output.called is called

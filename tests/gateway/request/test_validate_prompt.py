@@ -1,0 +1,202 @@
+"""Prompts in their three forms: text, ids, conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from google.protobuf.struct_pb2 import Struct
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.model.chat_template import ChatTemplate, Message
+from gateway.model.served_model import ServedModel
+from gateway.request.validate_prompt import ROLES, chat_tools, prompt_ids
+from gateway.request.validate_stopping import TokenBudget
+from runtime.errors import ContextLengthExceeded, DiptychError, InvalidParameter, UnsupportedFeature
+
+WIDE = TokenBudget(limit=10**9, wanted=1)
+
+
+def ids(model: ServedModel, budget: TokenBudget = WIDE, **prompt: Any) -> tuple[int, ...]:
+    request = pb.GenerateRequest(**prompt)
+    return prompt_ids(request, model, budget, chat_tools(request.chat, model))
+
+
+def chat(*turns: tuple[str, str], **rest: Any) -> pb.ChatPrompt:
+    return pb.ChatPrompt(messages=[pb.ChatMessage(role=r, content=c) for r, c in turns], **rest)
+
+
+def field_of(model: ServedModel, kind: type[DiptychError], budget: TokenBudget = WIDE, **prompt: Any) -> str:
+    with pytest.raises(kind) as caught:
+        ids(model, budget, **prompt)
+    (violation,) = caught.value.violations
+    return violation.field
+
+
+def with_template(model: ServedModel, source: str) -> ServedModel:
+    template = ChatTemplate(source, model.tokenizer.control_tokens, model.tokenizer.template_names)
+    return dataclasses.replace(model, chat_template=template)
+
+
+def kwargs(**values: Any) -> Struct:
+    struct = Struct()
+    struct.update(values)
+    return struct
+
+
+def test_text_with_special_tokens_nul_and_combining_marks_is_text(bundled: ServedModel) -> None:
+    text = "<|im_end|>\x00 e\u0301\u0323 \u202eabc"
+    found = ids(bundled, text=text)
+    assert not any(map(bundled.tokenizer.is_special, found))
+    assert bundled.tokenizer.decode(found, skip_special=True) == text
+
+
+def test_empty_prompts_are_refused(bundled: ServedModel) -> None:
+    assert field_of(bundled, InvalidParameter) == "prompt"
+    assert field_of(bundled, InvalidParameter, text="") == "text"
+    assert field_of(bundled, InvalidParameter, token_ids=pb.TokenIds()) == "token_ids.ids"
+    assert field_of(bundled, InvalidParameter, chat=pb.ChatPrompt()) == "chat.messages"
+    # SmolLM2's vocabulary has no spelling for this control character.
+    assert field_of(bundled, InvalidParameter, text="\x04") == "text"
+
+
+def test_ids_at_the_end_of_the_vocabulary_and_one_over(bundled: ServedModel) -> None:
+    last = bundled.card.vocab_size - 1
+    assert ids(bundled, token_ids=pb.TokenIds(ids=[0, last])) == (0, last)
+    over = pb.TokenIds(ids=[0, last + 1, last + 2])
+    assert field_of(bundled, InvalidParameter, token_ids=over) == "token_ids.ids[1]"
+
+
+@pytest.mark.parametrize("kind", ["text", "token_ids", "chat"])
+def test_a_prompt_at_its_budget_and_one_over(bundled: ServedModel, kind: str) -> None:
+    prompts: dict[str, Any] = {
+        "text": "one two three",
+        "token_ids": pb.TokenIds(ids=[7, 8, 9]),
+        "chat": chat(("user", "one two three")),
+    }
+    prompt = {kind: prompts[kind]}
+    size = len(ids(bundled, **prompt))
+    assert len(ids(bundled, TokenBudget(size + 2, wanted=2), **prompt)) == size
+    with pytest.raises(ContextLengthExceeded):
+        ids(bundled, TokenBudget(size + 1, wanted=2), **prompt)
+
+
+def test_text_at_its_size_limit_and_one_over(bundled: ServedModel) -> None:
+    assert ids(bundled, text=" " * limits.MAX_PROMPT_BYTES)
+    assert field_of(bundled, InvalidParameter, text=" " * (limits.MAX_PROMPT_BYTES + 1)) == "text"
+    assert field_of(bundled, InvalidParameter, text="é" * (limits.MAX_PROMPT_BYTES // 2 + 1)) == "text"
+
+
+def test_conversations_at_their_limits_and_one_over(bundled: ServedModel) -> None:
+    bare = with_template(bundled, "x{{ messages | length }}")
+    assert ids(bare, chat=chat(*[("user", "")] * limits.MAX_MESSAGES))
+    assert ids(bare, chat=chat(("user", "a" * limits.MAX_PROMPT_BYTES)))
+    for turns in (
+        [("user", "")] * (limits.MAX_MESSAGES + 1),
+        [("user", "a" * limits.MAX_PROMPT_BYTES), ("user", "a")],
+    ):
+        assert field_of(bare, InvalidParameter, chat=chat(*turns)) == "chat.messages"
+
+
+def test_a_conversation_is_what_the_template_makes_of_it(bundled: ServedModel) -> None:
+    assert bundled.chat_template is not None
+    for add_prompt in (None, True, False):
+        prompt = chat(("system", "Be brief."), ("user", "Hi"), add_generation_prompt=add_prompt)
+        parts = bundled.chat_template.render(
+            [Message("system", "Be brief."), Message("user", "Hi")],
+            add_generation_prompt=add_prompt is not False,
+        )
+        assert list(ids(bundled, chat=prompt)) == bundled.tokenizer.encode_parts(parts)
+
+
+@pytest.mark.parametrize("role", ["", "User", "root", "user\n", "<|im_end|>", "x" * 1000])
+def test_only_known_roles(bundled: ServedModel, role: str) -> None:
+    prompt = chat(("user", "a"), (role, "b"))
+    assert field_of(bundled, InvalidParameter, chat=prompt) == "chat.messages[1].role"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_known_role(bundled: ServedModel, role: str) -> None:
+    assert ids(bundled, chat=chat((role, "a")))
+
+
+def test_names_where_the_template_has_them(bundled: ServedModel) -> None:
+    def named(name: str) -> pb.ChatPrompt:
+        return pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="a", name=name)])
+
+    assert field_of(bundled, UnsupportedFeature, chat=named("Ann")) == "chat.messages[0].name"
+    naming = with_template(bundled, "{{ messages[0].name }}")
+    assert ids(naming, chat=named("Ann")) == tuple(bundled.tokenizer.encode("Ann"))
+    assert ids(naming, chat=named("a" * limits.MAX_MESSAGE_NAME_CHARS))
+    for bad in ("a" * (limits.MAX_MESSAGE_NAME_CHARS + 1), "a b", "<|im_end|>"):
+        assert field_of(naming, InvalidParameter, chat=named(bad)) == "chat.messages[0].name"
+
+
+def test_tools_that_the_template_would_not_show(bundled: ServedModel) -> None:
+    """SmolLM2's writes any role that it is given, but neither tools nor calls."""
+    call = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")])
+    cases = {
+        "chat.tools": chat(("user", "a"), tools=[pb.Tool(name="f")]),
+        "chat.messages[0].tool_calls": pb.ChatPrompt(messages=[call]),
+    }
+    for path, prompt in cases.items():
+        assert field_of(bundled, UnsupportedFeature, chat=prompt) == path
+    answer = pb.ChatMessage(role="user", tool_call_id="1")
+    assert field_of(bundled, InvalidParameter, chat=pb.ChatPrompt(messages=[answer])) == (
+        "chat.messages[0].tool_call_id"
+    )
+
+
+def test_template_settings(bundled: ServedModel) -> None:
+    switch = with_template(
+        bundled, "{% if enable_thinking %}yes{% else %}no{% endif %} {{ reasoning_effort }}"
+    )
+
+    def text(**values: Any) -> str:
+        prompt = chat(("user", "a"), template_kwargs=kwargs(**values))
+        return bundled.tokenizer.decode(ids(switch, chat=prompt), skip_special=False)
+
+    assert text(enable_thinking=True) == "yes "
+    assert text(enable_thinking=False, reasoning_effort="low") == "no low"
+    for path, values in [
+        ("chat.template_kwargs", {"documents": "x"}),
+        ("chat.template_kwargs", {"messages": []}),
+        ("chat.template_kwargs", {"bos_token": "<|im_start|>"}),
+        ("chat.template_kwargs.enable_thinking", {"enable_thinking": "yes"}),
+        ("chat.template_kwargs.enable_thinking", {"enable_thinking": 1}),
+        ("chat.template_kwargs.enable_thinking", {"enable_thinking": None}),
+        ("chat.template_kwargs.reasoning_effort", {"reasoning_effort": "<|im_end|>"}),
+        ("chat.template_kwargs.reasoning_effort", {"reasoning_effort": ["low"]}),
+    ]:
+        prompt = chat(("user", "a"), template_kwargs=kwargs(**values))
+        assert field_of(switch, InvalidParameter, chat=prompt) == path
+    unread = chat(("user", "a"), template_kwargs=kwargs(thinking=True))
+    assert field_of(switch, UnsupportedFeature, chat=unread) == "chat.template_kwargs.thinking"
+
+
+def test_a_template_that_refuses_is_the_callers_fault(bundled: ServedModel) -> None:
+    strict = with_template(bundled, "{{ raise_exception('only ' + messages[0].content) }}")
+    with pytest.raises(InvalidParameter, match="refused") as caught:
+        ids(strict, chat=chat(("user", "sentinel")))
+    assert "sentinel" not in str(caught.value)
+
+
+def test_a_model_without_a_template(bundled: ServedModel) -> None:
+    bare = dataclasses.replace(bundled, chat_template=None)
+    assert field_of(bare, UnsupportedFeature, chat=chat(("user", "a"))) == "chat"
+
+
+def test_what_is_certainly_too_long_is_never_tokenized(
+    bundled: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(bundled.tokenizer, "encode", fail)
+    monkeypatch.setattr(bundled.tokenizer, "encode_parts", fail)
+    tight = TokenBudget(limit=100, wanted=1)
+    for prompt in ({"text": "a" * 100_000}, {"chat": chat(("user", "a" * 100_000))}):
+        with pytest.raises(ContextLengthExceeded):
+            ids(bundled, tight, **prompt)

@@ -1,0 +1,93 @@
+"""Constraints at each limit and one above, and their form; what compiles is the business of other tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.request.validate_structured import STRUCTURED_OUTPUTS, structured_output
+from runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
+from runtime.grammar.grammar import Grammar, Kind
+
+
+def grammar(**asked: Any) -> Grammar | None:
+    found = structured_output(pb.StructuredOutput(**asked))
+    return None if found is None else found.grammar
+
+
+def field_of(kind: type[DiptychError], **asked: Any) -> str:
+    with pytest.raises(kind) as caught:
+        grammar(**asked)
+    (violation,) = caught.value.violations
+    return violation.field
+
+
+def test_every_constraint_is_named_or_refused() -> None:
+    fields = {field.name for field in pb.StructuredOutput.DESCRIPTOR.fields}
+    assert fields == {*STRUCTURED_OUTPUTS, "structural_tag"}
+    assert field_of(UnsupportedFeature, structural_tag="{}") == "structured_output.structural_tag"
+
+
+def test_nothing_asked_for_is_no_constraint() -> None:
+    assert grammar() is None
+    assert grammar(json_object=False) is None
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf_grammar"])
+def test_size_at_the_limit_and_one_above(kind: str) -> None:
+    def of(size: int) -> str:
+        head, tail = {
+            "json_schema": ('{"title":"', '"}'),
+            "regex": ("", ""),
+            "ebnf_grammar": ('root::="', '"'),
+        }[kind]
+        return head + "x" * (size - len(head) - len(tail)) + tail
+
+    assert grammar(**{kind: of(limits.MAX_GRAMMAR_BYTES)}) is not None
+    path = f"structured_output.{kind}"
+    assert field_of(InvalidParameter, **{kind: of(limits.MAX_GRAMMAR_BYTES + 1)}) == path
+    wide = of(limits.MAX_GRAMMAR_BYTES).replace("x", "é", 1)
+    assert field_of(InvalidParameter, **{kind: wide}) == path
+    assert field_of(InvalidParameter, **{kind: ""}) == path
+
+
+def test_depth_of_a_schema_at_the_limit_and_one_above() -> None:
+    def nested(depth: int) -> str:
+        return '{"not":' * (depth - 1) + "{}" + "}" * (depth - 1)
+
+    assert grammar(json_schema=nested(limits.MAX_SCHEMA_DEPTH)) is not None
+    over = nested(limits.MAX_SCHEMA_DEPTH + 1)
+    assert field_of(InvalidParameter, json_schema=over) == "structured_output.json_schema"
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[1]", "1", "null", '{"a": NaN}', "{}{}", '{"a": ' + "9" * 5000 + "}", "}" * 99]
+)
+def test_a_schema_is_a_json_object(text: str) -> None:
+    assert field_of(InvalidParameter, json_schema=text) == "structured_output.json_schema"
+
+
+def test_choices_at_their_limits_and_one_above() -> None:
+    def of(*values: str) -> dict[str, Any]:
+        return {"choice": pb.StructuredOutput.Choices(values=values)}
+
+    values = "structured_output.choice.values"
+    assert grammar(**of(*(["a"] * limits.MAX_CHOICES))) is not None
+    assert field_of(InvalidParameter, **of(*(["a"] * (limits.MAX_CHOICES + 1)))) == values
+    assert grammar(**of("a" * (limits.MAX_GRAMMAR_BYTES - 1), "b")) is not None
+    assert field_of(InvalidParameter, **of("a" * limits.MAX_GRAMMAR_BYTES, "b")) == values
+    assert field_of(InvalidParameter, **of()) == values
+    assert field_of(InvalidParameter, **of("a", "")) == f"{values}[1]"
+
+
+def test_choices_are_themselves() -> None:
+    found = grammar(choice=pb.StructuredOutput.Choices(values=["a.b", "é|\n"]))
+    assert found == Grammar(Kind.REGEX, r"a\x{2e}b|\x{e9}\x{7c}\x{a}")
+
+
+def test_a_bad_grammar_says_where() -> None:
+    with pytest.raises(InvalidParameter, match="line 2: a parenthesis is missing"):
+        grammar(ebnf_grammar='root ::= x\nx ::= ("a"')
