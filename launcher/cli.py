@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from launcher.stack import BadOverride, StackOptions, parse_override
+from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
+from launcher.stack import LOOPBACK, BadOverride, StackOptions, parse_override
 
-GRPC_PORT = 50051
-HTTP_PORT = 8000
-ADMIN_PORT = 50052
+ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
 
 app = typer.Typer(
     name="diptych",
@@ -30,25 +29,48 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 def up(
     prefill_workers: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    model: Annotated[str, typer.Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled",
-    model_name: Annotated[str | None, typer.Option(help="Name the model is served under.")] = None,
+    model: Annotated[
+        str, typer.Option(envvar="DIPTYCH_MODEL", help="GGUF file, Hugging Face folder, or 'bundled'.")
+    ] = "bundled",
+    model_name: Annotated[
+        str | None, typer.Option(envvar="DIPTYCH_MODEL_NAME", help="Name the model is served under.")
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.")
+        str,
+        typer.Option(
+            envvar="DIPTYCH_DTYPE",
+            help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.",
+        ),
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.")
+        str,
+        typer.Option(
+            envvar="DIPTYCH_DEVICE",
+            help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.",
+        ),
     ] = "auto",
     gpu_memory_utilization: Annotated[
         float | None,
         typer.Option(min=0.01, max=1.0, help="Of a GPU, per decode worker; default: a share of 0.90."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = GRPC_PORT,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0 = any free one.")] = HTTP_PORT,
+    host: Annotated[
+        str, typer.Option(envvar="DIPTYCH_HOST", help="Address the gateway listens on.")
+    ] = LOOPBACK,
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, envvar="DIPTYCH_GRPC_PORT", help="0 = any free one.")
+    ] = GRPC_PORT,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, envvar="DIPTYCH_HTTP_PORT", help="0 = any free one.")
+    ] = HTTP_PORT,
     admin_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="For operators; default: --grpc-port + 1.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, envvar="DIPTYCH_ADMIN_PORT", help="For operators; default: --grpc-port + 1."
+        ),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a host that is not loopback.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", envvar="DIPTYCH_INSECURE", help="Allow a host that is not loopback.")
+    ] = False,
     redis_url: Annotated[
         str | None, typer.Option(envvar="DIPTYCH_REDIS_URL", help="Use this server, start no Valkey.")
     ] = None,
@@ -64,7 +86,9 @@ def up(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8).")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str, typer.Option(envvar="DIPTYCH_LOG_LEVEL", help="debug, info, warning or error.")
+    ] = "info",
     ready_file: Annotated[
         Path | None, typer.Option(help="Write ports, pids and secrets here as JSON once everything serves.")
     ] = None,

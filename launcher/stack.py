@@ -15,6 +15,7 @@ from runtime.settings import resolve_model
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
 
+LOOPBACK = "127.0.0.1"
 _GPU_UTILIZATION = 0.9
 DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, which ends in SIGKILL
 
@@ -39,7 +40,7 @@ class StackOptions:
     dtype: str = "auto"
     device: str = "auto"
     gpu_memory_utilization: float | None = None
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     grpc_port: int = 0
     http_port: int = 0
     admin_port: int | None = None
@@ -117,13 +118,23 @@ def parse_override(text: str) -> tuple[str, str, str]:
     return role, flag, value
 
 
+def _switch(value: str) -> str | bool:
+    """The programs' flags of two states take no value: `--flag` and `--no-flag`."""
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
 def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
     """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
     plan = split_cores(cores, options.prefill_workers, options.decode_workers)
     # Who says how many threads a worker has wants that many, and no others.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
-    on_workers = {"device": options.device, "transport": options.transport, "drain-s": DRAIN_S}
+    on_workers = {
+        "host": LOOPBACK,  # DIPTYCH_HOST is for the gateway here
+        "device": options.device,
+        "transport": options.transport,
+        "drain-s": DRAIN_S,
+    }
     gateway = _spec(
         "gateway",
         "gateway",
@@ -211,12 +222,14 @@ def _spec(
         "block-size": options.block_size,
         "log-level": options.log_level,
         **own,
-        **{flag: value for target, flag, value in options.overrides if target == role},
+        **{flag: _switch(value) for target, flag, value in options.overrides if target == role},
     }
     argv: list[str | Slot] = [sys.executable, "-m", _MODULES[role]]
     for flag, value in flags.items():
         if value is True:
             argv.append(f"--{flag}")
+        elif value is False:
+            argv.append(f"--no-{flag}")
         elif value is not None:
             argv += [f"--{flag}", value if isinstance(value, Slot) else str(value)]
     values: dict[str, int] = {"grpc_port": grpc_port, "http_port": http_port}

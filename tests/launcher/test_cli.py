@@ -48,6 +48,19 @@ def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> N
     assert problem in line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [("MODEL", "/nowhere/model.gguf", "no model at"), ("HOST", "0.0.0.0", "refusing to listen on 0.0.0.0")],
+)
+def test_up_reads_the_variables_of_the_programs(
+    variable: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"DIPTYCH_{variable}", value)
+    done = run("up", "--grpc-port=0", "--http-port=0")
+    assert done.returncode == 1
+    assert problem in done.stderr
+
+
 def test_generate_names_the_server_that_it_cannot_reach() -> None:
     done = run("generate", "hello", "--address", "127.0.0.1:1")
     assert done.returncode == 1

@@ -32,7 +32,7 @@ def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
     for worker in ("prefill-0", "decode-0"):
         assert made[worker].values == {"grpc_port": 0, "http_port": 0}
         assert made[worker].keep == ()
-        assert flag(made[worker], "host") is None
+        assert flag(made[worker], "host") == "127.0.0.1"
         assert "--insecure" not in made[worker].argv
 
     again = made["gateway"].restarted({"grpc_port": 41, "http_port": 42, "admin_port": 43, "worker_id": "x"})
@@ -74,6 +74,15 @@ def test_an_override_reaches_its_role_only_and_wins() -> None:
     assert flag(made["prefill-0"], "prefill-chunk") == "16"
     assert flag(made["decode-0"], "max-batch") == "8"
     assert flag(made["prefill-0"], "max-batch") is None
+
+
+def test_an_override_turns_switches_on_and_off() -> None:
+    overrides = (parse_override("gateway.share-ports=false"), parse_override("decode.insecure=TRUE"))
+    made = specs(StackOptions(model_name="true", overrides=overrides))
+    assert "--no-share-ports" in made["gateway"].argv
+    assert "--share-ports" not in made["gateway"].argv
+    assert "--insecure" in made["decode-0"].argv
+    assert {flag(spec, "model-name") for spec in made.values()} == {"true"}
 
 
 @pytest.mark.parametrize(
