@@ -1,0 +1,43 @@
+"""The second run forgives what passes alone, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import suite
+
+BROKEN = "def test_broken(): assert False\n"
+IN_COMPANY = """
+from pathlib import Path
+
+def test_in_company():
+    first = Path("seen")
+    already = first.exists()
+    first.touch()
+    assert already
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "status"),
+    [
+        ({"test_a.py": "def test_fine(): pass\n", "test_b.py": IN_COMPANY}, 0),
+        ({"test_a.py": BROKEN, "test_b.py": IN_COMPANY}, 1),
+        ({f"test_{n}.py": f"def test_{n}(): assert False\n" for n in range(suite.FEW + 1)}, 1),
+        ({"test_a.py": "import no_such_module\n"}, 2),
+        ({"test_a.py": "def test_fine(): pass\n"}, 0),
+    ],
+)
+def test_only_what_passes_alone_is_forgiven(files: dict[str, str], status: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert suite.run(["-q"], tmp_path) == status
+
+
+def test_many_failures_are_not_run_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for n in range(suite.FEW + 1):
+        (tmp_path / f"test_{n}.py").write_text(f"def test_{n}(): assert False\n")
+    assert suite.run(["-q"], tmp_path) == suite.FAILED
+    assert "once more" not in capfd.readouterr().out
