@@ -44,6 +44,9 @@ class GatewaySettings(ProgramSettings):
     share_ports: bool = Field(
         False, description="let a successor listen on the same ports before this gateway has ended"
     )
+    metrics_compat: Literal["none", "vllm"] = Field(
+        "none", description="offer the figures under another server's names as well, for its dashboards"
+    )
     await_workers_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         0.0, description="seconds to wait for workers before opening the ports; then they open anyway"
     )

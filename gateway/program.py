@@ -29,6 +29,7 @@ from gateway.session.resume_token import ResumeTokens
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_events import Role
 from gateway.text_rpcs import TextRpcs
+from gateway.vllm_metrics import VllmMetrics
 from runtime.directory.mirror import DirectoryMirror
 from runtime.http_edge import HttpEdge
 from runtime.metrics import GatewayMetrics, new_registry
@@ -216,6 +217,9 @@ class Gateway:
         self.metrics.running.set_function(lambda: queue.running)
         self.metrics.waiting.set_function(lambda: queue.waiting)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
+        if self._settings.metrics_compat == "vllm":
+            name, fleet = self._model.card.name, self.fleet
+            self.registry.register(VllmMetrics(self.metrics, name, lambda: fleet.linked(Role.DECODE)))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
                 lambda role=role: len(self.fleet.linked(role))  # type: ignore[misc]

@@ -119,6 +119,7 @@ class RequestReport:
             now - self.call.received_at
         )
         metrics.input_tokens.inc(conversation.job.prompt_tokens)
+        metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
         metrics.output_tokens.inc(billed)
         metrics.phase_duration.labels("admission").observe(admission_s(conversation))
         first, last = conversation.first_token_at, conversation.last_token_at

@@ -95,6 +95,9 @@ class GatewayMetrics(RoleMetrics):
             registry=registry,
         )
         self.input_tokens = Counter("diptych_input_tokens", "Prompt tokens of requests", registry=registry)
+        self.cached_input_tokens = Counter(
+            "diptych_cached_input_tokens", "Of these, found in a prefix cache", registry=registry
+        )
         self.output_tokens = Counter("diptych_output_tokens", "Tokens sent to clients", registry=registry)
         self.route_decisions = Counter(
             "diptych_route_decisions", "Routing decisions", ["policy", "reason"], registry=registry

@@ -1,0 +1,79 @@
+"""The gateway's figures once more under vLLM's names, for dashboards and inference gateways that know these.
+
+Only what means the same is offered (docs.vllm.ai, "Production Metrics"): the whole system is the one engine
+described, running are requests that are with the workers, waiting those that the gateway still holds. There
+is no `vllm:inter_token_latency_seconds`, for nothing is recorded per token; the mean of each request is, as
+`vllm:request_time_per_output_token_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gateway.fleet.worker import Worker
+from gateway.session.session_events import Cause
+from runtime.metrics import GatewayMetrics
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class VllmMetrics(Collector):
+    """Reads the gateway's collectors whenever it is scraped; keeps nothing itself."""
+
+    def __init__(
+        self, metrics: GatewayMetrics, model: str, decode_workers: Callable[[], Sequence[Worker]]
+    ) -> None:
+        """``model`` is the value of the label ``model_name``; ``decode_workers``: those that are linked."""
+        self._labels = {"model_name": model, "engine": "0"}
+        self._decode_workers = decode_workers
+        self._sources: dict[str, MetricWrapperBase] = {
+            "vllm:num_requests_running": metrics.running,
+            "vllm:num_requests_waiting": metrics.waiting,
+            "vllm:prompt_tokens": metrics.input_tokens,
+            "vllm:generation_tokens": metrics.output_tokens,
+            "vllm:prefix_cache_queries": metrics.input_tokens,
+            "vllm:prefix_cache_hits": metrics.cached_input_tokens,
+            "vllm:num_preemptions": metrics.retries.labels(Cause.PREEMPTED.value),
+            "vllm:time_to_first_token_seconds": metrics.time_to_first_token,
+            "vllm:request_time_per_output_token_seconds": metrics.time_per_output_token,
+            "vllm:e2e_request_latency_seconds": metrics.request_duration,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, each with the label of the model alone."""
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of all KV blocks in use, 0 to 1", labels=list(self._labels)
+        )
+        usage.add_metric(list(self._labels.values()), kv_cache_usage(self._decode_workers()))
+        yield usage
+        for name, source in self._sources.items():
+            for family in source.collect():
+                yield self._renamed(family, name)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing beforehand: a registry would else collect from gauges that are not bound yet."""
+        return ()
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        """`family` under another name, its samples summed over all labels but a histogram's own."""
+        sums: defaultdict[tuple[str, Labels], float] = defaultdict(float)
+        for sample in family.samples:
+            bucket = tuple((label, value) for label, value in sample.labels.items() if label == "le")
+            sums[sample.name.removeprefix(family.name), bucket] += sample.value
+        renamed = Metric(name, family.documentation, family.type)
+        for (suffix, bucket), value in sums.items():
+            renamed.add_sample(name + suffix, {**self._labels, **dict(bucket)}, value)
+        return renamed
+
+
+def kv_cache_usage(workers: Sequence[Worker]) -> float:
+    """The share of the decode workers' blocks that requests hold, as last reported; 0 without workers."""
+    total = sum(worker.load.total_blocks for worker in workers)
+    free = sum(worker.load.free_blocks for worker in workers)
+    return (total - free) / total if total else 0.0

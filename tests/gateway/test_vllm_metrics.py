@@ -1,0 +1,79 @@
+"""The names of vLLM: what an inference gateway or a dashboard scrapes, with our own figures in it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.model.served_model import ServedModel
+from gateway.vllm_metrics import VllmMetrics, kv_cache_usage
+from runtime.metrics import GatewayMetrics, new_registry
+from tests.gateway.running_gateway import collect, running, valkey
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+
+
+def decode_worker(free: int, total: int) -> Any:
+    return SimpleNamespace(load=SimpleNamespace(free_blocks=free, total_blocks=total))
+
+
+def test_the_figures_are_ours_summed_over_labels_that_vllm_does_not_have() -> None:
+    registry = new_registry()
+    metrics = GatewayMetrics(registry)
+    registry.register(VllmMetrics(metrics, "m", lambda: [decode_worker(30, 40), decode_worker(60, 60)]))
+    metrics.running.set_function(lambda: 3)
+    metrics.waiting.set(2)
+    metrics.input_tokens.inc(100)
+    metrics.cached_input_tokens.inc(64)
+    metrics.retries.labels("preempted").inc(5)
+    metrics.retries.labels("worker_lost").inc(7)
+    metrics.time_to_first_token.labels("chat", "m").observe(0.3)
+    metrics.time_to_first_token.labels("text_completion", "m").observe(0.03)
+    metrics.request_duration.labels("chat", "m", "").observe(1.0)
+    metrics.request_duration.labels("chat", "m", "QUEUE_FULL").observe(2.0)
+
+    page = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    values = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for family in families.values()
+        if family.name.startswith("vllm:")
+        for sample in family.samples
+    }
+    assert values["vllm:num_requests_running", None] == 3
+    assert values["vllm:num_requests_waiting", None] == 2
+    assert values["vllm:kv_cache_usage_perc", None] == pytest.approx(0.1)
+    assert values["vllm:prefix_cache_queries_total", None] == values["vllm:prompt_tokens_total", None] == 100
+    assert values["vllm:prefix_cache_hits_total", None] == 64
+    assert values["vllm:num_preemptions_total", None] == 5
+    assert values["vllm:time_to_first_token_seconds_count", None] == 2
+    assert values["vllm:time_to_first_token_seconds_bucket", "0.04"] == 1
+    assert values["vllm:time_to_first_token_seconds_bucket", "+Inf"] == 2
+    assert values["vllm:e2e_request_latency_seconds_sum", None] == pytest.approx(3.0)
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+    assert {sample.labels["model_name"] for sample in families["vllm:prompt_tokens"].samples} == {"m"}
+
+
+def test_no_workers_use_nothing() -> None:
+    assert kv_cache_usage([]) == 0.0
+
+
+async def test_a_gateway_offers_them_when_asked(bundled: ServedModel) -> None:
+    with valkey() as url:
+        workers = ScriptedPrefill(), ScriptedDecode(answering([1, 2, 3]))
+        async with running(bundled, url, *workers, metrics_compat="vllm") as stack:
+            await collect(stack.stub.StreamGenerate(stack.request()))
+            await stack.until_idle()
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{stack.gateway.http_port}/metrics") as answer,
+            ):
+                page = await answer.text()
+    labels = f'{{engine="0",model_name="{bundled.card.name}"}}'
+    assert f"vllm:generation_tokens_total{labels} 3.0" in page
+    assert f"vllm:num_requests_running{labels} 0.0" in page
+    assert "diptych_output_tokens_total 3.0" in page
