@@ -20,6 +20,7 @@ _LLAMA_OPTIONS = (
     "-DBUILD_SHARED_LIBS=OFF",
 )
 _LLAMA_PROGRAMS = ("llama-server", "llama-quantize", "llama-bench")
+_BUILD_BACKEND = "scikit-build-core>=0.11,<1"
 # Come along as CUDA builds, and vLLM fails when it imports them beside a CPU torch.
 _VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
@@ -41,7 +42,10 @@ def llama_steps(places: Places) -> list[Step]:
     ninja = tools / "bin" / "ninja"
     return [
         Step("environment for cmake and ninja", (sys.executable, "-m", "venv", str(tools))),
-        Step("cmake, ninja", _pip(tools, "install", f"cmake=={CMAKE}", f"ninja=={NINJA}")),
+        Step(
+            "cmake, ninja, and what pip asks for the source's name and version",
+            _pip(tools, "install", f"cmake=={CMAKE}", f"ninja=={NINJA}", _BUILD_BACKEND),
+        ),
         Step(
             "llama.cpp's source (76 MB)",
             _pip(
