@@ -20,7 +20,7 @@ from benchmarks.peers.options import Options, parse
 from benchmarks.peers.rounds import Rounds
 from benchmarks.peers.servers import Server
 from benchmarks.peers.summary import Summary
-from benchmarks.peers.targets import targets
+from benchmarks.peers.targets import our_paths, targets
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,7 +94,7 @@ def write(
     """The table for people and the figures of every round for programs, beside each other."""
     summary = Summary(journal.measured)
     limits = environment.limits(summary, options.places.folder("bf16") / "config.json", LONG_PROMPT)
-    judged = targets(made, summary, limits)
+    judged = {path: targets(made, summary, limits, path) for path in our_paths(made, summary)}
     now = datetime.now(UTC)
     described = {"date": now.isoformat(timespec="minutes"), **environment.machine(), **versions}
     report = table.Report(
@@ -113,7 +113,10 @@ def write(
         "sizes": asdict(options.sizes),
         "limits": None if limits is None else asdict(limits),
         "servers": [asdict(one) for one in made],
-        "targets": [{**asdict(one), "ratio": one.ratio, "met": one.met} for one in judged],
+        "targets": {
+            path: [{**asdict(one), "ratio": one.ratio, "met": one.met} for one in found]
+            for path, found in judged.items()
+        },
         "faults": dict(faults),
         "measurements": [asdict(one) for one in journal.measured],
     }

@@ -71,7 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="one round, fewer requests, fewer GGUF types: under 8 minutes")
     add("--rounds", type=int, metavar="N", help="interleaved rounds (3)")
     add("--concurrency", type=_numbers, default=(1, 8, 16), metavar="N,…", help="clients (1,8,16)")
-    add("--dtypes", type=_names(None), default=("bf16", "gguf"), metavar="D,…", help="ours (bf16,gguf)")
+    add(
+        "--dtypes",
+        type=_names(None),
+        default=("bf16", "int8", "gguf"),
+        metavar="D,…",
+        help="ours (bf16,int8,gguf)",
+    )
     add("--llama", type=_names(GGUF_KINDS), metavar="T,…", help=f"GGUF types ({','.join(GGUF_KINDS)})")
     add("--vllm", type=_names(VLLM_KINDS), default=VLLM_KINDS, metavar="T,…", help="bf16,w8a8")
     add("--model", default="bundled", help="a GGUF file (bundled)")

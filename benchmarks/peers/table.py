@@ -22,7 +22,8 @@ class Report:
     servers: Sequence[Server]
     concurrencies: Sequence[int]
     summary: Summary
-    targets: Sequence[Target]
+    targets: Mapping[str, Sequence[Target]]
+    """By the one of ours that is judged."""
     limits: Limits | None
     faults: Mapping[str, str]
 
@@ -37,8 +38,7 @@ def markdown(report: Report) -> str:
         "## Prefill, interference, start-up",
         _others(report),
         "## Ratios and targets",
-        _targets(report.targets),
-        _misses(report.targets),
+        *(part for path, judged in report.targets.items() for part in _judgement(path, judged)),
         *([_faults(report.faults)] if report.faults else []),
         "## Command lines",
         _commands(report.servers),
@@ -109,6 +109,10 @@ def _rows(report: Report, figures: Sequence[tuple[str, str, int]]) -> Iterator[l
         cells = [_spread(report.summary, server.name, *one[:2], 1, one[2]) for one in figures]
         if any(cell != "–" for cell in cells):
             yield [server.name, *cells]
+
+
+def _judgement(path: str, judged: Sequence[Target]) -> list[str]:
+    return [f"### {path}", _targets(judged), _misses(judged)]
 
 
 def _targets(targets: Sequence[Target]) -> str:

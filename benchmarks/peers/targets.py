@@ -1,8 +1,7 @@
 """What Diptych set out to reach beside its peers, and whether it did.
 
 "Best" of the peers is taken figure by figure, whichever server and precision it comes from. Ours is one
-server for all of them, the one with the most tokens a second at the highest load, but for the rows that say
-bf16.
+server for all rows, but for those that say bf16; each of ours is judged by itself.
 """
 
 from __future__ import annotations
@@ -56,25 +55,25 @@ class Limits:
         return self.bf16_flops / self.prompt_flops
 
 
-def our_path(servers: Sequence[Server], summary: Summary, heaviest: int) -> str | None:
-    """The fastest of ours at `heaviest` clients."""
-    best = summary.highest(_names(servers, "diptych"), closed_loop(heaviest), _OUT)
-    return None if best is None else best.server
+def our_paths(servers: Sequence[Server], summary: Summary) -> list[str]:
+    """Those of ours that were measured at sixteen clients, the one with the most tokens a second first."""
+    rates = {name: summary.median(name, closed_loop(16), _OUT) for name in _names(servers, "diptych")}
+    return sorted((n for n, rate in rates.items() if rate), key=lambda n: rates[n] or 0.0, reverse=True)
 
 
-def targets(servers: Sequence[Server], summary: Summary, limits: Limits | None) -> list[Target]:
-    """In the order in which they were set."""
+def targets(servers: Sequence[Server], summary: Summary, limits: Limits | None, path: str) -> list[Target]:
+    """In the order in which they were set. `path` names the one of ours that is judged."""
     return [
-        *_sixteen(servers, summary),
-        *_one_and_eight(servers, summary),
-        *_prefill(servers, summary, limits),
-        *_streams(servers, summary),
-        *_start(servers, summary),
+        *_sixteen(servers, summary, path),
+        *_one_and_eight(servers, summary, path),
+        *_prefill(servers, summary, limits, path),
+        *_streams(servers, summary, path),
+        *_start(summary, path),
     ]
 
 
-def _sixteen(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
-    load, path = closed_loop(16), our_path(servers, summary, 16)
+def _sixteen(servers: Sequence[Server], summary: Summary, path: str) -> Iterator[Target]:
+    load = closed_loop(16)
     vllm, llama = _names(servers, "vllm"), _names(servers, "llama.cpp")
     ours = _of(summary, path, load, _OUT)
     yield Target(
@@ -98,8 +97,8 @@ def _sixteen(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
     yield Target("C=16 ITL p50, ours / vLLM's", "at most", 0.7, _of(summary, path, load, _ITL), itl)
 
 
-def _one_and_eight(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
-    one, eight, path = closed_loop(1), closed_loop(8), our_path(servers, summary, 16)
+def _one_and_eight(servers: Sequence[Server], summary: Summary, path: str) -> Iterator[Target]:
+    one, eight = closed_loop(1), closed_loop(8)
     vllm, llama = _names(servers, "vllm"), _names(servers, "llama.cpp")
     itl = _of(summary, path, one, _ITL)
     q4_0 = _of(summary, "llama.cpp-Q4_0", one, _ITL)
@@ -115,8 +114,10 @@ def _one_and_eight(servers: Sequence[Server], summary: Summary) -> Iterator[Targ
     )
 
 
-def _prefill(servers: Sequence[Server], summary: Summary, limits: Limits | None) -> Iterator[Target]:
-    rate, path = "prefill_throughput", our_path(servers, summary, 16)
+def _prefill(
+    servers: Sequence[Server], summary: Summary, limits: Limits | None, path: str
+) -> Iterator[Target]:
+    rate = "prefill_throughput"
     bf16 = _of(summary, "diptych-bf16", PREFILL, rate)
     possible = None if limits is None else Best("bf16 peak", 512 * limits.prompts_per_s)
     yield Target("prefill of 512 in bf16, ours / the arithmetic peak", "at least", 0.7, bf16, possible)
@@ -125,8 +126,7 @@ def _prefill(servers: Sequence[Server], summary: Summary, limits: Limits | None)
     yield Target("prefill of 512, ours / vLLM's", "at least", 1.3, ours, theirs)
 
 
-def _streams(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
-    path = our_path(servers, summary, 16)
+def _streams(servers: Sequence[Server], summary: Summary, path: str) -> Iterator[Target]:
     fastest = summary.highest(_names(servers, "vllm"), closed_loop(16), _OUT)
     theirs = None if fastest is None else _of(summary, fastest.server, STREAMS, _P99_BESIDE)
     ours = _of(summary, path, STREAMS, _P99_BESIDE)
@@ -139,8 +139,8 @@ def _streams(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
     )
 
 
-def _start(servers: Sequence[Server], summary: Summary) -> Iterator[Target]:
-    ours = _of(summary, our_path(servers, summary, 16), START, "start_s")
+def _start(summary: Summary, path: str) -> Iterator[Target]:
+    ours = _of(summary, path, START, "start_s")
     yield Target("start-up of ours / 10 s", "at most", 1.0, ours, Best("limit", 10.0))
 
 
@@ -148,6 +148,6 @@ def _names(servers: Sequence[Server], family: Family) -> list[str]:
     return [one.name for one in servers if one.family == family]
 
 
-def _of(summary: Summary, server: str | None, load: str, figure: str) -> Best | None:
-    value = None if server is None else summary.median(server, load, figure)
-    return None if server is None or value is None else Best(server, value)
+def _of(summary: Summary, server: str, load: str, figure: str) -> Best | None:
+    value = summary.median(server, load, figure)
+    return None if value is None else Best(server, value)

@@ -6,7 +6,7 @@ from benchmarks.peers import table
 from benchmarks.peers.cells import PREFILL, START, STREAMS, Cell, Measurement, closed_loop
 from benchmarks.peers.servers import Family, Server
 from benchmarks.peers.summary import Best, Spread, Summary
-from benchmarks.peers.targets import Limits, Target, our_path, targets
+from benchmarks.peers.targets import Limits, Target, our_paths, targets
 
 
 def server(name: str, family: Family) -> Server:
@@ -48,8 +48,8 @@ MEASURED = [
 LIMITS = Limits(bf16_flops=512e9, prompt_flops=128e9)  # 4 prompts, 2048 tokens a second
 
 
-def by_name() -> dict[str, Target]:
-    return {one.what: one for one in targets(ALL, Summary(MEASURED), LIMITS)}
+def by_name(path: str = OTHER.name) -> dict[str, Target]:
+    return {one.what: one for one in targets(ALL, Summary(MEASURED), LIMITS, path)}
 
 
 def test_takes_medians_and_spreads_over_rounds_and_sums_faults() -> None:
@@ -100,14 +100,17 @@ def test_lists_no_target_that_is_not_judged_above() -> None:
     assert len(by_name()) == 13
 
 
-def test_ours_is_one_server_for_all_figures() -> None:
-    assert our_path(ALL, Summary(MEASURED), 16) == OTHER.name
-    ours = {one.ours.server for one in by_name().values() if one.ours and "bf16" not in one.what}
-    assert ours == {OTHER.name}
+def test_each_of_ours_is_judged_by_itself_the_fastest_first() -> None:
+    assert our_paths(ALL, Summary(MEASURED)) == [OTHER.name, OURS.name]
+    assert our_paths(ALL, Summary([])) == []
+    for path in (OTHER.name, OURS.name):
+        ours = {one.ours.server for one in by_name(path).values() if one.ours and "bf16" not in one.what}
+        assert ours == {path}
+    assert by_name(OURS.name)["C=16 TTFT p50, ours / the better peer's"].ratio == pytest.approx(1.2)
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    judged = targets(ALL, Summary([]), None)
+    judged = targets(ALL, Summary([]), None, OTHER.name)
     assert {(one.ratio, one.met) for one in judged} == {(None, None)}
     assert "not measured" in page([], judged)
 
@@ -115,13 +118,22 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 def page(measured: list[Measurement], judged: list[Target], faults: dict[str, str] | None = None) -> str:
     return table.markdown(
         table.Report(
-            "Title", "Method.", {"cpu": "Z80"}, ALL, (1, 16), Summary(measured), judged, LIMITS, faults or {}
+            title="Title",
+            method="Method.",
+            environment={"cpu": "Z80"},
+            servers=ALL,
+            concurrencies=(1, 16),
+            summary=Summary(measured),
+            targets={OTHER.name: judged},
+            limits=LIMITS,
+            faults=faults or {},
         )
     )
 
 
 def test_the_page_has_absolute_figures_ratios_and_misses() -> None:
-    text = page(MEASURED, targets(ALL, Summary(MEASURED), LIMITS))
+    text = page(MEASURED, list(by_name().values()))
+    assert f"### {OTHER.name}" in text
     assert "| diptych-gguf | 600 | 200 | – | 20.0 |" in text
     assert "| C=16 TTFT p50, ours / the better peer's | ≤ 0.7 | 0.80 | **missed** |" in text
     assert "- prefill of 512, ours / vLLM's: 1.29, to be at least 1.3." in text
