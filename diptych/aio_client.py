@@ -125,6 +125,7 @@ class AsyncClient:
         return self._model
 
     async def close(self) -> None:
+        self._servers.closed = True
         for channel in self._servers.channels:
             await channel.close()
 
@@ -163,6 +164,8 @@ async def _resumed_chunks(
                     yield chunk
             return
         except CallFailed as failure:
+            if servers.closed:
+                raise
             await asyncio.sleep(plan.wait_s(failure))
 
 

@@ -4,6 +4,10 @@ A call that failed with UNAVAILABLE or RESOURCE_EXHAUSTED before its first messa
 as the server's rule allows: nothing was delivered. The wait is the server's hint where it gave one (the
 trailer `grpc-retry-pushback-ms`), else a random time that doubles. Once a message has come gRPC repeats
 nothing. Deadlines bound all attempts together. Source: gRFC A6, https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+
+CANCELLED is repeated as well: no gateway says it, but gRPC's server does in its name when it stops, of
+calls that had come and that no handler had begun (https://github.com/grpc/grpc/issues/41785). What the caller
+itself cancels never gets so far: gRPC repeats nothing of that.
 """
 
 import json
@@ -36,6 +40,6 @@ def _service_config(retries: int) -> dict[str, Any]:
         "initialBackoff": "0.2s",
         "maxBackoff": "5s",
         "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED"],
     }
     return {"methodConfig": [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]}

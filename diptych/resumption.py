@@ -3,7 +3,8 @@
 A stream breaks when its gateway dies or is shut down, or when no worker is left to go on with it. Its first
 message has a token for that. The same request with the token and the ids received so far continues at the
 next token, at any gateway of the same service: what comes then joins what came before, nothing twice. What
-a server has not begun to answer is asked again as it was.
+a server has not begun to answer is asked again as it was. CANCELLED is such a break, too (see
+`diptych.channel`): of a stream that its caller left nobody asks here.
 """
 
 import time
@@ -18,7 +19,7 @@ from diptych.v1 import inference_pb2 as pb
 MAX_FRUITLESS = 8  # tries in a row that bring no token
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
-_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
 
 
 class Resumption:

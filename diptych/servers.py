@@ -21,6 +21,7 @@ class Servers(Generic[Channel]):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("a client needs an address")
+        self.closed = False  # by the caller: streams end, and none goes on
         self._connect = connect
         self._once: dict[int, Any] = {}
         self.channels = [connect(self._addresses[0], retries)]

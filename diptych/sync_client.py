@@ -141,6 +141,7 @@ class Client:
         return self._model
 
     def close(self) -> None:
+        self._servers.closed = True
         for channel in self._servers.channels:
             channel.close()
 
@@ -179,6 +180,8 @@ def _resumed_chunks(
             yield from _chunks(lambda: stub.StreamGenerate(request, timeout=plan.timeout_s), received)  # noqa: B023
             return
         except CallFailed as failure:
+            if servers.closed:
+                raise
             time.sleep(plan.wait_s(failure))
 
 

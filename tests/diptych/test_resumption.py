@@ -84,7 +84,7 @@ def by_the_async_client(addresses: list[str], **options: object) -> Completion:
 
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
-@pytest.mark.parametrize("code", [Code.ABORTED, Code.UNAVAILABLE])
+@pytest.mark.parametrize("code", [Code.ABORTED, Code.UNAVAILABLE, Code.CANCELLED])
 def test_it_goes_on_at_the_next_server(
     serving: Callable[[Server], str], ask: Callable[..., Completion], code: Code
 ) -> None:

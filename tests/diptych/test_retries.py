@@ -66,7 +66,7 @@ def server() -> Iterator[tuple[Failing, str]]:
         running.stop(0).wait()
 
 
-@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED])
+@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.CANCELLED])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_delivered_nothing_is_repeated(
     server: tuple[Failing, str], code: grpc.StatusCode, streamed: bool
