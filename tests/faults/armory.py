@@ -15,6 +15,7 @@ class Armory:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._freezing: set[str] = set()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -24,6 +25,7 @@ class Armory:
         """The next process that passes `name` does `action`, once it passed `after` times; only one does."""
         for old in self._folder.glob(f"{name}.*"):
             old.unlink()
+        (self._freezing.add if action == "freeze" else self._freezing.discard)(name)
         fresh = self._folder / f".{name}"
         fresh.write_text(f"{action} {after}")
         fresh.rename(self._folder / name)
@@ -36,13 +38,23 @@ class Armory:
         return next((int(path.suffix[1:]) for path in self._folder.glob(f"{name}.*")), None)
 
     def wait_taken(self, name: str, within_s: float = TAKEN_WITHIN_S) -> int:
+        """The process that did it. One that freezes has stopped: before that a SIGCONT would be lost."""
         until = time.monotonic() + within_s
-        while (pid := self.taken(name)) is None:
+        while (pid := self.taken(name)) is None or (name in self._freezing and not _stopped(pid)):
             if time.monotonic() > until:
                 self.disarm(name)  # or it goes off in another test
                 raise AssertionError(f"nobody came to {name}")
             time.sleep(0.005)
         return pid
+
+
+def _stopped(pid: int) -> bool:
+    """By a signal; also true of a process that is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "TZX"
 
 
 def kill(pid: int) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 import grpc
 
 from diptych.client import AsyncClient, CallFailed, Completion
+from tests.end_to_end.stack import StackFailed
 from tests.faults.armory import kill
 from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of
 from tests.faults.conftest import Breakable
@@ -207,6 +208,7 @@ def run(
     for state, victim in plan:
         cell = matrix.cells.setdefault((state.name, victim), Cell())
         cell.kills += 1
+        began = time.monotonic()
         try:
             took = strike(system, model, state, victim)
             matrix.clean_s.append(took)
@@ -214,9 +216,15 @@ def run(
                 cell.failures.append(f"clean after {took:.1f} s only")
         except (AssertionError, CallFailed) as error:
             cell.failures.append(str(error).partition("\n")[0][:300])
-            settle(system.stack)
-        if say:
-            print(f"{state.name} {victim}: {cell}", *cell.failures[-1:], flush=True)
+            try:
+                settle(system.stack)
+            except StackFailed:  # there is nothing left to kill in: what was found so far is told
+                cell.failures.append("the system did not come back: the campaign ended here")
+                break
+        finally:
+            if say:
+                took = time.monotonic() - began
+                print(f"{state.name} {victim}: {cell} in {took:.1f} s", *cell.failures[-1:], flush=True)
     return matrix
 
 
