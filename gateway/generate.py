@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.admission.admission import AdmissionGate, Ticket
+from gateway.admission.admission import Ticket
+from gateway.admission.gate import AdmissionGate
 from gateway.call import Call
 from gateway.fleet.fleet import Fleet
 from gateway.model.served_model import ServedModel
@@ -174,6 +175,7 @@ class Generator:
             reach("gateway.admitted")
             ticket = self._gate.enter(
                 self._fleet.tokens_to_compute(conversation.job),
+                max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
                 priority=request.priority,
                 time_left_s=call.time_left_s(self._clock()),
@@ -186,8 +188,8 @@ class Generator:
         finally:
             if conversation is not None:
                 conversation.close()
-            if ticket is not None:
-                self._gate.leave(ticket)
+            if ticket is not None and conversation is not None:
+                self._gate.leave(ticket, conversation.billed / len(conversation.outputs))
             self._live.release(request.request_id)
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:

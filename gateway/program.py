@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from gateway import limits
 from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
-from gateway.admission.admission import AdmissionGate, AdmissionQueue, Patience
+from gateway.admission.admission import AdmissionQueue, Patience
+from gateway.admission.gate import AdmissionGate, Capacity
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet.fleet import Fleet, FleetIdentity
@@ -190,7 +191,7 @@ class Gateway:
 
     def _workers_changed(self) -> None:
         self._changed.set()
-        self.gate.resize(*(self.fleet.capacity() if self.fleet.missing_role() is None else (0, 0)))
+        self.gate.resize(self.fleet.capacity() if self.fleet.missing_role() is None else Capacity(0, 0))
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""

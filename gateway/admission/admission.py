@@ -1,10 +1,11 @@
 """The gateway's bounded queue: how many requests run, how many tokens wait, who comes next, who is refused.
 
-`AdmissionQueue` is pure: tickets in, decisions out, time as an argument. `AdmissionGate` calls those whose
-turn it is. A request counts as running from its admission to its end, and its prompt counts as waiting from
-its arrival to its first token, whether it waits here or at a prefill worker. Only so many tokens are with
-the prefill workers as keep them busy; the rest waits here, where tenants get fair shares and where a request
-still goes to the worker that is best when its turn comes.
+`AdmissionQueue` is pure: tickets in, decisions out, time as an argument. `gateway.admission.gate` calls those
+whose turn it is. A request counts as running from its admission to its end, and its prompt counts as waiting
+from its arrival to its first token, whether it waits here or at a prefill worker. Only so many tokens are
+with the prefill workers as keep them busy, and only so many requests with the decode workers as their memory
+holds to the end (`gateway.admission.kv_budget`). The rest waits here, where tenants get fair shares and where
+a request still goes to the worker that is best when its turn comes.
 
 A request is refused at the door when those before it would take longer than its deadline allows, or longer
 than `Patience` does: under an overload those that are taken then wait about as long as at a high load, and
@@ -14,10 +15,10 @@ decode steps that share the machine) shortens the queue that is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.admission.fair_queue import FairQueue
+from gateway.admission.kv_budget import KvBudget
 from gateway.admission.rate_meter import RateMeter
 from runtime.errors import DeadlineUnattainable, QueueFull
 
@@ -53,6 +54,7 @@ class Ticket:
     priority: int
     sequences: int = 1  # that the workers run for it at once
     tenant: str = DEFAULT_TENANT
+    kv_tokens: int = 0  # of KV memory that it will probably come to hold
     admitted: bool = False
     prefilled: bool = False
     admitted_at: float = field(default=0.0, repr=False)
@@ -80,10 +82,12 @@ class AdmissionQueue:
         self._patience = patience or Patience(seconds=float("inf"))
         self._line: FairQueue[Ticket] = FairQueue()
         self._line_sequences = 0  # of those that wait here
+        self._line_kv_tokens = 0  # likewise
         self._woken: list[Ticket] = []
         self._lines = 1  # prefill workers that compute side by side
         self._dead = False  # there are no workers at all
         self.rate = RateMeter()  # tokens prefilled
+        self.kv = KvBudget()
         self._mean_tokens: float | None = None  # of a request
         self._mean_stay_s: float | None = None  # from admission to end
         self._promised_until = 0.0  # who was refused until now may come back until then
@@ -118,6 +122,7 @@ class AdmissionQueue:
         self,
         prompt_tokens: int,
         *,
+        max_tokens: int = 0,
         sequences: int = 1,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
@@ -126,14 +131,16 @@ class AdmissionQueue:
     ) -> Ticket:
         """Take a request in; ``ticket.admitted`` says whether it may go on at once.
 
-        ``prompt_tokens`` are those to compute: what is cached costs nothing.
+        ``prompt_tokens`` are those to compute: what is cached costs nothing. ``max_tokens`` bounds each
+        output.
 
         Raises:
             QueueFull: the tokens that wait would be more than allowed, or it would wait for too long.
             DeadlineUnattainable: those before it would take longer than ``time_left_s``, as measured.
         """
         tokens = prompt_tokens + REQUEST_OVERHEAD_TOKENS
-        wait_s = self._predicted_wait_s(tokens, sequences, tenant)
+        kv_tokens = self.kv.need(prompt_tokens, max_tokens, sequences, tenant)
+        wait_s = self._predicted_wait_s(tokens, sequences, kv_tokens, tenant)
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_waiting_tokens:
             raise QueueFull(self._hint_s(tokens, wait_s, now))
         if time_left_s is not None and wait_s > time_left_s:
@@ -143,10 +150,11 @@ class AdmissionQueue:
         mean = self._mean_tokens
         self._mean_tokens = tokens if mean is None else mean + SMOOTHING * (tokens - mean)
         self.rate.begin(now)
-        ticket = Ticket(tokens, priority, sequences, tenant)
+        ticket = Ticket(tokens, priority, sequences, tenant, kv_tokens)
         self.waiting_tokens += tokens
         self._line.push(ticket, tenant=tenant, priority=priority, cost=tokens)
         self._line_sequences += sequences
+        self._line_kv_tokens += kv_tokens
         self._woken += [other for other in self._admit(now) if other is not ticket]
         return ticket
 
@@ -157,22 +165,26 @@ class AdmissionQueue:
         self._computed(ticket, ticket.tokens, now)
         return self._admit(now)
 
-    def leave(self, ticket: Ticket, now: float | None = None) -> list[Ticket]:
+    def leave(self, ticket: Ticket, now: float | None = None, output_tokens: float = 0.0) -> list[Ticket]:
         """The request is over, in whatever state. Returns those that are admitted in its place.
 
-        Without ``now`` nothing is learned of how long requests stay.
+        Without ``now`` nothing is learned of how long requests stay, nor of their outputs without
+        ``output_tokens``, the length of one.
         """
         if ticket.prefilled and now is not None:
             stay, mean = now - ticket.admitted_at, self._mean_stay_s
             self._mean_stay_s = stay if mean is None else mean + SMOOTHING * (stay - mean)
+        if output_tokens:
+            self.kv.learn(ticket.tenant, output_tokens)
         if not ticket.prefilled:
             self._computed(ticket, 0, now)
         if ticket.admitted:
             self.running -= 1
             self.sequences -= ticket.sequences
+            self.kv.give_back(ticket.kv_tokens)
         elif ticket in self._line:
             self._line.discard(ticket)
-            self._line_sequences -= ticket.sequences
+            self._leave_line(ticket)
         return self._admit(now)
 
     def retry_hint_s(self) -> float:
@@ -184,6 +196,7 @@ class AdmissionQueue:
         """Raises AssertionError when the counts do not add up; for tests and idle checks."""
         assert 0 <= self.running <= self.sequences or not self.sequences, "a request runs without a sequence"
         assert self.sequences <= self._max_running or self.running == 1, "too many sequences run"
+        assert self.kv.reserved >= 0, "memory was given back twice"
         assert 0 <= self.dispatched_tokens <= self.waiting_tokens, "tokens were given back twice"
         head = self._line.head()
         assert head is None or not self._has_room(head), "there is room while requests wait"
@@ -197,8 +210,9 @@ class AdmissionQueue:
         if now is not None:
             self.rate.done(tokens, now, more=self.waiting_tokens > 0)
 
-    def _predicted_wait_s(self, tokens: int, sequences: int, tenant: str) -> float:
-        """Until its prefill begins: the longer of the way to a prefill worker and that to a place in a batch.
+    def _predicted_wait_s(self, tokens: int, sequences: int, kv_tokens: int, tenant: str) -> float:
+        """Until its prefill begins: the longest of the ways to a prefill worker, to a place in a batch and to
+        memory.
 
         0 as long as nothing was measured: nobody is refused on a guess.
         """
@@ -206,9 +220,10 @@ class AdmissionQueue:
         before = self.dispatched_tokens + self._line.cost_before(tenant, tokens)
         prefill_s = 0.0 if per_s is None else before / per_s
         over = self.sequences + self._line_sequences + sequences - self._limit
-        if over <= 0 or self._mean_stay_s is None or not self.running:
+        if self._mean_stay_s is None or not self.running:
             return prefill_s
-        return max(prefill_s, over * self._mean_stay_s / self._limit)
+        stays = max(over / self._limit, self.kv.excess(self._line_kv_tokens + kv_tokens))
+        return max(prefill_s, stays * self._mean_stay_s)
 
     def _allowed_s(self, tokens: int) -> float:
         if self._patience.seconds is not None:
@@ -235,20 +250,25 @@ class AdmissionQueue:
             if not self._has_room(ticket):
                 break  # those behind it do not pass: a large request would never come in
             self._line.pop()
-            self._line_sequences -= ticket.sequences
+            self._leave_line(ticket)
             ticket.admitted = True
             ticket.admitted_at = now or 0.0
             self.running += 1
             self.sequences += ticket.sequences
+            self.kv.take(ticket.kv_tokens)
             self.dispatched_tokens += ticket.tokens
             self._dispatched += 1
             admitted.append(ticket)
         return admitted
 
+    def _leave_line(self, ticket: Ticket) -> None:
+        self._line_sequences -= ticket.sequences
+        self._line_kv_tokens -= ticket.kv_tokens
+
     def _has_room(self, ticket: Ticket) -> bool:
         if not self.running:
             return True
-        if self.sequences + ticket.sequences > self._limit:
+        if self.sequences + ticket.sequences > self._limit or not self.kv.fits(ticket.kv_tokens):
             return False
         if self._dispatched < WINDOW_REQUESTS * self._lines:
             return True
@@ -258,49 +278,3 @@ class AdmissionQueue:
 
 def _bounded(seconds: float) -> float:
     return min(max(seconds, SHORTEST_RETRY_S), LONGEST_RETRY_S)
-
-
-class AdmissionGate:
-    """`AdmissionQueue` with a clock and a call for each request whose turn has come."""
-
-    def __init__(self, queue: AdmissionQueue, clock: Callable[[], float]) -> None:
-        self.queue = queue
-        self._clock = clock
-        self._calls: dict[Ticket, Callable[[], None]] = {}
-
-    def enter(
-        self,
-        prompt_tokens: int,
-        *,
-        sequences: int = 1,
-        priority: int,
-        time_left_s: float | None,
-        on_admitted: Callable[[], None],
-    ) -> Ticket:
-        """As `AdmissionQueue.offer`. ``on_admitted`` is called once, now or later; `leave` is owed."""
-        now = self._clock()
-        ticket = self.queue.offer(
-            prompt_tokens, sequences=sequences, priority=priority, time_left_s=time_left_s, now=now
-        )
-        if ticket.admitted:
-            on_admitted()
-        else:
-            self._calls[ticket] = on_admitted
-        self._call(self.queue.woken())
-        return ticket
-
-    def prefilled(self, ticket: Ticket) -> None:
-        self._call(self.queue.prefilled(ticket, self._clock()))
-
-    def leave(self, ticket: Ticket) -> None:
-        """Give the place back; whoever comes next is called."""
-        self._calls.pop(ticket, None)
-        self._call(self.queue.leave(ticket, self._clock()))
-
-    def resize(self, sequences: int, prefill_workers: int) -> None:
-        """As `AdmissionQueue.resize`."""
-        self._call(self.queue.resize(sequences, prefill_workers, self._clock()))
-
-    def _call(self, admitted: list[Ticket]) -> None:
-        for ticket in admitted:
-            self._calls.pop(ticket)()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.admission.gate import Capacity
 from gateway.fleet.ejection import Ejections
 from gateway.fleet.flushes import Flushes
 from gateway.fleet.links import Link, LinkDown, LinkTiming
@@ -185,13 +186,16 @@ class Fleet:
         formats = {w.kv_format for w in prefill}
         return None if any(w.kv_format in formats for w in decode) else Role.DECODE
 
-    def capacity(self) -> tuple[int, int]:
-        """Sequences that may be under way at once, and prefill workers. Beside those in decode batches there
-        are the few whose prompts are being computed.
-        """
+    def capacity(self) -> Capacity:
+        """Beside the sequences in decode batches there are the few whose prompts are being computed."""
         prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
         batches = [w.load.max_running or UNKNOWN_BATCH for w in decode]
-        return sum(batches) + PREFILLING_SEQUENCES * len(prefill), len(prefill)
+        return Capacity(
+            sum(batches) + PREFILLING_SEQUENCES * len(prefill),
+            len(prefill),
+            kv_tokens=sum(w.kv_tokens for w in decode),
+            block_size=self.block_size() or 1,
+        )
 
     def token_limit(self) -> int | None:
         """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
@@ -303,7 +307,7 @@ class Fleet:
         worker.reported(load)
         if load.step_times:
             self.ejections.report(worker_id, worker.record.role, load.step_times, self._clock())
-        if (load.draining, load.max_running) != (before.draining, before.max_running):
+        if load.capacity != before.capacity:
             self._on_change()
 
     def on_news(self, worker_id: str, news: list[News]) -> None:

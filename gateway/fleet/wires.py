@@ -74,6 +74,11 @@ class Load:
     step_times: tuple[StepTime, ...] = ()
     max_running: int = 0  # sequences in a step of a decode worker; 0 = it does not say
 
+    @property
+    def capacity(self) -> tuple[bool, int, int]:
+        """Of all this, what says how much the worker can take and not how much it has."""
+        return self.draining, self.max_running, self.quarantined_blocks
+
 
 @dataclass(frozen=True, slots=True)
 class Beat:

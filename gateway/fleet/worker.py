@@ -52,6 +52,11 @@ class Worker:
         """Most tokens, prompt and output together, that one request may have here."""
         return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
 
+    @property
+    def kv_tokens(self) -> int:
+        """What it can hold: all but the blocks that a writer may still write to."""
+        return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
+
     def given(self, work_id: str, attempt: int, tokens: int, choices: int = 1) -> None:
         """An attempt went to this worker; ``tokens`` is what it costs there."""
         self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = Given(tokens, choices)

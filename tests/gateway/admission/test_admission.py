@@ -180,9 +180,10 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    @initialize(running=st.integers(1, 3), tokens=st.integers(50, 4000))
-    def begin(self, running: int, tokens: int) -> None:
+    @initialize(running=st.integers(1, 3), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
+    def begin(self, running: int, tokens: int, blocks: int) -> None:
         self.queue = AdmissionQueue(running, tokens)
+        self.queue.kv.resize(blocks * 16, 16)
         self.limit = tokens
         self.alive: list[Ticket] = []
         self.now = 0.0
@@ -192,13 +193,19 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         sequences=st.integers(1, 4),
         tenant=st.sampled_from("abc"),
+        longest=st.integers(1, 1000),
     )
-    def offer(self, tokens: int, priority: int, sequences: int, tenant: str) -> None:
+    def offer(self, tokens: int, priority: int, sequences: int, tenant: str, longest: int) -> None:
         self.now += 0.1
         before = self.queue.waiting_tokens
         try:
             ticket = self.queue.offer(
-                tokens, sequences=sequences, priority=priority, tenant=tenant, now=self.now
+                tokens,
+                max_tokens=longest,
+                sequences=sequences,
+                priority=priority,
+                tenant=tenant,
+                now=self.now,
             )
             self.alive.append(ticket)
         except QueueFull:
@@ -218,7 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.alive) - 1))
-        for admitted in self.queue.leave(self.alive.pop(index)):
+        for admitted in self.queue.leave(self.alive.pop(index), output_tokens=data.draw(st.integers(0, 400))):
             assert admitted in self.alive
 
     @invariant()
@@ -226,6 +233,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.invariants()
         assert self.queue.running == sum(t.admitted for t in self.alive)
         assert self.queue.sequences == sum(t.sequences for t in self.alive if t.admitted)
+        kv = self.queue.kv
+        assert kv.reserved == sum(t.kv_tokens for t in self.alive if t.admitted)
+        assert kv.capacity is not None
+        assert kv.reserved <= kv.capacity or self.queue.running == 1
         assert all(t.admitted and t in self.alive for t in self.queue.woken())
         assert self.queue.waiting == sum(not t.admitted for t in self.alive)
         assert self.queue.waiting_tokens == sum(t.tokens for t in self.alive if not t.prefilled)
