@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 
 from engine.backend import Backend
+from engine.kv_cache import KVCacheDtype, kept_dtype, kept_scales
 from engine.kv_memory import KVLayout, KVMemory
-from engine.precision import ON_CPU, ON_GPU, PLAIN, Precision, stored_dtype
+from engine.precision import ON_CPU, ON_GPU, PLAIN, Precision
 from engine.shape import ModelShape, UnsupportedModel
 from engine.torch_backend import TorchBackend
 from engine.weights import Weights
@@ -66,29 +67,33 @@ def load_model(
     *,
     backend: BackendChoice = "auto",
     device: torch.device | str = "cpu",
+    kv_cache: KVCacheDtype = "auto",
 ) -> Model:
     """Load a GGUF file or a Hugging Face folder with safetensors.
 
     A torch dtype means the precision that stores everything in it.
 
     On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
-    GPU it is triton, and there is no other. Raises FileNotFoundError, UnsupportedModel (the message names
-    what is not supported), BadModelFile for a broken file, and NativeUnavailable or TritonUnavailable if the
-    backend that was asked for cannot be had.
+    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept.
+
+    Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
+    broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
     """
     chosen, where = _precision(precision), torch.device(device)
     _check_choice(chosen, backend, where)
+    _check_kv_cache(kv_cache, backend, where)
     checkpoint = read_checkpoint(path, chosen)
-    shape, weights, dtype = checkpoint.shape, checkpoint.weights, stored_dtype(chosen)
+    shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
+    scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
     made: Backend
     name: BackendName
     if backend == "triton" or where.type == "cuda":
         from engine.triton_backend import TritonBackend  # here: Triton is not installed everywhere
 
-        made, name = TritonBackend(shape, weights, where), "triton"
+        made, name = TritonBackend(shape, weights, where, kv_scales=scales), "triton"
         where = made.device
     else:
-        made, name = _make_backend(shape, weights, dtype, backend)
+        made, name = _make_backend(shape, weights, dtype, backend, scales)
     return Model(shape, chosen, dtype, checkpoint.eos_token_ids, made, name, where)
 
 
@@ -102,6 +107,15 @@ def _check_choice(precision: Precision, backend: BackendChoice, device: torch.de
         raise UnsupportedModel(f"dtype {precision} is not computed on {device.type}; {known} are")
 
 
+def _check_kv_cache(kv_cache: KVCacheDtype, backend: BackendChoice, device: torch.device) -> None:
+    """Raises UnsupportedModel where keys and values are not kept so."""
+    if kv_cache == "fp8" and device.type == "cpu" and backend in ("auto", "native"):
+        raise UnsupportedModel(
+            "kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
+            "a GPU keeps them in fp8, and so does backend torch, slowly"
+        )
+
+
 def _precision(asked: Precision | torch.dtype) -> Precision:
     if not isinstance(asked, torch.dtype):
         return asked
@@ -112,7 +126,11 @@ def _precision(asked: Precision | torch.dtype) -> Precision:
 
 
 def _make_backend(
-    shape: ModelShape, weights: Weights, dtype: torch.dtype, choice: BackendChoice
+    shape: ModelShape,
+    weights: Weights,
+    dtype: torch.dtype,
+    choice: BackendChoice,
+    kv_scales: torch.Tensor | None,
 ) -> tuple[Backend, BackendName]:
     if choice != "torch":
         # Imported here: it may compile C++ at import or first use, which the torch backend does not need.
@@ -124,4 +142,4 @@ def _make_backend(
             if choice == "native":
                 raise
             _LOG.info("no native backend, torch computes: %s", error)
-    return TorchBackend(shape, weights), "torch"
+    return TorchBackend(shape, weights, kv_scales), "torch"

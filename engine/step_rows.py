@@ -32,10 +32,16 @@ class Chunk:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        scales: torch.Tensor | None,
     ) -> None:
-        """Store this chunk's keys and values, and write its attention into its rows of `out`."""
-        write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span])
-        out[self.span] = paged_attention(q[self.span], self.blocks, layer, self.table, self.start, window)
+        """Store this chunk's keys and values, and write its attention into its rows of `out`.
+
+        `scales` are those of a cache in FP8 (kernels/fp8_cache.py).
+        """
+        write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
+        out[self.span] = paged_attention(
+            q[self.span], self.blocks, layer, self.table, self.start, window, scales
+        )
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,13 @@ class Decodes:
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
+        scales: torch.Tensor | None,
     ) -> None:
-        """Store the rows' keys and values, and write their attention into `out`."""
-        write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows])
-        out[self.rows] = paged_decode(q[self.rows], self.blocks, layer, self.tables, self.lengths, window)
+        """Store the rows' keys and values, and write their attention into `out`; `scales` as for a chunk."""
+        write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows], scales)
+        out[self.rows] = paged_decode(
+            q[self.rows], self.blocks, layer, self.tables, self.lengths, window, scales
+        )
 
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:

@@ -18,7 +18,9 @@ from engine.weights import Weights
 class TorchBackend:
     """Executes steps with the torch meaning of every operator."""
 
-    def __init__(self, shape: ModelShape, weights: Weights) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, kv_scales: torch.Tensor | None = None) -> None:
+        """With `kv_scales` (kernels/fp8_cache.py) keys and values are kept in FP8."""
+        self._scales = kv_scales
         self._decoder = Decoder(shape, weights)
         self._shape = shape
 
@@ -35,7 +37,7 @@ class TorchBackend:
             def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 mixed = torch.zeros_like(q)
                 for group in groups:
-                    group.attend(layer, self._shape.window(layer), q, k, v, mixed)
+                    group.attend(layer, self._shape.window(layer), q, k, v, mixed, self._scales)
                 return mixed
 
             def wanted() -> bool:

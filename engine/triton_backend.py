@@ -43,8 +43,10 @@ class TritonBackend:
         weights: Weights,
         device: torch.device | str,
         operators: Operators | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
-        """Pack `weights` onto `device`, where keys and values of their dtype will be.
+        """Pack `weights` onto `device`, where keys and values will be: of their dtype, or with `kv_scales`
+        (kernels/fp8_cache.py) in FP8.
 
         `operators` are the Triton kernels unless given. Raises TritonUnavailable, or UnsupportedModel for
         quantised weights.
@@ -55,7 +57,8 @@ class TritonBackend:
         self._shape = shape
         with self._current(), torch.no_grad():
             chosen = operators if operators is not None else triton_operators()
-            self._layers = Layers(shape, pack(weights, self._device), chosen)
+            scales = None if kv_scales is None else kv_scales.to(self._device)
+            self._layers = Layers(shape, pack(weights, self._device), chosen, scales)
         self._buffers: Activations | None = None
         self._scratch: Any = None
         self._scratch_size = (0, 0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8_cache import quantise
+
 
 def write_kv(
     blocks: torch.Tensor,
@@ -18,12 +20,15 @@ def write_kv(
     start: int,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Store `keys` and `values [tokens, kv_heads, head_dim]` of positions `start, start + 1, ...` of one
     sequence.
 
-    `table` is int64 and covers the last position.
+    `table` is int64 and covers the last position. `scales` are those of a cache in FP8 (fp8_cache.py).
     """
+    if scales is not None:
+        keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
     tokens, kv_heads, head_dim = keys.shape
     block_size = blocks.shape[-1] // head_dim
     positions = torch.arange(start, start + tokens)
@@ -39,13 +44,14 @@ def paged_attention(
     table: torch.Tensor,
     start: int,
     window: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...` of one
     sequence.
 
     Every query head h reads KV head `h // (heads / kv_heads)`; keys and values of all positions up to the
     last query are in `blocks` already. With a `window`, a token sees that many last tokens, itself included.
-    Scores and sums are float32. Returns `[tokens, heads, head_dim]`.
+    `scales` are those of a cache in FP8. Scores and sums are float32. Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]
@@ -59,6 +65,8 @@ def paged_attention(
     keys = keys.permute(1, 2, 0, 3).reshape(kv_heads, head_dim, -1)[..., :count].float()
     values = blocks[ids, layer, 1].view(-1, kv_heads, block_size, head_dim)
     values = values.permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :count].float()
+    if scales is not None:
+        keys, values = keys * scales[layer, 0, :, None, None], values * scales[layer, 1, :, None, None]
 
     group = heads // kv_heads
     grouped = query.float().view(tokens, kv_heads, group, head_dim).permute(1, 2, 0, 3)

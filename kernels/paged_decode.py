@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.fp8_cache import quantise
+
 
 def write_kv_rows(
     blocks: torch.Tensor,
@@ -15,10 +17,13 @@ def write_kv_rows(
     lanes: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Store `keys` and `values [rows, kv_heads, head_dim]` at block `ids[row]`, lane `lanes[row]` (int64
-    both).
+    both). `scales` are those of a cache in FP8 (fp8_cache.py).
     """
+    if scales is not None:
+        keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
     _, kv_heads, head_dim = keys.shape
     block_size = blocks.shape[-1] // head_dim
     blocks[:, layer, 0].view(-1, kv_heads, head_dim, block_size)[ids, :, :, lanes] = keys.to(blocks.dtype)
@@ -32,12 +37,14 @@ def paged_decode(
     tables: torch.Tensor,
     lengths: torch.Tensor,
     window: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions of its
     sequence.
 
     `tables` is int64 `[rows, n]`, padded with any valid block: what lies beyond a length is not read into the
-    result, whatever it holds. Scores and sums are float32. Returns `[rows, heads, head_dim]`.
+    result, whatever it holds. `scales` are those of a cache in FP8. Scores and sums are float32. Returns
+    `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = query.shape
     count, kv_heads = tables.shape[1], blocks.shape[-2]
@@ -50,6 +57,9 @@ def paged_decode(
     keys = keys.permute(0, 2, 3, 1, 4).reshape(rows * kv_heads, head_dim, count * block_size).float()
     values = blocks[tables, layer, 1].view(rows, count, kv_heads, block_size, head_dim)
     values = values.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, count * block_size, head_dim).float()
+    if scales is not None:
+        keys = (keys.view(rows, kv_heads, -1) * scales[layer, 0, :, None]).view(keys.shape)
+        values = values * scales[layer, 1, :, None, None]
     # Weight zero is not enough where a lane holds NaN: such values must go.
     values.masked_fill_(hidden[:, None, :, None], 0.0)
 

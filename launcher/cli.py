@@ -80,6 +80,9 @@ def up(
     prefill_chunk: Annotated[int | None, typer.Option(help="Tokens per prefill step.")] = None,
     kv_memory_mib: Annotated[int | None, typer.Option(help="KV memory of each decode worker.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="The same as a number of blocks.")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
+    ] = "auto",
     transport: Annotated[
         str | None, typer.Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")
     ] = None,
@@ -123,6 +126,7 @@ def up(
         prefill_chunk=prefill_chunk,
         kv_memory_mib=kv_memory_mib,
         kv_blocks=kv_blocks,
+        kv_cache_dtype=kv_cache_dtype,
         transport=transport,
         log_level=log_level,
         overrides=_overrides(overrides or ()),

@@ -53,6 +53,7 @@ class StackOptions:
     prefill_chunk: int | None = None
     kv_memory_mib: int | None = None
     kv_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
     transport: str | None = None
     log_level: str = "info"
     overrides: tuple[tuple[str, str, str], ...] = ()
@@ -133,6 +134,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "host": LOOPBACK,  # DIPTYCH_HOST is for the gateway here
         "device": options.device,
         "transport": options.transport,
+        "kv-cache-dtype": options.kv_cache_dtype,
         "drain-s": DRAIN_S,
     }
     gateway = _spec(

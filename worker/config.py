@@ -28,6 +28,9 @@ class WorkerSettings(ProgramSettings):
     backend: Literal["auto", "native", "torch", "triton"] = Field(
         "auto", description="how the model is computed; triton is for GPUs, the others for CPUs"
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="how keys and values are kept: auto = as they are computed; fp8 is for GPUs"
+    )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
     )

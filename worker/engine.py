@@ -66,7 +66,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     path = settings.model_path
     device = choose_device(settings.device)
     dtype = _precision(settings, path, device)
-    model = load_model(path, dtype, backend=settings.backend, device=device)
+    model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)

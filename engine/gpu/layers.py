@@ -28,8 +28,16 @@ def always() -> bool:
 class Layers:
     """One model's forward pass, from token ids to logits; allocates only what `logits` returns."""
 
-    def __init__(self, shape: ModelShape, weights: PackedWeights, operators: Operators) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: PackedWeights,
+        operators: Operators,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """With `kv_scales` (kernels/fp8_cache.py), on the device, keys and values are kept in FP8."""
         self.shape = shape
+        self._scales = kv_scales
         self.weights = weights
         self.operators = operators
         self.rotary = RotaryTable(shape, weights.device)
@@ -98,6 +106,7 @@ class Layers:
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             eps=shape.rms_eps,
+            scales=self._scales,
             out=buffers.queries[rows],
         )
 
@@ -111,6 +120,7 @@ class Layers:
                 decodes.tables,
                 decodes.lengths,
                 window=window,
+                scales=self._scales,
                 scratch=scratch,
                 out=buffers.mixed[decodes.rows],
             )
@@ -124,6 +134,7 @@ class Layers:
                 chunks.offsets,
                 max_tokens=chunks.max_tokens,
                 window=window,
+                scales=self._scales,
                 out=buffers.mixed[chunks.rows],
             )
 

@@ -14,6 +14,7 @@ from engine.shape import UnsupportedModel
 from engine.weights.blocks import in_precision
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.hf_config import eos_ids, read_config, shape_from_config
+from engine.weights.kv_scales import only_the_cache_is_quantised, read_kv_scales
 
 _MODEL_NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -51,7 +52,8 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         raise UnsupportedModel(
             "dtype gguf keeps the blocks of a GGUF file; this is a folder with safetensors"
         )
-    if config.get("quantization_config"):
+    quantization = config.get("quantization_config")
+    if quantization and not only_the_cache_is_quantised(quantization):
         raise UnsupportedModel("quantization_config: quantised checkpoints are not read")
     tensors = _TensorFiles(folder)
     tied = bool(config.get("tie_word_embeddings")) or not tensors.has(_MODEL_NAMES["head"])
@@ -63,7 +65,8 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
 
     eos = eos_ids(_json_object(folder / "generation_config.json"), config)
     own_head = not tied or precision not in PLAIN
-    return Checkpoint(shape, assemble(shape, read, own_head=own_head), eos)
+    weights = assemble(shape, read, own_head=own_head)
+    return Checkpoint(shape, weights, eos, read_kv_scales(shape, tensors.has, tensors.read))
 
 
 def _stored_name(name: str) -> str:

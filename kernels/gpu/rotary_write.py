@@ -31,10 +31,23 @@ def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr):
+def _on_grid(x):
+    """The number of E4M3 that is nearest to `x`, as float32; of two the even one."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    # Below 2**-6 all steps are 2**-9, the last place of this sum.
+    near_zero = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, near_zero, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """`x` as the cache holds it; beyond what FP8 can say it is cut off, not infinite."""
     if SCALED:
         x = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+        if INTERPRETED:
+            # The interpreter rounds the mantissa without a carry: 1.98 would become 1.
+            x = _on_grid(x)
     return x.to(TYPE)
 
 
@@ -62,6 +75,7 @@ def _rotary_write(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
     TYPE: tl.constexpr = qkv.dtype.element_ty
@@ -103,8 +117,8 @@ def _rotary_write(
             scale = tl.load(scales + is_value * KV_HEADS + kv_head)
         base = blocks + layer_offset + (is_value * KV_HEADS + kv_head) * (D * BLOCK_SIZE)
         start = tl.maximum(block, 0).to(tl.int64) * block_stride
-        low = _stored(first, scale, SCALED, STORED)
-        high = _stored(second, scale, SCALED, STORED)
+        low = _stored(first, scale, SCALED, STORED, INTERPRETED)
+        high = _stored(second, scale, SCALED, STORED, INTERPRETED)
         if is_value == 0:
             k_place = base + start[None, :] + at[:, None] * BLOCK_SIZE + lane[None, :]
             k_here = kept[None, :] & inside[:, None]
@@ -172,6 +186,7 @@ def rotary_write(
         TOKENS=tile,
         NORM=q_norm is not None,
         SCALED=scales is not None,
+        INTERPRETED=INTERPRETED,
         num_warps=1 if tile == 1 else 4,
     )
     return out

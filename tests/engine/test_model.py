@@ -149,5 +149,8 @@ def test_what_is_not_computed_is_named(tmp_path: Path) -> None:
         load_model(tmp_path, torch.float16, backend="torch")
     with pytest.raises(UnsupportedModel, match="dtype int8 is not computed on cuda; fp32, fp16, bf16 are"):
         load_model(tmp_path, "int8", device="cuda")
+    for backend in ("auto", "native"):
+        with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8: the native CPU step"):
+            load_model(tmp_path, torch.float32, backend=backend, kv_cache="fp8")
     with pytest.raises(UnsupportedModel, match="backend native computes on the CPU"):
         load_model(tmp_path, torch.float32, backend="native", device="cuda")

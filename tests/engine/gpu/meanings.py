@@ -25,6 +25,7 @@ def _paged_decode(
     lengths: torch.Tensor,
     *,
     window: int | None = None,
+    scales: torch.Tensor | None = None,
     scratch: Any = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
@@ -34,7 +35,7 @@ def _paged_decode(
     assert tables.shape[1] * blocks.shape[-1] // query.shape[-1] <= width
     # A length of 0 is padding: any finite answer will do, and nothing need be read.
     seen = lengths.clamp(min=1)
-    return out.copy_(decode.paged_decode(query, blocks, layer, tables.long(), seen.long(), window))
+    return out.copy_(decode.paged_decode(query, blocks, layer, tables.long(), seen.long(), window, scales))
 
 
 def _paged_prefill(
@@ -47,6 +48,7 @@ def _paged_prefill(
     *,
     max_tokens: int,
     window: int | None = None,
+    scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     bounds = offsets.tolist()
@@ -55,7 +57,7 @@ def _paged_prefill(
     assert max_tokens == max(end - begin for begin, end in pairwise(bounds))
     for row, (begin, end) in enumerate(pairwise(bounds)):
         out[begin:end] = paged_attention.paged_attention(
-            query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window
+            query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales
         )
     return out
 
@@ -85,6 +87,7 @@ def _rotary_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> torch.Tensor:
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -98,6 +101,7 @@ def _rotary_write(
         lanes[written].long(),
         rotary.rotary(k.float(), cos, sin)[written],
         v[written],
+        scales,
     )
     return out.copy_(rotary.rotary(q.float(), cos, sin))
 

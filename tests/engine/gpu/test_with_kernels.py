@@ -43,11 +43,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_steps_equal_the_torch_backend(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    compare(name, dtype, None, device)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
+def test_steps_with_an_fp8_cache_equal_the_torch_backend(name: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.rand(2, 2, SHAPES[name]["num_kv_heads"], generator=generator) * 0.05 + 0.01
+    # In float32: in 16 bits, one last bit more or less becomes a step of E4M3 here and there.
+    compare(name, torch.float32, scales, device)
+
+
+def compare(name: str, dtype: torch.dtype, scales: torch.Tensor | None, device: torch.device) -> None:
     """Packed prompts, then a decode row beside a chunk, then recorded decode steps."""
     shape = shape_of(max_context=256, vocab_size=67, intermediate_size=90, hidden_size=64, **SHAPES[name])
-    weights = weights_of(shape, dtype)
-    oracle, backend = TorchBackend(shape, weights), TritonBackend(shape, weights, device)
-    theirs, ours = (Pool(layout_of(shape, 16, dtype), 9, seed=1) for _ in range(2))
+    weights, kept = weights_of(shape, dtype), dtype if scales is None else torch.float8_e4m3fn
+    oracle = TorchBackend(shape, weights, scales)
+    backend = TritonBackend(shape, weights, device, kv_scales=scales)
+    theirs, ours = (Pool(layout_of(shape, 16, kept), 9, seed=1) for _ in range(2))
     ours.memory = KVMemory.on_device(ours.layout, 9, device)
     backend.plan_decode(1 if device.type == "cpu" else 2, 16)
     backend.prepare_decode(ours.memory)

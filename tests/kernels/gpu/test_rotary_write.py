@@ -98,8 +98,10 @@ def test_fp8_is_divided_by_the_scale_of_its_head_and_cut_off(device: torch.devic
     case.run(stored, scales=scales)
     written = blocks != 7.0
     meant = (blocks / scales[None, :, :, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    # Three bits of mantissa; the interpreter cuts off where a GPU rounds.
-    assert error(stored.float()[written], meant.float()[written]) < 0.06
+    same = stored.view(torch.uint8)[written] == meant.view(torch.uint8)[written]
+    # A product and sum in another order may lie on the other side of a border between two numbers.
+    assert same.float().mean() > 0.99
+    assert error(stored.float()[written], meant.float()[written]) < 0.01
     assert (stored.float()[~written] == 0).all()
     assert (stored.float()[written].abs() == 448).any()
 
