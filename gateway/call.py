@@ -3,7 +3,8 @@
 A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). For each request it
 
 1. makes a `Call` of its own kind and opens ``with calls.account(call):``, which starts the SERVER span,
-   counts the request, and turns whatever goes wrong inside into a `DiptychError`;
+   finds out who calls (``call.caller``), counts the request, and turns whatever goes wrong into a
+   `DiptychError`;
 2. parses its own wire into ``pb.GenerateRequest`` inside that block, so that a parse error is counted too
    (raise `InvalidParameter` with the path of the field);
 3. awaits ``generator.stream(request, call)``, which hands each message to ``call.write`` as it comes, or
@@ -45,6 +46,8 @@ from contextlib import contextmanager
 import grpc
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.access.access import Access
+from gateway.access.caller import Caller, Scope
 from runtime.errors import DiptychError, Internal
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Attributes, ServerSpan, Telemetry
@@ -66,6 +69,8 @@ class Call(ABC):
         header_request_id: x-request-id as the client sent it, or "".
         time_left_s: until the client's deadline; None without one.
         trace: (traceparent, tracestate) as the client sent them, each possibly "".
+        authorization: the credential as the client sent it, or "".
+        caller: who calls, where that is known: a part of another call, or what is open to everybody.
     """
 
     span: ServerSpan  # there once `Calls.account` was entered
@@ -78,14 +83,30 @@ class Call(ABC):
         header_request_id: str = "",
         time_left_s: float | None = None,
         trace: Headers = NO_TRACE,
+        authorization: str = "",
+        caller: Caller | None = None,
     ) -> None:
         self.method = method
+        self.authorization = authorization
+        self._caller = caller
         self.received_at = received_at
         self.header_request_id = header_request_id
         self.trace = trace
         self.request_id = header_request_id
         endless = time_left_s is None or time_left_s >= _NO_DEADLINE_S
         self.deadline = None if endless or time_left_s is None else received_at + time_left_s
+
+    @property
+    def caller(self) -> Caller:
+        """Inside `Calls.account`."""
+        if self._caller is None:
+            raise RuntimeError("nobody has looked who calls")
+        return self._caller
+
+    def admit(self, access: Access, scope: Scope) -> None:
+        """Find out who calls, unless that is known. Raises `Unauthenticated`, `PermissionDenied`."""
+        if self._caller is None:
+            self._caller = access.caller(self.authorization, scope)
 
     @abstractmethod
     async def write(self, message: pb.GenerateResponse) -> None:
@@ -122,16 +143,40 @@ class Call(ABC):
 
 
 class Calls:
-    """What every call has around it, whatever its door."""
+    """What every call has around it, whatever its door.
 
-    def __init__(self, telemetry: Telemetry, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
+    Args:
+        access: who has which key.
+        scope: that the callers of this door's services need.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        metrics: GatewayMetrics,
+        clock: Callable[[], float],
+        access: Access,
+        scope: Scope = Scope.INFERENCE,
+    ) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
+        self._access = access
+        self._scope = scope
         self.clock = clock
+
+    def admits(self, call: Call) -> bool:
+        """Whether `account` will let it in: what is refused anyway need not be read first."""
+        try:
+            call.admit(self._access, self._scope)
+        except DiptychError:
+            return False
+        return True
 
     @contextmanager
     def account(self, call: Call) -> Iterator[None]:
-        """The SERVER span and the metrics of ``call``. Only DiptychError and CancelledError come out of it.
+        """The SERVER span, the credential and the metrics of ``call``.
+
+        Only DiptychError and CancelledError come out of it.
 
         Any other exception is a bug: it is logged with its traceback and becomes `Internal`, whose text is
         fixed.
@@ -139,6 +184,7 @@ class Calls:
         call.span = self._telemetry.start_server_span(call.method, call.trace, call.span_attributes)
         code, reason = grpc.StatusCode.OK, None
         try:
+            call.admit(self._access, self._scope)
             yield
         except asyncio.CancelledError:
             code = call.why_cancelled(self.clock())

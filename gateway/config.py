@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from gateway.access.key_file import read_key_file
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from runtime.settings import Port, ProgramSettings
 
@@ -29,6 +31,9 @@ class GatewaySettings(ProgramSettings):
     http_port: Port = Field(HTTP_PORT, description="port of /metrics, /health and /ready; 0 = any free one")
     admin_port: Port | None = Field(
         None, description="gRPC port of the AdminService, for operators; default: the public one + 1; 0 = any"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="API keys, as `diptych key new` writes them; without it nobody is asked for one"
     )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
         256, description="requests that may be with the workers at once; more wait here"
@@ -61,6 +66,13 @@ class GatewaySettings(ProgramSettings):
         WAIT_FOR_WORKER_S,
         description="seconds that a request which lost its worker waits for another one to come",
     )
+
+    @field_validator("api_keys_file")
+    @classmethod
+    def _keys_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            read_key_file(path)
+        return path
 
     @property
     def resolved_admin_port(self) -> int:

@@ -7,7 +7,8 @@ the `finally` closes the conversation, which cancels on both workers, and gives 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
@@ -40,6 +41,7 @@ from runtime.errors import (
     InvalidParameter,
     KvTransferFailed,
     NoReadyWorker,
+    Overloaded,
     WorkerLost,
 )
 from runtime.failpoints import reach
@@ -105,8 +107,9 @@ class Generator:
             limit = min(self._fleet.token_limit() or self._context, self._context)
             request = await self._parse(message, call, report, limit)
             job = self._job(request, call, limit)
-            token = self._tokens.issue(request, job.max_tokens) if resumable and can_resume(request) else ""
-            return await self._converse(job, call, report, one_message=one_message, resume_token=token)
+            token = self._token(job) if resumable and can_resume(request) else ""
+            with self._metered(job, call, report):
+                return await self._converse(job, call, report, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
             raise
@@ -119,11 +122,29 @@ class Generator:
         finally:
             report.send(self._telemetry, self._metrics, error, self._clock())
 
+    @contextmanager
+    def _metered(self, job: Job, call: Call, report: RequestReport) -> Iterator[None]:
+        """What the request takes of its key's quotas. Raises `QuotaExceeded`."""
+        meter = call.caller.meter
+        meter.begin(job.prompt_tokens, self._clock())
+        try:
+            yield
+        except Overloaded:
+            meter.refused(job.prompt_tokens)
+            raise
+        except BaseException:
+            meter.end(_billed(report))
+            raise
+        meter.end(_billed(report))
+
+    def _token(self, job: Job) -> str:
+        return self._tokens.issue(job.request, job.max_tokens, job.tenant)
+
     async def _parse(
         self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int
     ) -> ParsedRequest:
         started = self._clock()
-        parse = partial(self._read, message, header_request_id=call.header_request_id, token_limit=limit)
+        parse = partial(self._read, message, call, token_limit=limit)
         # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
         large = message.ByteSize() >= limits.INLINE_PARSE_BYTES
         request = await asyncio.to_thread(parse) if large else parse()
@@ -134,15 +155,13 @@ class Generator:
         call.name(request.request_id)
         return request
 
-    def _read(
-        self, message: pb.GenerateRequest, *, header_request_id: str, token_limit: int
-    ) -> ParsedRequest:
+    def _read(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
         """The message as it is meant; with a token, as it was resolved when its stream began."""
         parse = partial(
             parse_request,
             message,
             self._model,
-            header_request_id=header_request_id,
+            header_request_id=call.header_request_id,
             token_limit=token_limit,
         )
         if not message.resume_token:
@@ -150,7 +169,7 @@ class Generator:
         opened = self._tokens.open(message.resume_token)
         request = parse(fresh_seed=lambda: opened.seed)
         refuse_several(request)
-        self._tokens.check(opened, request)
+        self._tokens.check(opened, request, call.caller.tenant)
         received = tuple(message.received_token_ids)
         return resumed(request, opened, received, self._model.card.vocab_size)
 
@@ -163,7 +182,7 @@ class Generator:
         missing = self._fleet.missing_role()
         if missing is not None:
             raise NoReadyWorker(missing.value)
-        self._live.reserve(request.request_id)
+        self._live.reserve(job.tenant, request.request_id)
         ticket: Ticket | None = None
         conversation: Conversation | None = None
         try:
@@ -178,6 +197,7 @@ class Generator:
                 max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
                 priority=request.priority,
+                tenant=job.tenant,
                 time_left_s=call.time_left_s(self._clock()),
                 on_admitted=partial(conversation.feed, Admitted()),
             )
@@ -190,7 +210,7 @@ class Generator:
                 conversation.close()
             if ticket is not None and conversation is not None:
                 self._gate.leave(ticket, conversation.billed / len(conversation.outputs))
-            self._live.release(request.request_id)
+            self._live.release(job.tenant, request.request_id)
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
         return Job(
@@ -200,6 +220,7 @@ class Generator:
             stop_token_ids=request.worker_stop_ids(self._model.card.eos_token_ids),
             deadline=call.deadline,
             trace=TraceParent(*call.span.child_headers(OPERATION_KEY)),
+            tenant=call.caller.tenant,
         )
 
     def _start(self, job: Job, *, one_message: bool) -> Conversation:
@@ -277,3 +298,7 @@ def _owed(ticket: Ticket | None) -> Ticket:
     if ticket is None:
         raise RuntimeError("a token came before the request was in the queue")
     return ticket
+
+
+def _billed(report: RequestReport) -> int:
+    return 0 if report.conversation is None else report.conversation.billed

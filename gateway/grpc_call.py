@@ -12,28 +12,36 @@ from typing import Any, TypeVar
 import grpc
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.access.caller import Caller
 from gateway.call import Call, Calls
 from runtime import trace_context
 from runtime.errors import DiptychError
 from runtime.status import REQUEST_ID_TRAILER, abort
 
 T = TypeVar("T")
+AUTHORIZATION = "authorization"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GrpcCall(Call):
     """``method`` is the full name: service, slash, RPC."""
 
-    def __init__(self, method: str, context: Context, received_at: float) -> None:
+    def __init__(
+        self, method: str, context: Context, received_at: float, caller: Caller | None = None
+    ) -> None:
         self.context = context
         metadata = context.invocation_metadata() or ()
-        header = dict(metadata).get(REQUEST_ID_TRAILER, "")
+        headers = dict(metadata)
+        header = headers.get(REQUEST_ID_TRAILER, "")
+        authorization = headers.get(AUTHORIZATION, "")
         super().__init__(
             method,
             received_at=received_at,
             header_request_id=header if isinstance(header, str) else "",
             time_left_s=context.time_remaining(),
             trace=trace_context.from_metadata(metadata),
+            authorization=authorization if isinstance(authorization, str) else "",
+            caller=caller,
         )
 
     async def write(self, message: pb.GenerateResponse) -> None:

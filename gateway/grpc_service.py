@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from gateway.access.caller import Caller, anybody
 from gateway.call import Calls
 from gateway.grpc_call import Context, GrpcCall, serve
 from gateway.request.validation import parse_message
@@ -38,23 +39,32 @@ def add_service(
     bodies: Mapping[str, Body],
     *,
     streams: Mapping[str, Stream] | None = None,
+    without_key: frozenset[str] = frozenset(),
 ) -> None:
-    """Register RPCs by their names. Raises RuntimeError unless there is a function for each."""
+    """Register RPCs by their names; those of ``without_key`` are open to everybody.
+
+    Raises RuntimeError unless there is a function for each.
+    """
     declared = {method.name: method for method in service.methods}
-    handlers = {name: _handler(declared[name], calls, body) for name, body in bodies.items()}
+    handlers = {
+        name: _handler(declared[name], calls, body, anybody() if name in without_key else None)
+        for name, body in bodies.items()
+    }
     for name, stream in (streams or {}).items():
-        handlers[name] = grpc.stream_stream_rpc_method_handler(stream, response_serializer=_serialize)
+        handlers[name] = _stream_handler(declared[name], calls, stream)
     if handlers.keys() != declared.keys():
         raise RuntimeError(f"RPCs without a handler, or the reverse: {handlers.keys() ^ declared.keys()}")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def _handler(rpc: MethodDescriptor, calls: Calls, body: Body) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(
+    rpc: MethodDescriptor, calls: Calls, body: Body, caller: Caller | None
+) -> grpc.RpcMethodHandler[Any, Any]:
     method = f"{rpc.containing_service.full_name}/{rpc.name}"
     kind = GetMessageClass(rpc.input_type)
 
     async def handle(data: bytes, context: Context) -> Any:
-        call = GrpcCall(method, context, calls.clock())
+        call = GrpcCall(method, context, calls.clock(), caller)
 
         async def answer() -> Message | None:
             return await body(parse_message(kind, data), call)
@@ -65,6 +75,22 @@ def _handler(rpc: MethodDescriptor, calls: Calls, body: Body) -> grpc.RpcMethodH
         grpc.unary_stream_rpc_method_handler if rpc.server_streaming else grpc.unary_unary_rpc_method_handler
     )
     return make(handle, response_serializer=_serialize)
+
+
+def _stream_handler(rpc: MethodDescriptor, calls: Calls, stream: Stream) -> grpc.RpcMethodHandler[Any, Any]:
+    method = f"{rpc.containing_service.full_name}/{rpc.name}"
+
+    async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
+        call = GrpcCall(method, context, calls.clock())
+        if not calls.admits(call):
+            await serve(calls, call, _nothing)  # counts it, and ends the RPC with the reason
+        await stream(messages, context)
+
+    return grpc.stream_stream_rpc_method_handler(handle, response_serializer=_serialize)
+
+
+async def _nothing() -> None:
+    return None
 
 
 def _serialize(message: Message) -> bytes:

@@ -11,6 +11,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gateway import limits
+from gateway.access.access import Access
+from gateway.access.caller import Scope
 from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission.admission import AdmissionQueue, Patience
@@ -83,6 +85,7 @@ class Gateway:
         self._text = TextRpcs(
             model, self.live, token_limit=self.fleet.token_limit, block_size=self.fleet.block_size
         )
+        self._access = Access(settings.api_keys_file)
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
         self._http: HttpEdge | None = None
@@ -107,7 +110,7 @@ class Gateway:
         await self._workers_or_timeout(settings.await_workers_s)
         share = settings.share_ports
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
-        calls = Calls(self.telemetry, self.metrics, time.monotonic)
+        calls = self._calls(Scope.INFERENCE)
         add_inference_service(server, calls, self.generator, self._text)
         KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
@@ -127,7 +130,7 @@ class Gateway:
         self._admin = await AdminDoor.start(
             settings.host,
             settings.resolved_admin_port,
-            calls,
+            self._calls(Scope.ADMIN),
             self._operations(),
             insecure=settings.insecure,
             share_port=share,
@@ -203,6 +206,9 @@ class Gateway:
                 _log.info("ready" if said else "not ready: no compatible pair of workers is linked")
                 await health.set_ready(said)
             await self._changed.wait()
+
+    def _calls(self, scope: Scope) -> Calls:
+        return Calls(self.telemetry, self.metrics, time.monotonic, self._access, scope)
 
     def _operations(self) -> Operations:
         identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())

@@ -27,6 +27,6 @@ def add_inference_service(
         "Detokenize": plain(text.detokenize),
         "ListModels": plain(text.list_models),
         "GetModel": plain(text.get_model),
-        "CancelRequest": plain(text.cancel_request),
+        "CancelRequest": text.cancel_request,
     }
     add_service(server, calls, DESCRIPTOR, bodies)

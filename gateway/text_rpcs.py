@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits, text_calls
+from gateway.call import Call
 from gateway.model.model_card import ModelCard
 from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
@@ -64,10 +65,11 @@ class TextRpcs:
         validate_names.model_name(request.model, self._model.card)
         return pb.GetModelResponse(model=self.describe())
 
-    async def cancel_request(self, request: pb.CancelRequestRequest) -> pb.CancelRequestResponse:
+    async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
         """No error for an id that is not there: the request may have ended a moment ago."""
         request_id = validate_names.existing_request_id(request.request_id)
-        return pb.CancelRequestResponse(was_running=self._live.cancel(request_id))
+        was_running = self._live.cancel(call.caller.tenant, request_id)
+        return pb.CancelRequestResponse(was_running=was_running)
 
     def describe(self) -> pb.Model:
         """The served model, as the public API has it."""

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
+from launcher.key import key
 from launcher.stack import LOOPBACK, BadOverride, StackOptions, parse_override
 
 ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
@@ -21,6 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(key)
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

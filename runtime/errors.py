@@ -4,6 +4,9 @@
     ├── InvalidParameter          INVALID_ARGUMENT     a field is bad or missing
     ├── UnsupportedFeature        INVALID_ARGUMENT     a field this build does not implement
     ├── ContextLengthExceeded     INVALID_ARGUMENT     can never fit
+    ├── Unauthenticated           UNAUTHENTICATED      no API key, or one that is not known
+    ├── PermissionDenied          PERMISSION_DENIED    a key without the scope; another tenant's request
+    ├── QuotaExceeded             RESOURCE_EXHAUSTED   the key's own bound, with a retry hint
     ├── UnknownModel              NOT_FOUND
     ├── UnknownWorker             NOT_FOUND
     ├── DuplicateRequest          ALREADY_EXISTS       a live request has this id
@@ -116,6 +119,30 @@ class ContextLengthExceeded(DiptychError):
                 "limit": str(limit),
             },
         )
+
+
+class Unauthenticated(DiptychError):
+    """Says what is missing, never what came."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(DiptychError):
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
+class QuotaExceeded(DiptychError):
+    """A key has used up what it may; `quota` says which bound, as "600 requests a minute"."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, key_name: str, quota: str, retry_after_s: float) -> None:
+        super().__init__(f"this API key has at most {quota}", retry_after_s=retry_after_s)
+        self.subject = f"key:{key_name}"
+        self.quota = quota
 
 
 class UnknownModel(DiptychError):

@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from runtime.errors import DiptychError, Internal, printable
+from runtime.errors import DiptychError, Internal, QuotaExceeded, printable
 
 DOMAIN = "diptych"
 DETAILS_TRAILER = "grpc-status-details-bin"
@@ -71,6 +71,10 @@ def _details(error: DiptychError, request_id: str) -> list[Message]:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(math.ceil(error.retry_after_s * 1000))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, QuotaExceeded):
+        failure = error_details_pb2.QuotaFailure()
+        failure.violations.add(subject=error.subject, description=f"at most {error.quota}")
+        details.append(failure)
     if error.resource is not None:
         details.append(
             error_details_pb2.ResourceInfo(

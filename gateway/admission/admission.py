@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.admission.fair_queue import FairQueue
 from gateway.admission.kv_budget import KvBudget
 from gateway.admission.rate_meter import RateMeter
 from runtime.errors import DeadlineUnattainable, QueueFull
 
-DEFAULT_TENANT = ""  # until credentials say better: nothing that a client chooses names its tenant
 REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # that a prefill worker has at least, however long: one runs, one is next
 WINDOW_TOKENS = 1024  # that a prefill worker has before it at least: two steps of the default size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.admission.admission import AdmissionQueue, Ticket
 
 
@@ -35,6 +36,7 @@ class AdmissionGate:
         max_tokens: int,
         sequences: int = 1,
         priority: int,
+        tenant: str = DEFAULT_TENANT,
         time_left_s: float | None,
         on_admitted: Callable[[], None],
     ) -> Ticket:
@@ -44,6 +46,7 @@ class AdmissionGate:
             max_tokens=max_tokens,
             sequences=sequences,
             priority=priority,
+            tenant=tenant,
             time_left_s=time_left_s,
             now=self._clock(),
         )

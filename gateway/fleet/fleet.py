@@ -227,7 +227,7 @@ class Fleet:
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
-            self._namespace(job.request.salt, target.kv_dtype),
+            self._namespace(job.tenant, job.request.salt, target.kv_dtype),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
 
@@ -336,15 +336,15 @@ class Fleet:
             return {}
         hits: dict[str, int] = {}
         for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
-            keys = block_keys(self._namespace(job.request.salt, kv_dtype), token_ids, block_size)
+            keys = block_keys(self._namespace(job.tenant, job.request.salt, kv_dtype), token_ids, block_size)
             if keys:
                 hits.update({w: n for w, n in self._directory.prefix_hits(keys).items() if n})
         return hits
 
-    def _make_namespace(self, salt: str, kv_dtype: str) -> bytes:
+    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str) -> bytes:
         return namespace_key(
             self._identity.secret,
-            tenant="",
+            tenant=tenant,
             salt=salt,
             model_digest=self._identity.model_digest,
             kv_dtype=kv_dtype,

@@ -57,7 +57,14 @@ class KServeDoor:
             "ModelMetadata": self._model_metadata,
             "ModelInfer": self._model_infer,
         }
-        add_service(server, self._calls, DESCRIPTOR, bodies, streams={"ModelStreamInfer": self._stream})
+        add_service(
+            server,
+            self._calls,
+            DESCRIPTOR,
+            bodies,
+            streams={"ModelStreamInfer": self._stream},
+            without_key=frozenset({"ServerLive", "ServerReady"}),  # as /health and /ready
+        )
 
     async def _server_live(self, _: Message, __: GrpcCall) -> Message:
         return oip.ServerLiveResponse(live=True)

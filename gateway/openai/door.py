@@ -28,7 +28,7 @@ from gateway.openai.chat_request import read_chat
 from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import Asked
-from gateway.openai.errors import http_error, plain_error
+from gateway.openai.errors import plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall
 from gateway.request.json_body import parse_body
 from gateway.text_rpcs import TextRpcs
@@ -93,7 +93,8 @@ class OpenAIDoor:
 
     async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
         call = HttpCall(request.path, request, self._calls.clock())
-        data = await _body(request)
+        # Who will be refused need not send a body.
+        data = await _body(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
         try:
@@ -162,17 +163,23 @@ class OpenAIDoor:
         )
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        listed = {"object": "list", "data": [self._describe(self._text.describe())]}
-        return _json(json.dumps(listed).encode())
+        call = HttpCall(_MODELS, request, self._calls.clock())
+        try:
+            with self._calls.account(call):
+                listed = {"object": "list", "data": [self._describe(self._text.describe())]}
+                return _json(json.dumps(listed).encode())
+        except DiptychError as error:
+            return await call.fail(error)
 
     async def _model_card(self, request: web.BaseRequest) -> web.StreamResponse:
+        call = HttpCall(f"{_MODELS}/{{model}}", request, self._calls.clock())
         name = request.path.removeprefix(f"{_MODELS}/")
         try:
-            found = await self._text.get_model(pb.GetModelRequest(model=name))
+            with self._calls.account(call):
+                found = await self._text.get_model(pb.GetModelRequest(model=name))
+                return _json(json.dumps(self._describe(found.model)).encode())
         except DiptychError as error:
-            failed = http_error(error, {})
-            return _json(failed.body, failed.headers, failed.status)
-        return _json(json.dumps(self._describe(found.model)).encode())
+            return await call.fail(error)
 
     def _describe(self, model: pb.Model) -> dict[str, object]:
         return {

@@ -67,6 +67,8 @@ def http_error(error: DiptychError, names: Mapping[str, str]) -> HttpError:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     if status == HTTPStatus.CONFLICT:
         # OpenAI's clients try again after a 409. The same id would meet the same request.
         headers["x-should-retry"] = "false"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import grpc
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
@@ -81,17 +81,19 @@ class EventStream:
 
 
 class HttpCall(Call):
-    """A POST to ``route``. ``stream`` is there once the body asked for one; ``names`` as in `param_of`."""
+    """A request to ``route``. ``stream`` is there once the body asked for one; ``names`` as in `param_of`."""
 
     def __init__(self, route: str, request: web.BaseRequest, received_at: float) -> None:
         headers = request.headers
         super().__init__(
-            f"POST {route}",
+            f"{request.method} {route}",
             received_at=received_at,
             header_request_id=headers.get(REQUEST_ID, ""),
             trace=(headers.get(trace_context.TRACEPARENT, ""), headers.get(trace_context.TRACESTATE, "")),
+            authorization=headers.get(hdrs.AUTHORIZATION, ""),
         )
         self._route = route
+        self._verb = request.method
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
         self.names: Mapping[str, str] = {}
@@ -132,7 +134,7 @@ class HttpCall(Call):
 
     @property
     def span_attributes(self) -> Attributes:
-        return {"http.request.method": "POST", "http.route": self._route, "url.path": self._route}
+        return {"http.request.method": self._verb, "http.route": self._route, "url.path": self._route}
 
     def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes:
         started = self.stream is not None and self.stream.started
@@ -151,6 +153,7 @@ class PromptCall(Call):
             header_request_id=f"{outer.request_id}-{prompt}",
             time_left_s=outer.time_left_s(now),
             trace=outer.span.headers,
+            caller=outer.caller,
         )
         self._outer = outer
         self.prompt = prompt

@@ -1,4 +1,7 @@
-"""The requests that are alive in this gateway: by the client's id, and by the id that workers know."""
+"""The requests that are alive in this gateway: by tenant and client's id, and by the id that workers know.
+
+Each tenant has ids of its own: two may use the same one at the same time, and neither learns of it.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from collections.abc import Sequence
 from gateway.fleet.wires import News
 from gateway.session.conversation import Conversation
 from gateway.session.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
-from runtime.errors import DuplicateRequest
+from runtime.errors import DuplicateRequest, PermissionDenied
 
 
 class LiveRequests:
     """Registry and switchboard: what comes from the workers finds its conversation here."""
 
     def __init__(self) -> None:
-        self._reserved: set[str] = set()  # ids of requests that are alive, registered below or not yet
-        self._by_request: dict[str, Conversation] = {}
+        self._reserved: set[tuple[str, str]] = (
+            set()
+        )  # (tenant, id) that are alive, registered below or not yet
+        self._by_request: dict[str, dict[str, Conversation]] = {}  # by id, then by tenant
         self._by_work: dict[str, Conversation] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -24,29 +29,39 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._reserved)
 
-    def reserve(self, request_id: str) -> None:
-        """Claim an id. Raises DuplicateRequest while a live request has it."""
-        if request_id in self._reserved:
+    def reserve(self, tenant: str, request_id: str) -> None:
+        """Claim an id. Raises DuplicateRequest while a live request of the tenant has it."""
+        if (tenant, request_id) in self._reserved:
             raise DuplicateRequest(request_id)
-        self._reserved.add(request_id)
+        self._reserved.add((tenant, request_id))
         self._idle.clear()
 
     def add(self, conversation: Conversation) -> None:
-        self._by_request[conversation.job.request.request_id] = conversation
-        self._by_work[conversation.job.work_id] = conversation
+        job = conversation.job
+        self._by_request.setdefault(job.request.request_id, {})[job.tenant] = conversation
+        self._by_work[job.work_id] = conversation
 
-    def release(self, request_id: str) -> None:
+    def release(self, tenant: str, request_id: str) -> None:
         """The request is over: nothing finds it any more."""
-        self._reserved.discard(request_id)
-        conversation = self._by_request.pop(request_id, None)
+        self._reserved.discard((tenant, request_id))
+        owners = self._by_request.get(request_id, {})
+        conversation = owners.pop(tenant, None)
         if conversation is not None:
             del self._by_work[conversation.job.work_id]
+        if not owners:
+            self._by_request.pop(request_id, None)
         if not self._reserved:
             self._idle.set()
 
-    def cancel(self, request_id: str) -> bool:
-        """Finish a request with CANCELLED. False: there is none of this id that still runs."""
-        conversation = self._by_request.get(request_id)
+    def cancel(self, tenant: str, request_id: str) -> bool:
+        """Finish a request with CANCELLED. False: there is none of this id that still runs.
+
+        Raises PermissionDenied when the request of this id is another tenant's.
+        """
+        owners = self._by_request.get(request_id, {})
+        conversation = owners.get(tenant)
+        if conversation is None and owners:
+            raise PermissionDenied("this request is not yours")
         if conversation is None or conversation.choices.over:
             return False
         conversation.feed(CancelAsked())

@@ -4,7 +4,7 @@ The token says how the request was resolved (its seed, its limit) and binds that
 The client sends the request again with it and with the ids that it has. It holds no text, no ids and no
 address: a keyed digest, a seed and two numbers say nothing to who has not the key.
 
-    version 1 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
+    version 2 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
 
 HMAC-SHA256 (RFC 2104), cut to 128 bits, as base64url without padding. The key is derived from the secret of
 the fleet, so that no other use of that secret can make a token.
@@ -26,7 +26,7 @@ from runtime.errors import InvalidParameter
 
 FIELD: Final = "resume_token"
 LIFETIME_S: Final = 3600
-VERSION: Final = 1
+VERSION: Final = 2
 _BODY: Final = struct.Struct(">BQQI16s")
 _MAC_BYTES: Final = 16
 _CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
@@ -54,10 +54,10 @@ class ResumeTokens:
         self._model = model_digest.encode()
         self._clock = wall_clock
 
-    def issue(self, request: ParsedRequest, max_tokens: int) -> str:
-        """For a request that was resolved so; ``max_tokens`` is of the whole output."""
+    def issue(self, request: ParsedRequest, max_tokens: int, tenant: str) -> str:
+        """For a tenant's request that was resolved so; ``max_tokens`` is of the whole output."""
         expires = int(self._clock()) + LIFETIME_S
-        body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request))
+        body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request, tenant))
         return base64.urlsafe_b64encode(body + self._mac(body)).rstrip(b"=").decode()
 
     def open(self, token: str) -> Opened:
@@ -72,21 +72,22 @@ class ResumeTokens:
             raise InvalidParameter(FIELD, "has expired")
         return Opened(seed, max_tokens, digest)
 
-    def check(self, opened: Opened, request: ParsedRequest) -> None:
+    def check(self, opened: Opened, request: ParsedRequest, tenant: str) -> None:
         """Whether it is the request that the token was made for; ``request`` was resolved with its seed.
 
         Raises `InvalidParameter`.
         """
-        if not hmac.compare_digest(opened.digest, self._digest(request)):
-            raise InvalidParameter(FIELD, "was made for another request, or another model")
+        if not hmac.compare_digest(opened.digest, self._digest(request, tenant)):
+            raise InvalidParameter(FIELD, "was made for another request, another model or another tenant")
 
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
 
-    def _digest(self, request: ParsedRequest) -> bytes:
+    def _digest(self, request: ParsedRequest, tenant: str) -> bytes:
         """Of all that the output depends on. Keyed, so that a guessed prompt cannot be tested against it."""
         sampling, constraint = request.sampling, request.constraint
         rest = (
+            tenant,
             request.model,
             sampling.temperature,
             *(sampling.top_p, sampling.top_k, sampling.min_p),

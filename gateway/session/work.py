@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from diptych.worker.v1 import work_pb2
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
 from gateway.session.session_events import Attempt
 from runtime.grammar.grammar import Kind
@@ -44,6 +45,7 @@ class Job:
     stop_token_ids: tuple[int, ...]  # end of sequence included unless ignored
     deadline: float | None  # on the gateway's monotonic clock
     trace: TraceParent
+    tenant: str = DEFAULT_TENANT  # whose request it is, and whose cached prefixes it may find
 
     @property
     def prompt_tokens(self) -> int:

@@ -88,6 +88,8 @@ def check_http(status: int, body: str, headers: Mapping[str, str]) -> dict[str, 
 
 
 TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",

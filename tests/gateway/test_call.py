@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.access.access import Access
 from gateway.call import Call, Calls
 from runtime.errors import DiptychError, Internal, QueueFull
 from runtime.metrics import GatewayMetrics, new_registry
@@ -40,7 +41,7 @@ class Door(Call):
 def counting(now: float = 101.0, telemetry: Telemetry | None = None) -> tuple[Calls, CollectorRegistry]:
     registry = new_registry()
     telemetry = telemetry or Telemetry.start("diptych-gateway", "g")
-    return Calls(telemetry, GatewayMetrics(registry), lambda: now), registry
+    return Calls(telemetry, GatewayMetrics(registry), lambda: now, Access(None)), registry
 
 
 @pytest.mark.parametrize(("left", "deadline"), [(None, None), (5.0, 105.0), (1e12, None)])

@@ -1,7 +1,7 @@
 """Each row of the contract's table of errors that is about workers and load, at both doors of a real gateway.
 
-The rows about bad requests are in tests/end_to_end/public_api/test_errors.py. Two rows cannot occur in this
-build: credentials and permissions (there is no authentication) and tenants' quotas (there are no tenants).
+The rows about bad requests are in tests/end_to_end/public_api/test_bad_input.py, those about credentials,
+permissions and quotas in tests/gateway/access/test_credentials.py.
 That a loss which can be made up for is no error at all is in test_lost_workers.py. KV_CAPACITY is not
 raised either: requests wait for blocks, and one that can never have enough is CONTEXT_LENGTH_EXCEEDED.
 """
@@ -321,6 +321,7 @@ def test_the_table_of_errors_is_whole() -> None:
 
     tested = {row.reason for row in ROWS.values()} | {"DUPLICATE_REQUEST"}
     elsewhere = {"INVALID_PARAMETER", "UNSUPPORTED_FEATURE", "UNKNOWN_MODEL", "UNKNOWN_WORKER"}
+    elsewhere |= {"UNAUTHENTICATED", "PERMISSION_DENIED", "QUOTA_EXCEEDED"}
     never_or_the_client = {"KV_CAPACITY", "CANCELLED"}
     ours = {leaf for leaf in leaves(errors.DiptychError) if leaf.__module__ == errors.__name__}
     assert {leaf.reason for leaf in ours} == tested | elsewhere | never_or_the_client  # type: ignore[attr-defined]

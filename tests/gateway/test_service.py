@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.kserve.door import SERVICE as KSERVE
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until, valkey
@@ -111,7 +112,7 @@ async def test_a_bug_in_one_request_spares_the_others(
     async with running(bundled, redis_url, ScriptedPrefill(), decode) as stack:
         calls = [stack.stub.StreamGenerate(stack.request(request_id=name)) for name in ("bad", "good")]
         works = {w.id.request_id.split("~")[0]: w for w in await decode.wait_for("attach", 2)}
-        bad = stack.gateway.live._by_request["bad"]
+        bad = stack.gateway.live._by_request["bad"][DEFAULT_TENANT]
         monkeypatch.setattr(bad.outputs[0], "push", None)  # the worst row imaginable
         for name in ("bad", "good"):
             decode.tokens(works[name], 0, [1, 2])

@@ -12,7 +12,8 @@ from typing import Any
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from engine.batch import SequenceStep
-from gateway.admission.admission import DEFAULT_TENANT
+from gateway.access.access import Access
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
@@ -171,7 +172,7 @@ class Cluster:
             gateway.gate.queue.kv.learn(DEFAULT_TENANT, 1)
         machine.stop = asyncio.Event()
         await gateway.start()
-        machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time)
+        machine.calls = Calls(gateway.telemetry, gateway.metrics, self.loop.time, Access(None))
         machine.program = gateway
         await machine.stop.wait()
         await gateway.drain()

@@ -50,6 +50,9 @@ REQUEST = ParsedRequest(
 )
 
 
+TENANT = "acme"
+
+
 def tokens(secret: bytes = b"s" * 32, model: str = "m", now: float = 1e9) -> ResumeTokens:
     return ResumeTokens(secret, model, wall_clock=lambda: now)
 
@@ -63,17 +66,17 @@ def fault_of(open_it: Any) -> str:
 
 
 def test_a_token_says_what_was_resolved_and_nothing_more() -> None:
-    token = tokens().issue(REQUEST, 77)
+    token = tokens().issue(REQUEST, 77, TENANT)
     opened = tokens(now=1e9 + LIFETIME_S - 1).open(token)
     assert (opened.seed, opened.max_tokens) == (12345, 77)
-    tokens().check(opened, REQUEST)
+    tokens().check(opened, REQUEST, TENANT)
     assert len(token) == 71
-    assert tokens().issue(replace(REQUEST, prompt_ids=tuple(range(5000))), 77)[:27] == token[:27]
+    assert tokens().issue(replace(REQUEST, prompt_ids=tuple(range(5000))), 77, TENANT)[:27] == token[:27]
 
 
 @given(st.integers(0, 52), st.integers(1, 255))
 def test_an_altered_token_is_none(place: int, flip: int) -> None:
-    data = bytearray(base64.urlsafe_b64decode(tokens().issue(REQUEST, 77) + "="))
+    data = bytearray(base64.urlsafe_b64decode(tokens().issue(REQUEST, 77, TENANT) + "="))
     data[place] ^= flip
     altered = base64.urlsafe_b64encode(bytes(data)).rstrip(b"=").decode()
     assert fault_of(lambda: tokens().open(altered)) == "is not a token of this service"
@@ -85,7 +88,7 @@ def test_anything_else_is_no_token(text: str) -> None:
 
 
 def test_of_another_fleet_or_too_old() -> None:
-    token = tokens().issue(REQUEST, 77)
+    token = tokens().issue(REQUEST, 77, TENANT)
     assert fault_of(lambda: tokens(secret=b"t" * 32).open(token)) == "is not a token of this service"
     assert fault_of(lambda: tokens(now=1e9 + LIFETIME_S + 1).open(token)) == "has expired"
 
@@ -104,14 +107,16 @@ def test_of_another_fleet_or_too_old() -> None:
     ],
 )
 def test_of_another_request(changes: dict[str, Any]) -> None:
-    opened = tokens().open(tokens().issue(REQUEST, 77))
+    opened = tokens().open(tokens().issue(REQUEST, 77, TENANT))
     for service, request in ((tokens(), replace(REQUEST, **changes)), (tokens(model="n"), REQUEST)):
-        assert "another" in fault_of(lambda s=service, r=request: s.check(opened, r))
+        assert "another" in fault_of(lambda s=service, r=request: s.check(opened, r, TENANT))
 
 
 def test_what_does_not_change_the_output_may_change() -> None:
-    opened = tokens().open(tokens().issue(REQUEST, 77))
-    tokens().check(opened, replace(REQUEST, request_id="r2", priority=3, time_limit_s=1.0, stream_interval=9))
+    opened = tokens().open(tokens().issue(REQUEST, 77, TENANT))
+    tokens().check(
+        opened, replace(REQUEST, request_id="r2", priority=3, time_limit_s=1.0, stream_interval=9), TENANT
+    )
 
 
 def test_an_output_is_restored_to_where_it_was() -> None:

@@ -1,0 +1,85 @@
+"""From a header to a caller, and what happens when the file changes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from gateway.access.access import Access
+from gateway.access.caller import DEFAULT_TENANT, Scope
+from gateway.access.key_file import BadKeyFile
+from runtime.errors import PermissionDenied, Unauthenticated
+from tests.gateway.access.keys import Keys
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "keys.jsonl")
+
+
+@pytest.fixture
+def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.access.access.FileWatch", _eager)
+
+
+def _eager(path: Path) -> object:
+    from runtime.file_watch import FileWatch
+
+    return FileWatch(path, every_s=0.0)
+
+
+def test_without_a_file_everybody_is_one_tenant() -> None:
+    caller = Access(None).caller("Bearer anything", Scope.ADMIN)
+    assert (caller.tenant, caller.scopes) == (DEFAULT_TENANT, {Scope.ADMIN, Scope.INFERENCE})
+
+
+def test_a_key_says_whose_call_it_is(keys: Keys) -> None:
+    acme, admin = keys.add("acme"), keys.add("ops", "admin")
+    access = Access(keys.path)
+    assert access.caller(f"Bearer {acme}", Scope.INFERENCE).tenant == "acme"
+    assert access.caller(f"bearer  {admin}", Scope.ADMIN).tenant == "ops"
+    for key, scope in ((acme, Scope.ADMIN), (admin, Scope.INFERENCE)):
+        with pytest.raises(PermissionDenied, match=f"lacks the scope {scope}"):
+            access.caller(f"Bearer {key}", scope)
+
+
+@pytest.mark.parametrize(
+    "shape", ["", "Bearer", "Bearer ", "{key}", "Basic {key}", "Bearer {key}x", "Bearer \udcff", "Bearer é"]
+)
+def test_anything_else_is_nobody(keys: Keys, shape: str) -> None:
+    key = keys.add("acme")
+    with pytest.raises(Unauthenticated) as caught:
+        Access(keys.path).caller(shape.format(key=key), Scope.INFERENCE)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.usefixtures("always_look")
+def test_keys_come_and_go_while_it_runs(keys: Keys) -> None:
+    first = keys.add("acme", requests_per_minute=10)
+    access = Access(keys.path)
+    meter = access.caller(f"Bearer {first}", Scope.INFERENCE).meter
+    second = keys.add("other")
+    assert access.caller(f"Bearer {second}", Scope.INFERENCE).tenant == "other"
+    assert access.caller(f"Bearer {first}", Scope.INFERENCE).meter is meter  # what was used stays used
+    keys.remove(first)
+    with pytest.raises(Unauthenticated):
+        access.caller(f"Bearer {first}", Scope.INFERENCE)
+
+
+@pytest.mark.usefixtures("always_look")
+def test_a_file_that_became_bad_leaves_the_keys(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+    key = keys.add("acme")
+    access = Access(keys.path)
+    keys.write("{}")
+    with caplog.at_level(logging.ERROR):
+        assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
+    assert "stay as they were" in caplog.text
+    keys.path.unlink()
+    assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
+
+
+def test_a_bad_file_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(BadKeyFile, match="cannot read"):
+        Access(tmp_path / "nothing")

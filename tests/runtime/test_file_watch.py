@@ -1,0 +1,41 @@
+"""Files that change: seen once each, however they are replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from runtime.file_watch import FileWatch, readable_by_all
+
+
+def test_each_change_is_seen_once(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("a")
+    two.write_text("a")
+    now = 0.0
+    watch = FileWatch(one, two, every_s=1.0, clock=lambda: now)
+    now = 1.5
+    assert not watch.changed()
+    two.write_text("longer")
+    assert not watch.changed()  # within the second
+    now = 3.0
+    assert watch.changed()
+    assert not watch.changed()
+    (tmp_path / "new").write_text("b")
+    os.replace(tmp_path / "new", one)  # same size; another inode
+    now = 5.0
+    assert watch.changed()
+    one.unlink()
+    now = 7.0
+    assert not watch.changed()
+    one.write_text("back")
+    now = 9.0
+    assert watch.changed()
+
+
+def test_who_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch()
+    for mode, found in ((0o600, False), (0o640, False), (0o644, True), (0o604, True)):
+        path.chmod(mode)
+        assert readable_by_all(path) is found
