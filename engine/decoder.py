@@ -14,14 +14,25 @@ from torch.nn import functional
 
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.shape import ModelShape
-from engine.weights import LayerWeights, Matrix, Weights
-from kernels.quantised_linear import BlockMatrix, dequantise, quantised_linear
+from engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels import byte_linear, quantised_linear
+from kernels.byte_linear import ByteMatrix
+from kernels.quantised_linear import BlockMatrix
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.swiglu import swiglu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer, q_TND, k_TKD, v_TKD) -> [T, N, D]`: stores k and v, and attends over all that is stored."""
+
+_LINEAR: dict[Storage, Callable[..., torch.Tensor]] = {
+    "dense": functional.linear,
+    "blocks": quantised_linear.quantised_linear,
+    "bytes": byte_linear.linear,
+}
+"""Products as functional.linear has them, with dense weights; those of quantised ones quantise their input,
+too.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,8 @@ class Decoder:
         self.shape = shape
         self._embed = weights.embed
         # Quantised products give float32, and all that lies between them stays so.
-        self._dtype = torch.float32 if weights.in_blocks else weights.embed.dtype
-        self._linear = quantised_linear if weights.in_blocks else functional.linear
+        self._dtype = weights.embed.dtype if weights.storage == "dense" else torch.float32
+        self._linear = _LINEAR[weights.storage]
         self._layers = [_fuse(layer) for layer in weights.layers]
         self._final_norm = weights.final_norm
         self._head = _dense(weights.output_matrix())
@@ -126,7 +137,13 @@ def _fuse(layer: LayerWeights) -> _FusedLayer:
 
 
 def _dense(matrix: Matrix) -> torch.Tensor:
-    return dequantise(matrix) if isinstance(matrix, BlockMatrix) else matrix
+    match matrix:
+        case BlockMatrix():
+            return quantised_linear.dequantise(matrix)
+        case ByteMatrix():
+            return byte_linear.dequantise(matrix)
+        case _:
+            return matrix
 
 
 def _join(*biases: torch.Tensor | None) -> torch.Tensor | None:

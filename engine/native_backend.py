@@ -11,11 +11,13 @@ import torch
 from engine.batch import AbortWords, SequenceStep
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.shape import ModelShape
-from engine.weights import LayerWeights, Matrix, Weights
+from engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
+_QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
 _FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
 _FIRST_POSITIONS = 2048
 
@@ -44,12 +46,12 @@ class NativeBackend:
     ) -> None:
         """Pack `weights`, as engine/weights gives them; they may be freed afterwards, but for the embedding.
 
-        `dtype` is that of embedding, keys and values, and of the matrices that are not in blocks (which come
+        `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
         with bfloat16).
 
         `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
         """
-        if dtype not in _DTYPES or (weights.in_blocks and dtype != torch.bfloat16):
+        if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
             raise NativeUnavailable(f"dtype {dtype} is not computed natively")
         try:
             self._library = native.load()
@@ -59,7 +61,7 @@ class NativeBackend:
         self._dtype = dtype
         self._threads = 1
         name = None if instruction_set is None else instruction_set.encode()
-        number = native.BLOCKS if weights.in_blocks else _DTYPES[dtype]
+        number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
         self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
         if not self._model:
             raise NativeUnavailable(native.last_error(self._library))
@@ -121,17 +123,29 @@ class NativeBackend:
         matrices = (native.Matrix * len(parts))()
         alive: list[torch.Tensor] = []
         for matrix, (weight, bias) in zip(matrices, parts, strict=True):
-            if isinstance(weight, BlockMatrix):
-                alive.append(weight.blocks.contiguous())
-                matrix.format = _FORMATS[weight.format]
-            else:
-                alive.append(self._canonical(weight))
-            matrix.data = alive[-1].data_ptr()
             matrix.rows, matrix.columns = weight.shape
+            data, scales = self._numbers(weight)
+            matrix.data = data.data_ptr()
+            alive.append(data)
+            if isinstance(weight, BlockMatrix):
+                matrix.format = _FORMATS[weight.format]
+            if scales is not None:
+                matrix.format, matrix.scales = native.I8, scales.data_ptr()
+                alive.append(scales)
             if bias is not None:
                 alive.append(bias.float().contiguous())
                 matrix.bias = alive[-1].data_ptr()
         self._check(self._library.diptych_set_linear(self._model, layer, which, matrices, len(parts)))
+
+    def _numbers(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The numbers of a matrix row after row, and its scales if they lie beside them."""
+        match matrix:
+            case BlockMatrix():
+                return matrix.blocks.contiguous(), None
+            case ByteMatrix():
+                return matrix.values.contiguous(), matrix.scales.contiguous()
+            case _:
+                return self._canonical(matrix), None
 
     def _set_norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
         values = weight.float().contiguous()

@@ -98,7 +98,12 @@ def native_extension() -> Finding:
     except ImportError as error:
         return Finding("missing", f"kernels.cpu cannot be imported: {error}")
     try:
-        kinds = {"fp32": library.FP32, "bf16": library.BF16, "int8 and gguf": library.BLOCKS}
+        kinds = {
+            "fp32": library.FP32,
+            "bf16": library.BF16,
+            "int8": library.BYTES,
+            "gguf": library.BLOCKS,
+        }
         best = [
             f"{next(iter(library.instruction_sets(kind)), 'none')} in {name}" for name, kind in kinds.items()
         ]

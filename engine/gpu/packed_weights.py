@@ -11,7 +11,6 @@ import torch
 
 from engine.shape import UnsupportedModel
 from engine.weights import LayerWeights, Matrix, Weights
-from kernels.quantised_linear import BlockMatrix
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,6 @@ def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) ->
 
 
 def _dense(matrix: Matrix) -> torch.Tensor:
-    if isinstance(matrix, BlockMatrix):
+    if not isinstance(matrix, torch.Tensor):
         raise UnsupportedModel("quantised matrices are multiplied on CPUs only")
     return matrix

@@ -16,10 +16,10 @@ pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cp
                    gate_bias, up_bias, down_bias or None
 
 All tensors are contiguous, on the CPU, and stored as the precision says (engine/precision.py): in fp32 and
-bf16 all in that dtype, norms too; in int8 and gguf the matrices are BlockMatrix
-(kernels/quantised_linear.py), the head always among them, `embed` is bfloat16, and all else float32.
+bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in int8
+ByteMatrix (kernels/byte_linear.py), the head always among them, `embed` is bfloat16, and all else float32.
 """
 
-from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Weights
+from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Storage, Weights
 
-__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Matrix", "Weights"]
+__all__ = ["BadModelFile", "Checkpoint", "LayerWeights", "Matrix", "Storage", "Weights"]

@@ -6,7 +6,9 @@ import gguf
 import torch
 
 from engine.precision import PLAIN, Precision
-from kernels.quantised_linear import BlockFormat, BlockMatrix, quantise_matrix
+from engine.weights.canonical import Matrix
+from kernels import byte_linear, quantised_linear
+from kernels.quantised_linear import BlockFormat
 
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
@@ -36,10 +38,12 @@ def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
     return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
 
 
-def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> torch.Tensor | BlockMatrix:
+def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
     """A tensor of full numbers as `precision` stores it."""
     if precision in PLAIN:
         return tensor.to(PLAIN[precision])
     if is_matrix(name):
-        return quantise_matrix(tensor)
+        if precision == "int8":
+            return byte_linear.quantise_matrix(tensor)
+        return quantised_linear.quantise_matrix(tensor)
     return tensor.to(torch.bfloat16 if name == "embed" else torch.float32)

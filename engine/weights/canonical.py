@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from engine.shape import ModelShape, UnsupportedModel
+from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix
 
-Matrix = torch.Tensor | BlockMatrix
+Matrix = torch.Tensor | BlockMatrix | ByteMatrix
+
+Storage = Literal["dense", "blocks", "bytes"]
+"""What the matrices of a model are, all of them: plain tensors, BlockMatrix or ByteMatrix."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,15 @@ class Weights:
     """None: the output matrix is `embed`."""
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether the matrices are quantised."""
-        return isinstance(self.layers[0].q, BlockMatrix)
+    def storage(self) -> Storage:
+        """What the matrices are."""
+        match self.layers[0].q:
+            case BlockMatrix():
+                return "blocks"
+            case ByteMatrix():
+                return "bytes"
+            case _:
+                return "dense"
 
     def output_matrix(self) -> Matrix:
         """`[vocab, hidden]`: what turns the last hidden state into logits."""

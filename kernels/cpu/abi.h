@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 3
+#define DIPTYCH_ABI_VERSION 4
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -16,10 +16,18 @@ enum DiptychDtype : int32_t {
     DIPTYCH_FP32 = 0,
     DIPTYCH_BF16 = 1,
     DIPTYCH_BLOCKS = 2,  // matrices in quantised blocks; embedding, keys and values bf16
+    DIPTYCH_BYTES = 3,   // matrices in bytes with scales; the rest as in blocks
 };
 
-// How the numbers of a matrix are stored: one after another, or in GGUF's blocks of 32 (the last of a row padded).
-enum DiptychFormat : int32_t { DIPTYCH_DENSE = 0, DIPTYCH_Q4_0 = 1, DIPTYCH_Q4_1 = 2, DIPTYCH_Q8_0 = 3 };
+// How the numbers of a matrix are stored: one after another, in GGUF's blocks of 32 (the last of a row padded), or as
+// int8 of -127 .. 127 one after another with scales beside them.
+enum DiptychFormat : int32_t {
+    DIPTYCH_DENSE = 0,
+    DIPTYCH_Q4_0 = 1,
+    DIPTYCH_Q4_1 = 2,
+    DIPTYCH_Q8_0 = 3,
+    DIPTYCH_I8 = 4,
+};
 
 enum DiptychStatus : int32_t {
     DIPTYCH_OK = 0,
@@ -52,13 +60,14 @@ enum DiptychNorm : int32_t {
     DIPTYCH_FINAL_NORM = 4,
 };
 
-// Row-major [rows, columns] as torch.nn.functional.linear takes it: in the model's dtype, or in blocks where that is
-// DIPTYCH_BLOCKS.
+// Row-major [rows, columns] as torch.nn.functional.linear takes it: in the model's dtype, in blocks where that is
+// DIPTYCH_BLOCKS, and in bytes where it is DIPTYCH_BYTES.
 struct DiptychMatrix {
     const void *data;
     int32_t rows, columns;
-    int32_t format;     // DiptychFormat, the same for all parts of a matrix
-    const float *bias;  // [rows] or null
+    int32_t format;       // DiptychFormat, the same for all parts of a matrix
+    const float *bias;    // [rows] or null
+    const float *scales;  // of DIPTYCH_I8: [rows, segments], see kernels/byte_linear.py; else null
 };
 
 // One step: `sequences` chunks of tokens, laid end to end in `tokens`.

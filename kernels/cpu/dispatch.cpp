@@ -71,7 +71,7 @@ std::vector<const Kernels *> runnable() { return {&plain_kernels}; }
 
 std::vector<const Kernels *> runnable(int32_t dtype) {
     std::vector<const Kernels *> found;
-    if (dtype < DIPTYCH_FP32 || dtype > DIPTYCH_BLOCKS) return found;
+    if (dtype < DIPTYCH_FP32 || dtype > DIPTYCH_BYTES) return found;
     for (const Kernels *kernels : runnable()) {
         if (kernels->body[dtype] != nullptr) found.push_back(kernels);
     }

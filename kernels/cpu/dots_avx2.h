@@ -62,12 +62,6 @@ inline Lanes load_halves(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
 }
 
-inline __m256i same_four(const int8_t *p) {
-    int32_t four;
-    std::memcpy(&four, p, sizeof four);
-    return _mm256_set1_epi32(four);
-}
-
 inline __m256i load_bytes(const uint8_t *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
 
 // The sums of a group for 8 columns, without the offset.

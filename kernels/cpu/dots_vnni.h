@@ -54,12 +54,6 @@ inline Lanes load_halves(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
 }
 
-inline __m512i same_four(const int8_t *p) {
-    int32_t four;
-    std::memcpy(&four, p, sizeof four);
-    return _mm512_set1_epi32(four);
-}
-
 // Four values of the depth for each column of a strip, line i of 8 as if every format had a line for each four.
 template <int Format>
 inline __m512i load_line(const uint8_t *lines, int i) {

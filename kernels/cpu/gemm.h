@@ -123,6 +123,26 @@ struct WidenedBf16 {
     }
 };
 
+// What kinds with quantised inputs share: rows lie in panels of `Rows`, side by side, one entry of each after another,
+// as a tile reads them. Keys, values and embedding are bf16.
+template <class Entry, int Rows>
+struct Panels {
+    using Value = float;
+    using Input = Entry;
+    using Stored = bf16;
+    using Embedded = bf16;
+    static constexpr int kRows = Rows;
+    static constexpr bool kEven = false;  // tiles are the panels that rows were quantised into
+
+    static void begin(int) {}
+    static void end() {}
+
+    // The first entry of row `row`, which has `stride` of them at most; the next ones are kRows apart.
+    static Entry *place(Entry *rows, int64_t stride, int64_t row) {
+        return rows + row / kRows * kRows * stride + row % kRows;
+    }
+};
+
 // Rows that are multiplied with all of a matrix before the next ones are: their inputs stay in the second cache.
 constexpr int64_t kInputBytes = 384 << 10;
 

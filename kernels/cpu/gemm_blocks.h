@@ -9,22 +9,11 @@
 namespace diptych {
 namespace {
 
-struct Blocks {
-    using Value = float;
-    using Input = Group;
-    using Stored = bf16;
-    using Embedded = bf16;
-    static constexpr int kRows = kBlockRows;
-    static constexpr bool kEven = false;  // tiles are the panels that rows are quantised into
-
-    static void begin(int) {}
-    static void end() {}
+struct Blocks : Panels<Group, kBlockRows> {
     static int64_t input_bytes(int64_t depth) { return depth / kGroup * static_cast<int64_t>(sizeof(Group)); }
 
-    // Row `row` into its panel: kBlockRows rows lie side by side, group after group, as a tile reads them.
     static void ready(const float *values, Group *rows, int64_t stride, int64_t row, int64_t width) {
-        Group *to = rows + row / kRows * kRows * stride + row % kRows;
-        quantise(values, to, kRows, width / kGroup);
+        quantise(values, place(rows, stride, row), kRows, width / kGroup);
     }
 
     static void tile(const Group *input, int64_t, int rows, const Linear &matrix, int64_t block, float *out) {

@@ -1,12 +1,14 @@
 #include "lanes_avx512.h"
 // The rest is written in terms of the lanes above.
+#include "byte_dots_vnni.h"
 #include "dots_vnni.h"
 #include "gemm_blocks.h"
+#include "gemm_bytes.h"
 #include "step_body.h"
 
 namespace diptych {
 
 extern const Kernels avx512_vnni_kernels;
-const Kernels avx512_vnni_kernels = {"avx512_vnni", {nullptr, nullptr, run_step<Blocks>}, false};
+const Kernels avx512_vnni_kernels = {"avx512_vnni", {nullptr, nullptr, run_step<Blocks>, run_step<Bytes>}, false};
 
 }  // namespace diptych

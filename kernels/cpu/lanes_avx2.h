@@ -68,5 +68,12 @@ inline Lanes keep_range(Lanes v, int begin, int end, float outside) {
     return _mm256_blendv_ps(_mm256_set1_ps(outside), v, _mm256_castsi256_ps(inside));
 }
 
+// The same four bytes in every lane of 32 bits.
+inline __m256i same_four(const int8_t *p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
 }  // namespace
 }  // namespace diptych

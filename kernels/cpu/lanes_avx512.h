@@ -66,5 +66,12 @@ inline Lanes keep_range(Lanes v, int begin, int end, float outside) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(first(end) & ~first(begin)), _mm512_set1_ps(outside), v);
 }
 
+// The same four bytes in every lane of 32 bits.
+inline __m512i same_four(const int8_t *p) {
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
 }  // namespace
 }  // namespace diptych

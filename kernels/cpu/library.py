@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -46,6 +46,7 @@ class Matrix(Structure):
         ("columns", c_int32),
         ("format", c_int32),
         ("bias", c_void_p),
+        ("scales", c_void_p),
     )
 
 
@@ -67,8 +68,8 @@ class Batch(Structure):
     )
 
 
-FP32, BF16, BLOCKS = 0, 1, 2
-DENSE, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3
+FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
+DENSE, Q4_0, Q4_1, Q8_0, I8 = 0, 1, 2, 3, 4
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
 INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4

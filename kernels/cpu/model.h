@@ -16,7 +16,8 @@ namespace diptych {
 // A packed matrix [in -> out]: blocks of kColumns output columns, each `depth` (in, padded) rows deep.
 //   fp32: [block][depth][32]         one row of 32 columns after another
 //   bf16: [block][depth / 2][32][2]  pairs along the depth, as vdpbf16ps and the AMX tiles take them
-//   quantised: [block][two strips of 16 columns], see blocks.h
+//   quantised blocks: [block][two strips of 16 columns], see blocks.h
+//   bytes: [block][segment][depth / 4][32][4] and scales, see bytes.h
 struct Linear {
     void *data = nullptr;
     float *bias = nullptr;  // [blocks * 32], or none
@@ -39,7 +40,7 @@ struct StepState;
 struct Kernels {
     const char *name;
     // By DiptychDtype; null where another set of the same machine computes it.
-    void (*body[3])(void *step, int rank);
+    void (*body[4])(void *step, int rank);
     bool bf16_activations;  // of the bf16 body: how it stores the inputs of its matrices; fp32 otherwise
 };
 
@@ -67,7 +68,6 @@ struct DiptychModel {
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     std::mutex busy;
 
-    bool in_blocks() const { return shape.dtype == DIPTYCH_BLOCKS; }
     bool bf16_activations() const { return shape.dtype == DIPTYCH_BF16 && kernels->bf16_activations; }
     int32_t group() const { return shape.heads / shape.kv_heads; }
     int32_t query_width() const { return shape.heads * shape.head_dim; }

@@ -23,6 +23,15 @@ void pack_dense(Linear &to, const DiptychMatrix &part, const ColumnOf &column_of
     }
 }
 
+int64_t block_bytes(const Linear &matrix, int32_t dtype) {
+    switch (dtype) {
+        case DIPTYCH_FP32: return kColumns * matrix.depth * static_cast<int64_t>(sizeof(float));
+        case DIPTYCH_BF16: return kColumns * matrix.depth * static_cast<int64_t>(sizeof(bf16));
+        case DIPTYCH_BYTES: return byte_block_bytes(matrix.depth);
+        default: return packed_block_bytes(matrix.format, matrix.depth);
+    }
+}
+
 }  // namespace
 
 void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype) {
@@ -37,9 +46,7 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
     to.depth = static_cast<int32_t>(round_up(to.in, kDepth));
     to.blocks = static_cast<int32_t>(round_up(rows, kColumns) / kColumns);
     to.format = parts[0].format;
-    int64_t element = dtype == DIPTYCH_BF16 ? sizeof(bf16) : sizeof(float);
-    to.block_bytes =
-        dtype == DIPTYCH_BLOCKS ? packed_block_bytes(to.format, to.depth) : kColumns * to.depth * element;
+    to.block_bytes = block_bytes(to, dtype);
     to.data = memory.take(to.blocks * to.block_bytes);
     void *bias = biased ? memory.take(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : nullptr;
     to.bias = static_cast<float *>(bias);
@@ -49,6 +56,7 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
         switch (dtype) {
             case DIPTYCH_FP32: pack_dense<float>(to, part, column, place_fp32); break;
             case DIPTYCH_BF16: pack_dense<bf16>(to, part, column, place_bf16); break;
+            case DIPTYCH_BYTES: pack_bytes(to, part, column); break;
             default: pack_blocks(to, part, column);
         }
         for (int64_t row = 0; part.bias != nullptr && row < part.rows; row++) to.bias[column(row)] = part.bias[row];

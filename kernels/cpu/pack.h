@@ -1,4 +1,4 @@
-// Where the rows of a matrix go, and how rows in blocks are laid out.
+// Where the rows of a matrix go, and how quantised rows are laid out.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,11 @@ struct ColumnOf {
     }
 };
 
-int64_t packed_block_bytes(int32_t format, int64_t depth);  // of kColumns columns
+// Bytes of kColumns columns.
+int64_t packed_block_bytes(int32_t format, int64_t depth);
+int64_t byte_block_bytes(int64_t depth);
+
 void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
+void pack_bytes(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
 
 }  // namespace diptych

@@ -44,7 +44,7 @@ void embed(StepState &step) {
 template <class Kind, class Done>
 void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done) {
     if constexpr (kQuantises<Kind>) {
-        linear<Kind>(step, matrix, step.groups.get(), step.group_stride, rows, done);
+        linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done);
     } else {
         linear<Kind>(step, matrix, values.get(), stride, rows, done);
     }
@@ -54,8 +54,8 @@ void product(StepState &step, const Linear &matrix, const Buffer &values, int64_
 template <class Kind>
 void ready_row(StepState &step, const typename Kind::Value *values, int64_t row, int64_t width) {
     if constexpr (kQuantises<Kind>) {
-        auto *groups = static_cast<typename Kind::Input *>(step.groups.get());
-        Kind::ready(values, groups, step.group_stride, row, width);
+        auto *entries = static_cast<typename Kind::Input *>(step.entries.get());
+        Kind::ready(values, entries, step.entry_stride, row, width);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "blocks.h"
+#include "bytes.h"
 
 namespace diptych {
 
@@ -53,6 +54,13 @@ std::string incomplete(const DiptychModel &model) {
     return "";
 }
 
+template <class Entry>
+void make_entries(StepState &step, int64_t rows, int64_t a_row) {
+    // A kernel lays rows out in panels of its own height: the last one may be begun.
+    step.entries = zeroed((rows + kRowPadding) * a_row * static_cast<int64_t>(sizeof(Entry)));
+    step.entry_stride = a_row;
+}
+
 void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     if (rows <= step.row_capacity) return;
     int64_t capacity = round_up(rows, kRowPadding);
@@ -67,11 +75,9 @@ void grow_rows(StepState &step, const DiptychModel &model, int64_t rows) {
     step.normed = zeroed(capacity * step.hidden_stride * element);
     step.mixed = zeroed(capacity * step.mixed_stride * element);
     step.inner = zeroed(capacity * step.inner_stride * element);
-    if (model.in_blocks()) {
-        step.group_stride = std::max({step.hidden_stride, step.mixed_stride, step.inner_stride}) / kGroup;
-        // A kernel lays rows out in panels of its own height: the last one may be begun.
-        step.groups = zeroed((capacity + kRowPadding) * step.group_stride * static_cast<int64_t>(sizeof(Group)));
-    }
+    int64_t widest = std::max({step.hidden_stride, step.mixed_stride, step.inner_stride});
+    if (model.shape.dtype == DIPTYCH_BLOCKS) make_entries<Group>(step, capacity, widest / kGroup);
+    if (model.shape.dtype == DIPTYCH_BYTES) make_entries<Segment>(step, capacity, SegmentCut::of(widest).count);
     step.row_capacity = capacity;
 }
 

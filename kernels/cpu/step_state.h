@@ -41,8 +41,8 @@ struct StepState {
     Buffer normed;  // input of qkv, gate_up and head
     Buffer mixed;   // input of output: what attention gives
     Buffer inner;   // input of down
-    Buffer groups;  // [rows, group_stride] of Group: the input of the next product, where that is quantised
-    int64_t group_stride = 0;
+    Buffer entries;  // [rows, entry_stride] of Group or Segment: the input of the next product, where it is quantised
+    int64_t entry_stride = 0;
     int64_t row_capacity = 0;
 
     std::vector<Buffer> scores;  // per rank: queries and probabilities of one attention task

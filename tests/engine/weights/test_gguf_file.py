@@ -16,8 +16,10 @@ from engine.kv_memory import KVMemory
 from engine.model import load_model
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
-from engine.weights import BadModelFile
+from engine.weights import BadModelFile, Matrix
 from engine.weights.checkpoint import is_quantised, read_checkpoint
+from kernels import byte_linear
+from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix, dequantise, quantise_matrix
 
 SIZES: dict[str, Any] = {
@@ -180,8 +182,8 @@ def test_the_blocks_of_a_file_are_kept_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("llama"), path, "llama", quantise=True)
     kept, full = read_checkpoint(path, "gguf").weights, read_checkpoint(path, "fp32").weights
-    assert kept.in_blocks
-    assert not full.in_blocks
+    assert kept.storage == "blocks"
+    assert full.storage == "dense"
     for ours, theirs in zip(kept.layers, full.layers, strict=True):
         for name in ("q", "k", "v", "o", "gate", "up", "down"):
             matrix, numbers = getattr(ours, name), getattr(theirs, name)
@@ -199,14 +201,35 @@ def test_a_file_of_full_numbers_is_quantised_where_asked(tmp_path: Path) -> None
     write(oracle_of("qwen2"), path, "qwen2")
     assert not is_quantised(path)
     full = read_checkpoint(path, "fp32").weights
-    for precision in ("int8", "gguf"):
-        weights = read_checkpoint(path, precision).weights
-        down, head = weights.layers[1].down, weights.output_matrix()
-        assert isinstance(down, BlockMatrix)
-        assert isinstance(head, BlockMatrix)
-        assert down.format == head.format == "q8_0"
-        assert torch.equal(down.blocks, quantise_matrix(full.layers[1].down).blocks)
-        assert torch.equal(weights.layers[1].q_bias, full.layers[1].q_bias)
+    weights = read_checkpoint(path, "gguf").weights
+    down, head = weights.layers[1].down, weights.output_matrix()
+    assert isinstance(down, BlockMatrix)
+    assert isinstance(head, BlockMatrix)
+    assert down.format == head.format == "q8_0"
+    assert torch.equal(down.blocks, quantise_matrix(full.layers[1].down).blocks)
+    assert torch.equal(weights.layers[1].q_bias, full.layers[1].q_bias)
+
+
+@pytest.mark.parametrize("quantised_file", [True, False])
+def test_int8_is_bytes_whatever_the_file(tmp_path: Path, quantised_file: bool) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("llama"), path, "llama", quantise=quantised_file)
+    full, weights = read_checkpoint(path, "fp32").weights, read_checkpoint(path, "int8").weights
+    assert weights.storage == "bytes"
+    for ours, theirs in zip(weights.layers, full.layers, strict=True):
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            assert_bytes_of(getattr(ours, name), getattr(theirs, name))
+        assert torch.equal(ours.input_norm, theirs.input_norm)
+    assert_bytes_of(weights.output_matrix(), full.output_matrix())
+    assert weights.embed.dtype == torch.bfloat16
+
+
+def assert_bytes_of(matrix: Matrix, numbers: torch.Tensor) -> None:
+    """The numbers as bytes, and nothing else."""
+    assert isinstance(matrix, ByteMatrix)
+    expected = byte_linear.quantise_matrix(numbers)
+    assert torch.equal(matrix.values, expected.values)
+    assert torch.equal(matrix.scales, expected.scales)
 
 
 def test_matrices_of_one_product_share_a_format(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ It is what makes a disaggregated answer equal to an aggregated one, and a resume
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -13,13 +15,22 @@ from engine.native_backend import NativeBackend
 from engine.shape import ModelShape
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
-from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
+from tests.kernels.cpu.tiny_models import (
+    Pool,
+    block_weights_of,
+    byte_weights_of,
+    layout_of,
+    shape_of,
+    tokens_of,
+    weights_of,
+)
 
 SHAPE = shape_of(windows=(None, 50), qk_norm=True)
-EVERY_SET: list[tuple[torch.dtype | BlockFormat, str]] = [
+EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes"], str]] = [
     *((torch.float32, name) for name in native.instruction_sets(native.FP32)),
     *((torch.bfloat16, name) for name in native.instruction_sets(native.BF16)),
     *((format, name) for format in BLOCK_BYTES for name in native.instruction_sets(native.BLOCKS)),
+    *(("bytes", name) for name in native.instruction_sets(native.BYTES)),
 ]
 PROMPT = 530
 FULL = pytest.mark.full
@@ -30,7 +41,8 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     kind, instructions = request.param
     if isinstance(kind, torch.dtype):
         return NativeBackend(SHAPE, weights_of(SHAPE, kind), kind, instructions)
-    return NativeBackend(SHAPE, block_weights_of(SHAPE, kind), torch.bfloat16, instructions)
+    weights = byte_weights_of(SHAPE) if kind == "bytes" else block_weights_of(SHAPE, kind)
+    return NativeBackend(SHAPE, weights, torch.bfloat16, instructions)
 
 
 def dtype_of(backend: NativeBackend) -> torch.dtype:

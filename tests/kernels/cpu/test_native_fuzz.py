@@ -18,18 +18,26 @@ from engine.shape import ModelShape
 from engine.torch_backend import TorchBackend
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
-from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
+from tests.kernels.cpu.tiny_models import (
+    Pool,
+    block_weights_of,
+    byte_weights_of,
+    layout_of,
+    shape_of,
+    tokens_of,
+    weights_of,
+)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> ModelShape:
+def shapes(draw: st.DrawFn, widest: int = 70) -> ModelShape:
     kv_heads = draw(st.integers(1, 3))
     layers = draw(st.integers(1, 2))
     window = st.one_of(st.none(), st.integers(1, 40))
     return shape_of(
         vocab_size=draw(st.integers(1, 70)),
-        hidden_size=draw(st.integers(1, 70)),
-        intermediate_size=draw(st.integers(1, 70)),
+        hidden_size=draw(st.integers(1, widest)),
+        intermediate_size=draw(st.integers(1, widest)),
         num_layers=layers,
         num_kv_heads=kv_heads,
         num_heads=kv_heads * draw(st.integers(1, 14)),
@@ -120,4 +128,24 @@ def test_blocks_compute_and_write_what_they_should(
     assert actual.isfinite().all()
     assert torch.equal(written.isnan(), meant.isnan())
     # One activation rounded the other way is one of 127 of its group: much in layers of a few numbers.
+    assert (actual - expected).square().mean().sqrt() <= 0.1 * expected.square().mean().sqrt() + 1e-4
+
+
+@pytest.mark.parametrize("instructions", native.instruction_sets(native.BYTES))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=shapes(widest=600),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_bytes_compute_and_write_what_they_should(
+    instructions: str, shape: ModelShape, block_size: int, seed: int
+) -> None:
+    weights = byte_weights_of(shape, seed)
+    layout, plan = layout_of(shape, block_size, torch.bfloat16), random_plan(shape, seed)
+    actual, written = run(NativeBackend(shape, weights, torch.bfloat16, instructions), plan, layout, seed)
+    expected, meant = run(TorchBackend(shape, weights), plan, layout, seed)
+    assert actual.isfinite().all()
+    assert torch.equal(written.isnan(), meant.isnan())
+    # As with blocks: one activation rounded the other way is much in layers of a few numbers.
     assert (actual - expected).square().mean().sqrt() <= 0.1 * expected.square().mean().sqrt() + 1e-4

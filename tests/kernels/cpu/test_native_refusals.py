@@ -12,8 +12,9 @@ import torch
 from engine.batch import AbortWords, SequenceStep
 from engine.kv_memory import KVMemory
 from engine.native_backend import NativeBackend, NativeError, NativeUnavailable
+from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
-from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
+from tests.kernels.cpu.tiny_models import Pool, byte_weights_of, layout_of, shape_of, tokens_of, weights_of
 
 SHAPE = shape_of()
 LAYOUT = layout_of(SHAPE, 16, torch.float32)
@@ -91,6 +92,15 @@ def test_weights_of_another_size_are_refused() -> None:
     weights = weights_of(shape_of(hidden_size=96), torch.float32)
     with pytest.raises(NativeError, match="size"):
         NativeBackend(SHAPE, weights, torch.float32)
+
+
+def test_a_byte_that_has_no_negative_is_refused() -> None:
+    weights = byte_weights_of(SHAPE)
+    head = weights.output_matrix()
+    assert isinstance(head, ByteMatrix)
+    head.values[5, 7] = -128
+    with pytest.raises(NativeError, match="-128"):
+        NativeBackend(SHAPE, weights, torch.bfloat16)
 
 
 def test_an_aborted_sequence_writes_nothing_and_its_neighbour_is_untouched(backend: NativeBackend) -> None:

@@ -16,7 +16,15 @@ from engine.torch_backend import TorchBackend
 from engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
-from tests.kernels.cpu.tiny_models import Pool, block_weights_of, layout_of, shape_of, tokens_of, weights_of
+from tests.kernels.cpu.tiny_models import (
+    Pool,
+    block_weights_of,
+    byte_weights_of,
+    layout_of,
+    shape_of,
+    tokens_of,
+    weights_of,
+)
 
 SHAPES: dict[str, ModelShape] = {
     "llama": shape_of(),
@@ -113,6 +121,24 @@ def test_blocks_compute_the_same(name: str, instructions: str, format: BlockForm
         assert error < 0.03
 
 
+@pytest.mark.parametrize("block_size", [16, 12])
+@pytest.mark.parametrize("instructions", native.instruction_sets(native.BYTES))
+@pytest.mark.parametrize(
+    "name", ["llama", "tied-all-biases", "query-key-norms", "one-of-everything", "segments"]
+)
+def test_bytes_compute_the_same(name: str, instructions: str, block_size: int) -> None:
+    shape = SHAPES.get(name) or shape_of(hidden_size=903, intermediate_size=530, num_heads=9)
+    weights = byte_weights_of(shape)
+    backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
+    backend.set_threads(2)
+    expected = mixed_batches(shape, TorchBackend(shape, weights), block_size, torch.bfloat16)
+    actual = mixed_batches(shape, backend, block_size, torch.bfloat16)
+    for want, got in zip(expected, actual, strict=True):
+        # As with blocks: another rounding in the last bit is now and then another whole number.
+        error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert error < 0.03
+
+
 def as_fp32(weights: Any) -> Any:
     """The same numbers in fp32."""
 
@@ -140,8 +166,9 @@ def test_positions_beyond_the_first_rotary_table() -> None:
         weights_of(ONE_LAYER, torch.float32),
         weights_of(ONE_LAYER, torch.bfloat16),
         block_weights_of(ONE_LAYER, "q4_1"),
+        byte_weights_of(ONE_LAYER),
     ],
-    ids=["fp32", "bf16", "blocks"],
+    ids=["fp32", "bf16", "blocks", "bytes"],
 )
 def test_infinity_in_one_sequence_stays_there(weights: Weights) -> None:
     """A row that the model drives to NaN must not spoil its neighbours, nor earlier rows of its own chunk."""

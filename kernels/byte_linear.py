@@ -1,0 +1,118 @@
+"""Linear layers over weights of 8 bits, with activations of 8 bits in long segments and a few of 16.
+
+Both operands are cut along the depth into segments of at most 256 numbers with one scale each, so that a
+product needs one multiplication of floats for 256 of whole numbers. One scale for so many would leave nothing
+of most activations, for a few of a transformer are a hundred times the others (Dettmers et al. 2022). These
+keep to a few places: the four widest lines of a segment, a line being four neighbouring numbers, have 16
+bits, and the scale goes by the widest of the other lines. There are always four, so that kernels need no
+branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+SEGMENT = 256
+"""The most numbers along the depth that share a scale."""
+
+GROUP = 32
+"""Segments are whole multiples of it; the last group of a row is padded with zeros."""
+
+LINE = 4
+"""Neighbouring numbers that have 8 or 16 bits together: what a dot product of bytes takes at once."""
+
+WIDE_LINES = 4
+"""Lines of a segment of activations that have 16 bits a number."""
+
+_LEAST_PEAK = 1e-35
+"""Below this the reciprocal of a scale overflows; such a segment is zero for every purpose."""
+
+_LINE_BITS = 63
+"""Kernels keep the place of a line in the last bits of its peak while they look for the widest."""
+
+
+@dataclass(frozen=True)
+class ByteMatrix:
+    """A matrix of whole numbers with a scale for each segment of a row."""
+
+    values: torch.Tensor
+    """int8 `[rows, columns]`, -127 .. 127."""
+    scales: torch.Tensor
+    """float32 `[rows, segments]`."""
+
+    def __post_init__(self) -> None:
+        values, scales = self.values, self.scales
+        if values.dtype != torch.int8 or values.ndim != 2 or scales.dtype != torch.float32:
+            raise ValueError("a byte matrix is int8 [rows, columns] and float32 [rows, segments]")
+        expected = (values.shape[0], segments(values.shape[1])[0])
+        if tuple(scales.shape) != expected:
+            raise ValueError(f"{values.shape[1]} columns have scales {expected}, not {tuple(scales.shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, columns)`."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def contiguous(self) -> ByteMatrix:
+        """The same matrix with its numbers row after row."""
+        return ByteMatrix(self.values.contiguous(), self.scales.contiguous())
+
+
+def segments(columns: int) -> tuple[int, int]:
+    """How many segments a row of that many columns has, and how wide they are; the last may be shorter."""
+    groups = -(-columns // GROUP)
+    count = -(-groups * GROUP // SEGMENT)
+    return count, -(-groups // count) * GROUP
+
+
+def quantise_matrix(matrix: torch.Tensor) -> ByteMatrix:
+    """The nearest whole numbers to `matrix [rows, columns]`, in steps of 1/127 of each segment's peak."""
+    cut = _in_segments(matrix)
+    scales = cut.abs().amax(dim=-1, keepdim=True) / 127.0
+    values = torch.where(scales > 0, cut / scales, 0.0).round_().clamp_(-127, 127).to(torch.int8)
+    return ByteMatrix(values.flatten(1)[:, : matrix.shape[1]].contiguous(), scales.squeeze(-1))
+
+
+def dequantise(matrix: ByteMatrix) -> torch.Tensor:
+    """The float32 numbers `[rows, columns]` that the bytes stand for, exactly."""
+    columns = matrix.shape[1]
+    numbers = _in_segments(matrix.values) * matrix.scales.unsqueeze(-1)
+    return numbers.flatten(1)[:, :columns].contiguous()
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x [rows, columns]` as whole numbers, int32 `[rows, segments, width]`, and float32 scales
+    `[rows, segments, 1]`.
+
+    Numbers of wide lines reach from -32512 to 32512, the others from -127 to 127. Which of lines with the
+    same peak is called wide makes no difference. A segment with an infinity or a NaN has the scale NaN.
+    """
+    cut = _in_segments(x)
+    peaks = cut.unflatten(-1, (-1, LINE)).abs().amax(dim=-1)
+    finite = peaks.isfinite().all(dim=-1, keepdim=True)
+    known = (peaks.view(torch.int32) & ~_LINE_BITS).view(torch.float32)
+    widest = torch.where(finite, known, 0.0).topk(WIDE_LINES + 1, dim=-1).values
+    top = torch.maximum(widest[..., -1:], widest[..., :1] / 256.0)
+    inverse = torch.where(top > _LEAST_PEAK, 127.0 / top, 0.0)
+    values = torch.where(finite, cut * inverse, 0.0).round().to(torch.int32)
+    return values, torch.where(finite, top / 127.0, torch.nan)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [rows, columns]`, quantised in segments, times the transpose of the dequantised `weight`: float32.
+
+    The meaning. Kernels keep the bytes and sum the whole numbers of each segment exactly, which differs from
+    this in the rounding of float32 sums only.
+    """
+    values, scales = quantise_rows(x)
+    rounded = (values.float() * scales).flatten(1)[:, : x.shape[1]]
+    return functional.linear(rounded, weight, bias)
+
+
+def _in_segments(x: torch.Tensor) -> torch.Tensor:
+    """Float32 `[rows, segments, width]` of `x [rows, columns]`, with zeros at the end."""
+    count, width = segments(x.shape[1])
+    return functional.pad(x.float(), (0, count * width - x.shape[1])).view(x.shape[0], count, width)
