@@ -49,11 +49,12 @@ class AttemptBlocks:
         self._pool.retain(parent.block_ids)
         child.block_ids, child.block_keys = list(parent.block_ids), list(parent.block_keys)
 
-    def demand(self, sequence: DecodeSequence) -> tuple[int, tuple[int, int] | None]:
+    def demand(self, sequence: DecodeSequence, unknown: int = 0) -> tuple[int, tuple[int, int] | None]:
         """Blocks that its next token needs, and the block it would share with others, with how often that is
-        held: `Candidate.growth` and `Candidate.shared`.
+        held: `Candidate.growth` and `Candidate.shared`. `unknown` tokens come before it that are still being
+        computed.
         """
-        place = (sequence.num_tokens - 1) // self._block_size
+        place = (sequence.num_tokens - 1 + unknown) // self._block_size
         if self._reserve:
             return 0, None
         if place >= len(sequence.block_ids):
@@ -76,9 +77,11 @@ class AttemptBlocks:
                 holders[block] -= 1
         return max(0, need - len(self._reserve))
 
-    def make_room(self, sequence: DecodeSequence) -> None:
-        """Give a sequence the block that its next token is written to. OutOfBlocks if the pool cannot."""
-        place = (sequence.num_tokens - 1) // self._block_size
+    def make_room(self, sequence: DecodeSequence, unknown: int = 0) -> None:
+        """Give a sequence the block that its next token is written to, as `demand` has it. OutOfBlocks if the
+        pool cannot.
+        """
+        place = (sequence.num_tokens - 1 + unknown) // self._block_size
         if place >= len(sequence.block_ids):
             sequence.block_ids.append(self._draw())
             return

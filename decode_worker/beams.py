@@ -60,7 +60,7 @@ class Beams(Gang):
                 return self.failed(found)
         return self._fork(self._search.advance(of_beams))
 
-    def candidate(self) -> Planned:
+    def candidate(self, unknown: int = 0) -> Planned:
         growth = self.request.blocks.joint_demand(self.rows)
         reserved = self.request.attempt.reserve_worst_case
         return Planned(self.joined, len(self.rows), growth, None, reserved)

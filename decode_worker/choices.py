@@ -55,8 +55,11 @@ class Choice(Gang):
         (sampled,) = picked
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
-    def candidate(self) -> Candidate:
-        growth, shared = self.request.blocks.demand(self.rows[0])
+    def goes_on(self, unknown: int) -> bool:
+        return len(self.rows[0].output_ids) + unknown < self.request.attempt.max_tokens
+
+    def candidate(self, unknown: int = 0) -> Candidate:
+        growth, shared = self.request.blocks.demand(self.rows[0], unknown)
         return Candidate(self.joined, 1, growth, shared, self.request.attempt.reserve_worst_case)
 
     def _accept(self, sampled: Sampled, times: work_pb2.PhaseTimes | None = None) -> Outcome | None:

@@ -1,29 +1,31 @@
 """The decode loop: schedule, run, apply, flush.
 
-One event loop owns all of this; only `_run_step` happens on the engine's own thread, while the event loop
-goes on reading streams.
+One event loop owns all of this; only the computing (pipeline.py) happens on the engine's own thread, while
+the event loop goes on reading streams.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode_worker.attempts import Attempts, Listeners
-from decode_worker.gang import Gang, Row, pick_all
+from decode_worker.gang import Gang
+from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
-from decode_worker.scheduler import StepPlan, plan_step
-from engine.batch import AbortWords, SequenceStep
+from decode_worker.scheduler import Candidate, StepPlan, plan_step
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
-from runtime.failpoints import failpoint, reach
+from runtime.failpoints import reach
 from worker.step import StepThread
 from worker.step_clock import StepClock
 
 IDLE_CHECK_S = 1.0
 """Idle for so long, the block pool is checked: it costs a pass over all blocks."""
+NOTHING_UNKNOWN: Mapping[int, int] = {}
+"""Every token of every sequence is on the host."""
 
 
 class EngineLoop:
@@ -51,6 +53,14 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self.attempts = Attempts(
             memory, pool, self._step, max_context=max_context, listeners=listeners, wake=self._wake.set
+        )
+        self._pipeline = Pipeline(
+            runner,
+            memory,
+            self._step,
+            plan_ahead=self._plan_ahead,
+            apply=self._apply,
+            let_go=self.attempts.let_go,
         )
         self.steps = 0  # grows with every step: the heartbeat's progress
         self._idle_since = 0.0
@@ -123,59 +133,54 @@ class EngineLoop:
                 self._runner.rest()
                 await self._wake.wait()
                 continue
-            rows = [(gang, row) for gang in batch for row in gang.rows]
-            owners = [gang for gang, _ in rows]
-            self._apply(batch, await self._step.compute(owners, rows, self._run_step))
+            await self._pipeline.run(batch)
 
     def _schedule(self) -> list[Gang]:
         """Pick the batch of the next step and give it its blocks."""
         while True:
-            plan = self._plan()
+            plan = self._plan([gang.candidate() for gang in self.attempts.running.values()])
             self._carry_out(plan)
             if plan.run or not plan.preempt:
                 return [self.attempts.running[joined] for joined in plan.run]
 
-    def _plan(self) -> StepPlan:
+    def _plan_ahead(self, present: Sequence[Gang]) -> list[Gang]:
+        """The batch after `present`, which is being computed, if it needs no decision; with its blocks."""
+        unknown = {gang.joined: 1 for gang in present if not gang.ended}
+        candidates = [
+            gang.candidate(unknown.get(gang.joined, 0))
+            for gang in self.attempts.running.values()
+            if gang.goes_on(unknown.get(gang.joined, 0))
+        ]
+        plan = self._plan(candidates)
+        if plan.preempt or plan.abort_newest_grant or any(one.shared for one in candidates):
+            return []
+        self._carry_out(plan, unknown)
+        return [self.attempts.running[joined] for joined in plan.run]
+
+    def _plan(self, candidates: Sequence[Candidate]) -> StepPlan:
         return plan_step(
-            [gang.candidate() for gang in self.attempts.running.values()],
+            candidates,
             free_blocks=self._pool.available(),
             max_batch=self._max_batch,
             grants=self.attempts.grants.stats().grants,
             quarantined=self._pool.quarantined(),
         )
 
-    def _carry_out(self, plan: StepPlan) -> None:
+    def _carry_out(self, plan: StepPlan, unknown: Mapping[int, int] = NOTHING_UNKNOWN) -> None:
+        """Do what was planned; `unknown` tokens of a gang are still being computed."""
         running = self.attempts.running
         for joined in plan.preempt:
             self.attempts.make_way(running[joined])
         if plan.abort_newest_grant and (aborted := self.attempts.grants.abort_newest_grant()):
             self.attempts.preempt_attempt(aborted)
         for joined in plan.grow:
-            running[joined].make_room()
+            running[joined].make_room(unknown.get(joined, 0))
         for joined in plan.run:
             request = running[joined].request
             if request.state is State.READY:
                 request.move(State.RUNNING)
 
-    def _run_step(self, rows: Sequence[Row], abort: AbortWords) -> Sequence[Any]:
-        """On the engine's thread: one token for each sequence."""
-        sequences = [
-            SequenceStep(
-                memory=self._memory,
-                block_table=row.block_ids,
-                start=row.num_tokens - 1,
-                token_ids=row.output_ids[-1:],
-                wants_logits=True,
-            )
-            for _, row in rows
-        ]
-        draws = [gang.draws(sequence) for gang, sequence in rows]
-        drawn = self._runner.step_and_draw(sequences, draws, abort)
-        if len(drawn.logits) and failpoint("decode.not_finite"):
-            drawn.logits[0] = float("nan")
-        return pick_all(drawn, rows)
-
-    def _apply(self, batch: list[Gang], picked: Sequence[Any]) -> None:
+    def _apply(self, batch: Sequence[Gang], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""
         self.steps += 1
         reach("decode.step")
@@ -183,7 +188,8 @@ class EngineLoop:
         for gang in batch:
             end = begin + len(gang.rows)
             if gang.ended:
-                self.attempts.let_go(gang)
+                if not self._step.writes(gang):  # else after the step that was launched ahead
+                    self.attempts.let_go(gang)
             else:
                 self.attempts.carry_on(gang, gang.take(picked[begin:end]))
             begin = end

@@ -58,13 +58,17 @@ class Gang(ABC):
         """The step's results, one a row: what `pick` gave, or a SampleFailure. As `start` otherwise."""
 
     @abstractmethod
-    def candidate(self) -> Candidate:
-        """What the planner has to know."""
+    def candidate(self, unknown: int = 0) -> Candidate:
+        """What the planner has to know. `unknown` tokens of each row are still being computed."""
 
-    def make_room(self) -> None:
+    def goes_on(self, unknown: int) -> bool:
+        """Whether it will have a next step for all that is known before `unknown` tokens are."""
+        return True
+
+    def make_room(self, unknown: int = 0) -> None:
         """Give every row the block that its next token is written to. OutOfBlocks if the pool cannot."""
         for row in self.rows:
-            self.request.blocks.make_room(row)
+            self.request.blocks.make_room(row, unknown)
 
     def forgo(self, choices: Collection[int]) -> bool:
         """Nobody wants these any more; whether nothing is wanted at all. None named means all."""

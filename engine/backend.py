@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from engine.batch import AbortWords, SequenceStep
-from engine.drawn import Drawn
+from engine.drawn import Drawn, Launched
 from engine.kv_memory import KVMemory
 from engine.sampling import SampleRow
 
@@ -50,6 +50,18 @@ class DrawingBackend(Backend, Protocol):
         abort: AbortWords | None,
     ) -> Drawn:
         """As `forward`, with what to draw for each row of logits; None leaves the row's logits."""
+        ...
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """Begin a decode step and return; None, with nothing begun, if this batch has to be computed at once.
+
+        One more may be launched before this one is collected: `SequenceStep.follows` names rows of this one.
+        """
         ...
 
     @property

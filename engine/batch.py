@@ -32,6 +32,10 @@ class SequenceStep:
     """Whether the step returns logits after the last of `token_ids`."""
     trailing: int = 1
     """Where logits are wanted, after how many of the last tokens of `token_ids`."""
+    follows: int | None = None
+    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose drawn
+    token is this step's one token. What stands in `token_ids` is not looked at then.
+    """
 
     @property
     def logit_rows(self) -> int:

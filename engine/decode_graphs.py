@@ -4,12 +4,16 @@ A step of `n` rows runs in the smallest bucket that holds them; the rows that ar
 tables always have the width of the model's whole context: the attention kernel launches what fills the chip,
 whatever the width. Drawing is part of the recording, so that one number a row comes back; the logits stay on
 the device, for those rows whose rules need a look at them.
+
+A step may be launched while the one before is being computed. Its tokens may be that one's, which then never
+leave the device; what the host lays out for it goes into the other of two copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +21,7 @@ import torch
 from engine.batch import AbortWords, SequenceStep
 from engine.drawn import Drawn
 from engine.gpu.activations import Activations
-from engine.gpu.decode_buffers import BlockTables, RowFields
+from engine.gpu.decode_buffers import TURNS, BlockTables, RowFields
 from engine.gpu.layers import Layers
 from engine.gpu.packed_step import DecodeRows, Group, PackedStep
 from engine.gpu.replay import Recorder, Work, recorder_for
@@ -51,8 +55,10 @@ class DecodeGraphs:
         self._tables = BlockTables(max_batch, width, device)
         self._buffers = Activations.make(shape, max_batch, layers.weights.dtype, device)
         self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
-        self._drawn = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self._answer = torch.zeros(max_batch, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._answers = torch.zeros((TURNS, max_batch), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._turn = 0
+        self._waiting: list[LaunchedStep | None] = [None] * TURNS
         self._scratch = layers.operators.make_scratch(
             max_batch, shape.num_heads, shape.head_dim, width * block_size, device
         )
@@ -81,42 +87,54 @@ class DecodeGraphs:
             and len(step.token_ids) == 1
             and step.wants_logits
             and step.start < self._layers.shape.max_context
+            and (step.follows is None or 0 <= step.follows < self._max_batch)
             for step in sequences
         )
 
-    def run(
+    def launch(
         self,
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
-    ) -> Drawn:
-        """Compute a step that `takes` accepted. A word of `abort` that is set later changes nothing: a step
+    ) -> LaunchedStep:
+        """Begin a step that `takes` accepted. A word of `abort` that is set later changes nothing: a step
         is as short as one layer of a prompt.
+
+        At most two are begun and not collected; the first of them leaves no logits to the host.
         """
+        if any(step is not None and step.left for step in self._waiting):
+            raise RuntimeError("a step was launched over the logits of the one before")
+        turn = self._turn = (self._turn + 1) % TURNS
+        if self._waiting[turn] is not None:
+            raise RuntimeError(f"{TURNS} steps are launched and not collected")
         count = len(sequences)
         rows = self._buckets[bisect_left(self._buckets, count)]
-        self._tables.fill(sequences)
-        self._tables.upload(rows)
-        self._fields.fill(sequences, draws)
-        self._fields.silence(abort, count)
-        self._fields.upload()
+        self._tables.fill(turn, sequences)
+        self._tables.upload(turn, rows)
+        self._fields.fill(turn, sequences, draws)
+        self._fields.silence(turn, abort, count)
+        self._fields.upload(turn)
         self._recorded[rows]()
-        tokens = self._collect(count)
-        left = [row for row, draw in enumerate(draws) if draw is None]
-        return Drawn(
-            [None if draw is None else sampled(token) for token, draw in zip(tokens, draws, strict=True)],
-            self._logits_of(left, count),
-        )
-
-    def _collect(self, count: int) -> list[int]:
-        """Wait for the step, and for no more than its few numbers."""
-        self._answer[:count].copy_(self._drawn[:count], non_blocking=True)
-        if self._drawn.is_cuda:
-            done = torch.cuda.Event()
+        self._answers[turn, :count].copy_(self._fields.drawn[:count], non_blocking=True)
+        done = torch.cuda.Event() if self._fields.drawn.is_cuda else None
+        if done is not None:
             done.record()
+        left = [row for row, draw in enumerate(draws) if draw is None]
+        launched = LaunchedStep(left, lambda: self._read(turn, count, left, done))
+        self._waiting[turn] = launched
+        return launched
+
+    def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> Drawn:
+        """Wait for a step, and for no more than its few numbers; `left` are the rows that drew nothing."""
+        self._waiting[turn] = None
+        if done is not None:
             done.synchronize()
-        tokens: list[int] = self._answer[:count].tolist()
-        return tokens
+        tokens: list[Sampled | SampleFailure | None] = list(
+            map(sampled, self._answers[turn, :count].tolist())
+        )
+        for row in left:
+            tokens[row] = None
+        return Drawn(tokens, self._logits_of(left, count))
 
     def _logits_of(self, rows: list[int], count: int) -> torch.Tensor:
         if not rows:
@@ -129,22 +147,34 @@ class DecodeGraphs:
         layers, fields, every = self._layers, self._fields, slice(0, rows)
         decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
         step = PackedStep(
-            tokens=fields["tokens"][:rows],
+            tokens=self._tokens[:rows],
             positions=fields["positions"][:rows],
             block_ids=fields["block_ids"][:rows],
             lanes=fields["lanes"][:rows],
             groups=(Group(memory.data, every, decodes, None),),
         )
         by = {name: fields[name][:rows] for name in DRAW_FIELDS}
-        buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], self._drawn[:rows]
+        buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], fields.drawn[:rows]
+        sources = fields["sources"][:rows]
 
         def work() -> None:
+            torch.index_select(fields.known, 0, sources, out=step.tokens)
+            step.tokens.clamp_(min=0)  # a row that drew nothing goes on with any token: nobody looks at it
             hidden = layers.hidden(step, buffers, self._scratch)
             assert hidden is not None  # nobody can abort it
             layers.logits(hidden, logits)
             draw_tokens(layers, logits, by, self._sample_scratch, drawn)
 
         return work
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step on its way; see `engine.drawn.Launched`."""
+
+    left: Sequence[int]
+    """Rows whose logits the host wants."""
+    collect: Callable[[], Drawn]
 
 
 DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,14 @@ class Drawn:
     def nothing(cls, logits: torch.Tensor) -> Drawn:
         """A step after which every row has its logits."""
         return cls([None] * len(logits), logits)
+
+
+class Launched(Protocol):
+    """A step that a device has been given."""
+
+    def collect(self) -> Drawn:
+        """Wait for the step and read what it gave; once, and in the order of the launches."""
+        ...
 
 
 def drawable(row: SampleRow) -> SampleRow | None:

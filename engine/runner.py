@@ -13,7 +13,7 @@ import torch
 from engine.backend import DrawingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
-from engine.drawn import Drawn
+from engine.drawn import Drawn, Launched
 from engine.kv_memory import KVMemory
 from engine.model import Model
 from engine.sampling import SampleRow
@@ -34,6 +34,7 @@ class Runner:
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._share = share
+        self._last_end = 0.0  # of the step before
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
     def step(self, sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> torch.Tensor:
@@ -65,6 +66,29 @@ class Runner:
             raise ValueError("one draw a row of logits")
         return self._compute(sequences, abort, lambda: backend.forward_and_draw(sequences, draws, abort))
 
+    @property
+    def launches(self) -> bool:
+        """Whether steps can be launched ahead at all."""
+        return self._drawing is not None
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None = None,
+    ) -> Launched | None:
+        """Begin a decode step on the device and return; None if this batch has to go to `step_and_draw`.
+
+        A second step may be launched before the first is collected, if every row of the first was to be
+        drawn: its sequences may follow rows of the first (`SequenceStep.follows`), whose tokens the host
+        does not know yet. Raises BatchError as `step` does.
+        """
+        if self._drawing is None:
+            return None
+        self._check(sequences, abort)
+        launched = self._drawing.launch(sequences, draws, abort)
+        return None if launched is None else _Timed(launched, len(sequences), self._tell)
+
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
         that records them.
@@ -85,9 +109,9 @@ class Runner:
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]
     ) -> _Result:
         """Check the batch, then `forward` it on the cores that there are, and tell how long it took."""
-        check_batch(sequences, self.model.shape.vocab_size)
-        if abort is not None and len(abort.words) != len(sequences):
-            raise ValueError("one abort word a sequence")
+        self._check(sequences, abort)
+        if any(step.follows is not None for step in sequences):
+            raise ValueError("a step that follows another one is launched")
         self._use(self.threads if self._share is None else self._share.begin_step())
         started = time.perf_counter()
         try:
@@ -95,9 +119,20 @@ class Runner:
         finally:
             if self._share is not None:
                 self._share.end_step()
-        if self.on_step is not None:
-            self.on_step(time.perf_counter() - started, sum(len(s.token_ids) for s in sequences))
+        self._tell(started, sum(len(s.token_ids) for s in sequences))
         return result
+
+    def _check(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> None:
+        check_batch(sequences, self.model.shape.vocab_size)
+        if abort is not None and len(abort.words) != len(sequences):
+            raise ValueError("one abort word a sequence")
+
+    def _tell(self, started: float, tokens: int) -> None:
+        """A step of so many tokens is over: it began then, or when the one before it was over."""
+        now = time.perf_counter()
+        started, self._last_end = max(started, self._last_end), now
+        if self.on_step is not None:
+            self.on_step(now - started, tokens)
 
     def _use(self, threads: int) -> None:
         # OpenMP keeps the number of threads per calling thread.
@@ -105,3 +140,19 @@ class Runner:
         if self._set != wanted:
             self._set = wanted
             self.model.backend.set_threads(threads)
+
+
+class _Timed:
+    """A launched step that tells how long it took."""
+
+    def __init__(self, launched: Launched, tokens: int, tell: Callable[[float, int], None]) -> None:
+        self._launched = launched
+        self._tokens = tokens
+        self._tell = tell
+        self._started = time.perf_counter()
+
+    def collect(self) -> Drawn:
+        """See `Launched.collect`."""
+        drawn = self._launched.collect()
+        self._tell(self._started, self._tokens)
+        return drawn

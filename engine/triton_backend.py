@@ -19,7 +19,7 @@ import torch
 
 from engine.batch import AbortWords, SequenceStep
 from engine.decode_graphs import DRAW_FIELDS, DecodeGraphs, draw_tokens, sampled
-from engine.drawn import Drawn
+from engine.drawn import Drawn, Launched
 from engine.gpu.activations import Activations
 from engine.gpu.decode_buffers import draw_values
 from engine.gpu.layers import Layers
@@ -86,12 +86,24 @@ class TritonBackend:
         """See `DrawingBackend.forward_and_draw`."""
         with self._current(), torch.no_grad():
             if self._graphs is not None and self._graphs.takes(sequences):
-                return self._graphs.run(sequences, draws, abort)
+                return self._graphs.launch(sequences, draws, abort).collect()
             logits = self._compute(sequences, abort)
             if logits is None:
                 missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
                 return Drawn.nothing(missing)
             return self._draw(logits, draws)
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `DrawingBackend.launch`: what is recorded can be launched."""
+        with self._current(), torch.no_grad():
+            if self._graphs is None or not self._graphs.takes(sequences):
+                return None
+            return self._graphs.launch(sequences, draws, abort)
 
     def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
         """See `DrawingBackend.plan_decode`. `recorder` is that of the device unless given."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.batch import AbortWords
@@ -23,29 +24,47 @@ Owner = TypeVar("Owner")
 SLOW_STEP_S = 0.15  # what the failpoint `worker.slow_step` adds to every step
 
 
+@dataclass(frozen=True, eq=False)
+class InFlight(Generic[Owner]):
+    """A step that was begun: the owner of each row, and the words by which rows are given up."""
+
+    owners: Sequence[Owner]
+    abort: AbortWords
+
+
 class StepThread(Generic[Owner]):
     """Computes one step at a time. While it does, the blocks of each owner of a row are being written."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=take_long_turns)
-        self._owners: Sequence[Owner] = ()
-        self._abort = AbortWords(0)
+        self._flights: list[InFlight[Owner]] = []
         self.clock = StepClock()
 
     @property
     def busy(self) -> bool:
         """Whether a step is being computed."""
-        return bool(self._owners)
+        return bool(self._flights)
 
     def writes(self, owner: Owner) -> bool:
         """Whether the blocks of `owner` are being written."""
-        return any(one is owner for one in self._owners)
+        return any(one is owner for flight in self._flights for one in flight.owners)
 
     def abort(self, owner: Owner) -> None:
         """Nobody wants the row of `owner` any more: it ends within a layer, and writes until then."""
-        for number, one in enumerate(self._owners):
-            if one is owner:
-                self._abort.abort(number)
+        for flight in self._flights:
+            for number, one in enumerate(flight.owners):
+                if one is owner:
+                    flight.abort.abort(number)
+
+    def begin(self, owners: Sequence[Owner]) -> InFlight[Owner]:
+        """From now on the blocks of these are being written: a step is begun, or will be."""
+        flight = InFlight(owners, AbortWords(len(owners)))
+        self._flights.append(flight)
+        return flight
+
+    def end(self, flight: InFlight[Owner]) -> None:
+        """The step is over."""
+        self._flights.remove(flight)
 
     async def compute(
         self,
@@ -58,12 +77,23 @@ class StepThread(Generic[Owner]):
 
         When this call is cancelled the thread goes on, and so the owners stay: their blocks are not free.
         """
-        self._owners, self._abort = owners, AbortWords(len(owners))
+        flight = self.begin(owners)
+        results = await self.await_rows(flight, rows, compute, tokens)
+        self.end(flight)
+        return results
+
+    async def await_rows(
+        self,
+        flight: InFlight[Owner],
+        rows: Sequence[Row],
+        compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+        tokens: int | None = None,
+    ) -> Sequence[Result | SampleFailure]:
+        """As `compute`, of a step that was begun and is not ended by this."""
         loop = asyncio.get_running_loop()
         self.clock.begin(len(rows) if tokens is None else tokens, time.monotonic())
-        results = await loop.run_in_executor(self._thread, compute_rows, rows, self._abort, compute)
+        results = await loop.run_in_executor(self._thread, compute_rows, rows, flight.abort, compute)
         self.clock.end(time.monotonic())
-        self._owners = ()
         return results
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 Field by field for `max_batch` rows, so that a step of fewer rows is the first rows of everything. Rows that
 no sequence has are padding: they write nowhere (NO_BLOCK), attend to nothing, and draw what nobody looks at.
+The host has two copies of everything, taken in turns: while a step is laid out, the copy of the one before
+may still be on its way to the device.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ from engine.batch import AbortWords, SequenceStep
 from engine.gpu.packed_step import NO_BLOCK, used_blocks
 from engine.sampling import SampleRow
 
+TURNS = 2
+"""Copies that the host has."""
+
 _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
     # Name: its type, and what padding has. The eight-byte ones first, so that all are aligned.
     "tokens": (np.int64, 0),
+    "sources": (np.int64, 0),
     "positions": (np.int64, 0),
     "block_ids": (np.int64, NO_BLOCK),
     "seeds": (np.int64, 0),
@@ -33,61 +39,80 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
 }
 
 
+Fields = dict[str, npt.NDArray[Any]]
+
+
 class RowFields:
-    """One number of each kind for each row, on the host and on the device: one copy brings all."""
+    """One number of each kind for each row, on the host and on the device: one copy brings all.
+
+    `drawn`, int64 `[rows]` on the device, is where a step leaves its tokens. It lies before the field
+    `tokens`, so that `known`, int64 `[2 * rows]`, is both, and `sources` says where in it a row's token is.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         sizes = [np.dtype(kind).itemsize * rows for kind, _ in _FIELDS.values()]
-        self._host_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device_bytes = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self._host: dict[str, npt.NDArray[Any]] = {}
+        pinned = device.type == "cuda"
+        self._rows = rows
+        self._host_bytes = [
+            torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)
+        ]
+        kept = torch.zeros(8 * rows + sum(sizes), dtype=torch.uint8, device=device)
+        self.known = kept[: 16 * rows].view(torch.int64)
+        self.drawn = self.known[:rows]
+        self._device_bytes = kept[8 * rows :]
+        self._host: list[Fields] = [{} for _ in range(TURNS)]
         self._device: dict[str, torch.Tensor] = {}
         begin = 0
         for (name, (kind, padding)), size in zip(_FIELDS.items(), sizes, strict=True):
-            host = self._host_bytes[begin : begin + size].numpy().view(kind)
-            host[:] = padding
-            self._host[name] = host
-            width = torch.from_numpy(host).dtype
+            for copy, fields in zip(self._host_bytes, self._host, strict=True):
+                fields[name] = copy[begin : begin + size].numpy().view(kind)
+                fields[name][:] = padding
+            width = torch.from_numpy(self._host[0][name]).dtype
             self._device[name] = self._device_bytes[begin : begin + size].view(width)
             begin += size
-        self.upload()
+        self.upload(0)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A field on the device, `[rows]`."""
         return self._device[name]
 
-    def fill(self, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
-        """Lay a decode step into the host's copy, one row a sequence; the rest becomes padding."""
-        host, count = self._host, len(sequences)
+    def fill(self, turn: int, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
+        """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding."""
+        host, count = self._host[turn], len(sequences)
         starts = np.array([step.start for step in sequences], dtype=np.int64)
         size = sequences[0].memory.layout.block_size
         host["tokens"][:count] = [step.token_ids[0] for step in sequences]
+        host["sources"][:count] = [
+            self._rows + row if step.follows is None else step.follows for row, step in enumerate(sequences)
+        ]
         host["positions"][:count] = starts
         host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1
-        for row, draw in enumerate(draws):
-            self._draw(row, draw)
+        for row, (step, draw) in enumerate(zip(sequences, draws, strict=True)):
+            _lay_draw(host, row, draw, unknown=int(step.follows is not None))
         for name, (_, padding) in _FIELDS.items():
             host[name][count:] = padding
 
-    def silence(self, abort: AbortWords | None, count: int) -> None:
+    def silence(self, turn: int, abort: AbortWords | None, count: int) -> None:
         """Rows that nobody wants any more write nowhere."""
         if abort is not None:
-            self._host["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
+            self._host[turn]["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
 
-    def upload(self) -> None:
-        """Bring the host's copy to the device, in the order of the current stream."""
-        self._device_bytes.copy_(self._host_bytes, non_blocking=True)
+    def upload(self, turn: int) -> None:
+        """Bring a copy of the host to the device, in the order of the current stream."""
+        self._device_bytes.copy_(self._host_bytes[turn], non_blocking=True)
 
-    def _draw(self, row: int, draw: SampleRow | None) -> None:
-        if draw is None:
-            for name in ("seeds", "counters", "top_k", "temperature", "top_p", "min_p"):
-                self._host[name][row] = _FIELDS[name][1]
-            return
-        values = draw_values(draw)
-        for name, value in values.items():
-            self._host[name][row] = value
+
+def _lay_draw(host: Fields, row: int, draw: SampleRow | None, unknown: int) -> None:
+    """By what a row is drawn; `unknown` tokens of its output are not on the host yet."""
+    if draw is None:
+        for name in ("seeds", "counters", "top_k", "temperature", "top_p", "min_p"):
+            host[name][row] = _FIELDS[name][1]
+        return
+    for name, value in draw_values(draw).items():
+        host[name][row] = value
+    host["counters"][row] += unknown
 
 
 class BlockTables:
@@ -95,28 +120,29 @@ class BlockTables:
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._host = torch.zeros((rows, width), dtype=torch.int32, pin_memory=pinned)
-        self._plain: npt.NDArray[np.int32] = self._host.numpy()
-        self._known: list[list[int]] = [[] for _ in range(rows)]
+        self._host = [torch.zeros((rows, width), dtype=torch.int32, pin_memory=pinned) for _ in range(TURNS)]
+        self._plain: list[npt.NDArray[np.int32]] = [copy.numpy() for copy in self._host]
+        self._known: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in range(TURNS)]
         self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
 
-    def fill(self, sequences: Sequence[SequenceStep]) -> None:
-        """Lay the sequences' tables into the host's copy.
+    def fill(self, turn: int, sequences: Sequence[SequenceStep]) -> None:
+        """Lay the sequences' tables into one of the host's copies.
 
-        A table mostly has what it had at the step before, or one block more: comparing lists of known
+        A table mostly has what it had at the turn before, or one block more: comparing lists of known
         numbers is many times as fast as turning them into arrays.
         """
+        plain, kept = self._plain[turn], self._known[turn]
         for row, step in enumerate(sequences):
-            used, known = list(used_blocks(step)), self._known[row]
+            used, known = list(used_blocks(step)), kept[row]
             if used == known:
                 continue
             begin = len(known) if used[: len(known)] == known else 0
-            self._plain[row, begin : len(used)] = used[begin:]
-            self._known[row] = used
+            plain[row, begin : len(used)] = used[begin:]
+            kept[row] = used
 
-    def upload(self, rows: int) -> None:
+    def upload(self, turn: int, rows: int) -> None:
         """Bring the first `rows` tables to the device, in the order of the current stream."""
-        self.device[:rows].copy_(self._host[:rows], non_blocking=True)
+        self.device[:rows].copy_(self._host[turn][:rows], non_blocking=True)
 
 
 def draw_values(draw: SampleRow) -> dict[str, float]:

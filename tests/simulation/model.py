@@ -75,6 +75,7 @@ class SimulatedRunner:
     """Stands where `engine.runner.Runner` stands; logits are integers, one a row."""
 
     threads = 1
+    launches = False
 
     def __init__(self, watch: Callable[[SequenceStep], None], poisoned: Callable[[], None]) -> None:
         self.on_step: Callable[[float, int], None] | None = None

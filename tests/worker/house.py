@@ -20,6 +20,7 @@ from engine.kv_memory import KVLayout, KVMemory
 from engine.model import Model
 from engine.runner import Runner
 from engine.torch_backend import TorchBackend
+from engine.triton_backend import TritonBackend
 from kvtransfer.client import HandoffClient
 from kvtransfer.fingerprint import Fingerprint
 from kvtransfer.lease import LeaseTimes
@@ -28,6 +29,7 @@ from kvtransfer.server import HandoffServer
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
 from runtime.rpc import bind, make_server
+from tests.engine.gpu.meanings import MEANINGS
 from tests.kernels.cpu.tiny_models import shape_of, weights_of
 
 BLOCK = 4
@@ -42,6 +44,7 @@ SHAPE = shape_of(
     max_context=256,
 )
 TICK_S = 0.02
+MAX_BATCH = 8
 
 
 @cache
@@ -49,6 +52,15 @@ def model() -> Model:
     """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
     return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
+
+
+def launching_model() -> Model:
+    """The same on a device that steps are launched on, whose kernels are their meanings and which is the CPU.
+
+    One for each decode worker: what is recorded is recorded over its memory.
+    """
+    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", MEANINGS)
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
 
 
 def layout() -> KVLayout:
@@ -141,12 +153,16 @@ async def house(
     blocks: int = 24,
     scratch: int = 24,
     chunk: int = 8,
+    launching: bool = False,
 ) -> AsyncIterator[House]:
-    """Start that many workers of each kind; ends them all."""
+    """Start that many workers of each kind; ends them all.
+
+    With `launching` the decode workers launch steps ahead.
+    """
     made = House()
     async with AsyncExitStack() as stack:
         for number in range(decodes):
-            made.decodes.append(await _decode(stack, transport, number, blocks))
+            made.decodes.append(await _decode(stack, transport, number, blocks, launching))
         for number in range(prefills):
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk))
         yield made
@@ -167,14 +183,17 @@ def _fingerprint() -> Fingerprint:
     )
 
 
-async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: int) -> Decode:
+async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: int, launching: bool) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
+    runner = Runner(launching_model() if launching else model(), 1)
+    runner.plan_decode(MAX_BATCH, BLOCK)
+    runner.prepare_decode(memory.memory)
     loop = DecodeLoop(
-        Runner(model(), 1),
+        runner,
         memory.memory,
         pool,
-        max_batch=8,
+        max_batch=MAX_BATCH,
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
     )

@@ -6,13 +6,14 @@ On the CPU a recording is a plain call on the same buffers, so that all but the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.batch import AbortWords, SequenceStep
 from engine.decode_graphs import batch_buckets
-from engine.drawn import Drawn, drawable
+from engine.drawn import Drawn, Launched, drawable
 from engine.kv_memory import KVMemory
 from engine.sampling import Sampled, SampleFailure, SampleRow, SamplingParams, sample
 from engine.triton_backend import TritonBackend
@@ -113,6 +114,67 @@ def test_logits_that_are_not_finite_fail_their_row_alone(recorded: bool) -> None
     assert isinstance(drawn.tokens[0], SampleFailure)
     assert isinstance(drawn.tokens[1], Sampled)
     assert drawn.logits.shape == (0, SHAPE.vocab_size)
+
+
+def row_after(params: SamplingParams, output: list[int]) -> SampleRow:
+    return SampleRow(params, (), output)
+
+
+def test_steps_launched_ahead_draw_what_steps_one_by_one_do() -> None:
+    """Rows that follow rows, in another order, beside one that joins and without one that has left."""
+    ours, theirs = Pool(LAYOUT, 40), Pool(LAYOUT, 40)
+    ahead, plain = backend(6, ours.memory), backend(6, theirs.memory)
+    mine, other = (prefilled(b, p, [5, 15, 16, 30]) for b, p in ((ahead, ours), (plain, theirs)))
+    batches = [[0, 1, 2], [2, 0, 3], [3, 2, 0], [0, 2, 3, 1], *[[3, 1, 0]] * 4]
+    outputs = [[7], [8], [9], [10]]
+    expected, said = [], [list(output) for output in outputs]
+    for members in batches:
+        steps = [other[m].step(said[m][-1:]) for m in members]
+        drawn = plain.forward_and_draw(steps, [row_after(PARAMS[m], said[m]) for m in members], None)
+        for member, token in zip(members, drawn.tokens, strict=True):
+            assert isinstance(token, Sampled)
+            said[member].append(token.token_id)
+        expected.append(drawn.tokens)
+
+    launched: Launched | None = None
+    before: list[int] = []
+    for number, members in enumerate([*batches, []]):
+        following = None
+        if members:
+            steps = [
+                replace(mine[m].step(outputs[m][-1:]), follows=before.index(m) if m in before else None)
+                for m in members
+            ]
+            rows = [row_after(PARAMS[m], outputs[m]) for m in members]
+            following = ahead.launch(steps, rows, None)
+        if launched is not None:
+            got = launched.collect()
+            assert got.tokens == expected[number - 1]
+            for member, token in zip(before, got.tokens, strict=True):
+                assert isinstance(token, Sampled)
+                outputs[member].append(token.token_id)
+        launched, before = following, members
+    assert outputs == said
+
+
+def test_what_cannot_be_launched_is_refused() -> None:
+    pool = Pool(LAYOUT, 40)
+    runner = backend(2, pool.memory)
+    (sequence,) = prefilled(runner, pool, [3])
+    row = rows_of(0)[0]
+    assert runner.launch([sequence.step([1, 2])], [row], None) is None  # a chunk
+    one, two = (runner.launch([sequence.step([1])], [row], None) for _ in range(2))
+    assert one is not None
+    assert two is not None
+    with pytest.raises(RuntimeError, match="not collected"):
+        runner.launch([sequence.step([1])], [row], None)
+    one.collect()
+    two.collect()
+    looked_at = runner.launch([sequence.step([1])], [None], None)
+    assert looked_at is not None
+    with pytest.raises(RuntimeError, match="logits of the one before"):
+        runner.launch([sequence.step([1])], [row], None)
+    assert len(looked_at.collect().logits) == 1
 
 
 def test_rows_that_nobody_wants_write_nothing() -> None:

@@ -1,0 +1,166 @@
+"""Decode steps, the next one prepared and launched while the device computes the present one.
+
+The next step is planned as if no token of the present one ended its sequence; the tokens stay on the device.
+Only then are those of the present step read, and streamed out while the device computes the next. A sequence
+that has ended meanwhile has a row too many in that step: its result is dropped, and its blocks are given back
+after it, as those of a sequence that is cancelled during a step are.
+
+Only what needs no decision is launched ahead: every row of the present step is drawn by the device, and every
+sequence finds its blocks without anything being taken from anybody. Else the next step waits for the present
+one, as it does on devices that launch nothing: there this is one step after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from decode_worker.gang import Gang, Row, pick_all
+from decode_worker.sequence import DecodeSequence
+from engine.batch import AbortWords, SequenceStep
+from engine.drawn import Drawn, Launched
+from engine.kv_memory import KVMemory
+from engine.runner import Runner
+from engine.sampling import SampleRow
+from runtime.failpoints import failpoint
+from worker.step import InFlight, StepThread
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Step:
+    """One step, laid out; `launched` once the device has it."""
+
+    batch: Sequence[Gang]
+    rows: Sequence[Row]
+    sequences: Sequence[SequenceStep]
+    draws: Sequence[SampleRow | None]
+    flight: InFlight[Gang]
+    launched: Launched | None = None
+
+
+class Pipeline:
+    """Runs batches until the next one cannot be known before the present one is over."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        memory: KVMemory,
+        thread: StepThread[Gang],
+        *,
+        plan_ahead: Callable[[Sequence[Gang]], Sequence[Gang]],
+        apply: Callable[[Sequence[Gang], Sequence[Any]], None],
+        let_go: Callable[[Gang], None],
+    ) -> None:
+        """`plan_ahead` gives the batch after one that is being computed, its blocks included; none: nothing
+        can be planned. `apply` hears of every step's results, `let_go` of gangs that ended during a step
+        that was planned and not launched.
+        """
+        self._runner = runner
+        self._memory = memory
+        self._thread = thread
+        self._plan_ahead = plan_ahead
+        self._apply = apply
+        self._let_go = let_go
+
+    async def run(self, batch: Sequence[Gang]) -> None:
+        """Compute a step of `batch`, and all that can be launched ahead of its end."""
+        present: _Step | None = self._lay_out(batch, {})
+        while present is not None:
+            following = self._following(present)
+            picked = await self._thread.await_rows(
+                present.flight, present.rows, partial(self._compute, present, following)
+            )
+            self._thread.end(present.flight)
+            if following is not None and following.launched is None:
+                self._withdraw(present, following)
+                following = None
+            self._apply(present.batch, picked)
+            present = following
+
+    def _lay_out(self, batch: Sequence[Gang], before: dict[int, int]) -> _Step:
+        """A step of `batch`; `before` says which row of the present step a sequence (by id) has."""
+        rows = [(gang, row) for gang in batch for row in gang.rows]
+        sequences = [self._sequence(row, before.get(id(row))) for _, row in rows]
+        draws = [gang.draws(row) for gang, row in rows]
+        flight = self._thread.begin([gang for gang, _ in rows])
+        return _Step(batch, rows, sequences, draws, flight)
+
+    def _sequence(self, row: DecodeSequence, follows: int | None) -> SequenceStep:
+        unknown = int(follows is not None)
+        return SequenceStep(
+            memory=self._memory,
+            block_table=row.block_ids,
+            start=row.num_tokens - 1 + unknown,
+            token_ids=row.output_ids[-1:],
+            wants_logits=True,
+            follows=follows,
+        )
+
+    def _following(self, present: _Step) -> _Step | None:
+        """The step after `present`, if it can be known by now."""
+        if not self._runner.launches or any(draw is None for draw in present.draws):
+            return None
+        batch = self._plan_ahead(present.batch)
+        before = {id(row): number for number, (_, row) in enumerate(present.rows)}
+        return self._lay_out(batch, before) if batch else None
+
+    def _withdraw(self, present: _Step, following: _Step) -> None:
+        """`following` was not launched: whoever ended meanwhile and is not in `present` waits for nothing."""
+        self._thread.end(following.flight)
+        for gang in following.batch:
+            if gang.ended and not any(gang is one for one in present.batch):
+                self._let_go(gang)
+
+    # ---- on the engine's thread ----------------------------------------------------------------------
+
+    def _compute(
+        self, present: _Step, following: _Step | None, rows: Sequence[Row], abort: AbortWords
+    ) -> Sequence[Any]:
+        """The results of `rows`: of the present step, or of one row of it that is tried again alone."""
+        if rows is not present.rows:
+            sequences = [self._sequence(row, None) for _, row in rows]
+            draws = [gang.draws(row) for gang, row in rows]
+            return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)
+        if present.launched is None and self._runner.launches:
+            present.launched = self._runner.launch(present.sequences, present.draws, abort)
+        if present.launched is None:
+            return _picked(self._runner.step_and_draw(present.sequences, present.draws, abort), rows)
+        self._launch(following)
+        try:
+            return _picked(present.launched.collect(), rows)
+        except Exception:
+            _drop(following)
+            raise
+
+    def _launch(self, following: _Step | None) -> None:
+        """What fails here fails again when its turn comes, and is looked into then."""
+        if following is None:
+            return
+        try:
+            following.launched = self._runner.launch(
+                following.sequences, following.draws, following.flight.abort
+            )
+        except Exception:
+            _log.exception("a step of %d rows could not be launched ahead", len(following.rows))
+
+
+def _drop(following: _Step | None) -> None:
+    """It went on from tokens that are not to be trusted. The device may write until it is through."""
+    if following is None or following.launched is None:
+        return
+    try:
+        following.launched.collect()
+    except Exception:
+        _log.exception("a step that is dropped failed")
+    following.launched = None
+
+
+def _picked(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
+    if len(drawn.logits) and failpoint("decode.not_finite"):
+        drawn.logits[0] = float("nan")
+    return pick_all(drawn, rows)
