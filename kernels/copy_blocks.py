@@ -1,4 +1,4 @@
-"""Copies of whole KV blocks between two memories, with a digest of each, and between two layouts.
+"""Copies of whole KV blocks between two memories of one layout, with a digest of each.
 
 The digest tells a block that arrived whole from one that did not, or that is not the one meant: every 64-bit
 word is mixed with its place and with the block's binding, and the results are added modulo 2**64, so that any
@@ -33,14 +33,14 @@ def block_words(blocks: torch.Tensor) -> torch.Tensor:
 def bind(slot: int, generation: int, indices: torch.Tensor) -> torch.Tensor:
     """The binding, int64 `[n]`, of blocks `indices` (int64 `[n]`) of the table of one grant."""
     keyed = (indices + 1) * signed(GOLDEN) + signed(slot * FIRST + generation * SECOND)
-    return _mixed(keyed)
+    return mixed(keyed)
 
 
 def block_digests(blocks: torch.Tensor, ids: torch.Tensor, binding: torch.Tensor) -> torch.Tensor:
     """int64 `[n]`: the digest of block `ids[i]` under `binding[i]`."""
     words = block_words(blocks)[ids].long()
     places = (torch.arange(words.shape[1], device=words.device) + 1) * signed(GOLDEN)
-    return _mixed(words ^ (binding[:, None] + places)).sum(dim=1)
+    return mixed(words ^ (binding[:, None] + places)).sum(dim=1)
 
 
 def copy_blocks(
@@ -51,45 +51,7 @@ def copy_blocks(
     block_words(target)[target_ids[real].long()] = block_words(source)[source_ids[real].long()]
 
 
-def convert_blocks(
-    source: torch.Tensor,
-    source_ids: torch.Tensor,
-    target: torch.Tensor,
-    target_ids: torch.Tensor,
-    *,
-    head_dim: int,
-    tokens: int,
-    source_head: int = 0,
-    target_head: int = 0,
-    heads: int | None = None,
-) -> None:
-    """Copy positions 0 to `tokens` of one sequence from the blocks `source_ids` to the blocks `target_ids`,
-    of which each side has its own block size, and of KV heads only `heads` from `source_head` on, to
-    `target_head` on: what another degree of tensor parallelism holds. Layers and dtype are the same.
-    """
-    heads = source.shape[-2] if heads is None else heads
-    at = torch.arange(tokens, device=source.device)
-    sizes = source.shape[-1] // head_dim, target.shape[-1] // head_dim
-    ids = source_ids.long()[at // sizes[0]], target_ids.long()[at // sizes[1]]
-    for part, transposed in ((0, True), (1, False)):
-        views = [
-            _by_lane(blocks[:, :, part, first : first + heads], head_dim, transposed)
-            for blocks, first in ((source, source_head), (target, target_head))
-        ]
-        views[1][ids[1], :, :, at % sizes[1]] = views[0][ids[0], :, :, at % sizes[0]]
-
-
-def _by_lane(part: torch.Tensor, head_dim: int, transposed: bool) -> torch.Tensor:
-    """Keys or values `[blocks, layers, heads, head_dim * size]` as `[blocks, layers, heads, size,
-    head_dim]`.
-    """
-    size = part.shape[-1] // head_dim
-    if transposed:
-        return part.view(*part.shape[:-1], head_dim, size).transpose(-1, -2)
-    return part.view(*part.shape[:-1], size, head_dim)
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: torch.Tensor) -> torch.Tensor:
     """Two rounds of multiplying and folding, in wrapping 64-bit arithmetic."""
     x = x * signed(FIRST)
     x = x ^ ((x >> 32) & 0xFFFFFFFF)

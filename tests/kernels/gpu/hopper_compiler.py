@@ -92,7 +92,9 @@ def compile_instead_of_launching() -> None:
 
 def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     """Every launcher at the shapes that matter, by name."""
-    from kernels.gpu.copy_blocks import convert_blocks, copy_blocks
+    from kernels.convert_blocks import HeadRange, block_major, token_major
+    from kernels.gpu.convert_blocks import convert_blocks
+    from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.paged_decode import paged_decode
     from kernels.gpu.paged_prefill import paged_prefill
     from kernels.gpu.rms_norm import add_rms_norm, rms_norm
@@ -171,7 +173,18 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))
     made.append(("copy", lambda: copy_blocks(small, ids, small, ids)))
     made.append(("copy, digest", lambda: copy_blocks(small, ids, small, ids, digests=ids, binding=ids)))
-    made.append(("convert", lambda: convert_blocks(small, ids, large, ids, head_dim=128, tokens=20, heads=4)))
+    narrow, wide = block_major(small, 128), block_major(large, 128)
+    other = token_major(torch.zeros(2, 2, 2, 16, 8, 128, dtype=bf16))
+    half = HeadRange(4, 0, 4)
+    for name, source, target in (("sizes", narrow, wide), ("layouts", other, narrow)):
+        made.append(
+            (
+                f"convert {name}",
+                lambda source=source, target=target: convert_blocks(
+                    source, ids, target, ids, half, 20, digests=ids, binding=ids
+                ),
+            )
+        )
     return made
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import copy_blocks as meaning
-from kernels.gpu.copy_blocks import convert_blocks, copy_blocks
+from kernels.gpu.copy_blocks import copy_blocks
 
 
 def memory(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -77,25 +77,6 @@ def test_without_digests_ids_may_be_of_either_width(device: torch.device) -> Non
     assert same_bits(target[:2], source[[2, 1]])
 
 
-@pytest.mark.parametrize(("source_size", "target_size"), [(16, 16), (16, 32), (64, 16)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_blocks_are_converted(
-    source_size: int, target_size: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    torch.manual_seed(4)
-    head_dim, tokens = 80, 70
-    source = memory(6, (2, 2, 4, head_dim * source_size), dtype, device)
-    target = memory(6, (2, 2, 2, head_dim * target_size), dtype, device)
-    tables = [torch.randperm(6, device=device).int() for _ in range(2)]
-    expected = target.clone()
-    form = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
-    slices = {"head_dim": head_dim, "tokens": tokens, "source_head": 2, "target_head": 1, "heads": 1}
-    meaning.convert_blocks(source.view(form), tables[0], expected.view(form), tables[1], **slices)
-    convert_blocks(source, tables[0], target, tables[1], **slices)
-    assert same_bits(target, expected)
-    assert not same_bits(target, memory(6, (2, 2, 2, head_dim * target_size), dtype, device))
-
-
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     small, large = (memory(2, (1, 2, 2, 8 * size), torch.float16, device) for size in (4, 8))
     ids = torch.zeros(1, dtype=torch.int64, device=device)
@@ -103,5 +84,3 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         copy_blocks(small, ids, large, ids)
     with pytest.raises(ValueError, match="binding"):
         copy_blocks(small, ids, small, ids, digests=ids)
-    with pytest.raises(ValueError, match="heads"):
-        convert_blocks(small, ids, large, ids, head_dim=8, tokens=4, source_head=1, heads=2)

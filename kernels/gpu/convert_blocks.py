@@ -1,0 +1,118 @@
+"""Keys and values of one sequence between two arrangements, all layers in one launch, with the digest
+computed on the way. Means kernels/convert_blocks.py.
+
+A program takes a tile of tokens of one head of a layer's keys or values. Strides are arguments: Triton knows
+of those that are 1, and so which numbers lie beside one another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.convert_blocks import BITS, HeadRange, KVView, check
+from kernels.copy_blocks import FIRST, GOLDEN, SECOND
+from kernels.gpu.launch import power_of_two
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_FIRST = tl.constexpr(FIRST)
+_SECOND = tl.constexpr(SECOND)
+_TOKENS = 32
+
+
+@triton.jit
+def _places(base, ids, at, real, layer, head, block, layers, heads, lanes, dims, SIZE, D_PAD: tl.constexpr):
+    """Addresses of the numbers of the tokens `at`, `[tokens, dims]`; from `block` to `dims` are strides."""
+    blocks = tl.load(ids + at // SIZE, mask=real, other=0).to(tl.int64)
+    start = base + layer.to(tl.int64) * layers + head.to(tl.int64) * heads
+    by_token = blocks * block + (at % SIZE).to(tl.int64) * lanes
+    return start + by_token[:, None] + tl.arange(0, D_PAD)[None, :] * dims
+
+
+@triton.jit
+def _convert(
+    source_keys, source_values, source_ids, target_keys, target_values, target_ids, digests, binding, tokens,
+    sk0, sk1, sk2, sk3, sk4, sv0, sv1, sv2, sv3, sv4, tk0, tk1, tk2, tk3, tk4, tv0, tv1, tv2, tv3, tv4,
+    source_head, target_head, SOURCE_SIZE, TARGET_SIZE, HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIGEST: tl.constexpr,
+):  # fmt: skip
+    # Of all layers, their keys and values (a plane each), and the heads of these.
+    head = tl.program_id(1) % HEADS
+    plane = tl.program_id(1) // HEADS
+    layer = plane // 2
+    at = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    dims = tl.arange(0, D_PAD)
+    real = at < tokens
+    both = real[:, None] & (dims < D)[None, :]
+    if plane % 2 == 0:
+        origin = _places(
+            source_keys, source_ids, at, real, layer, source_head + head,
+            sk0, sk1, sk2, sk3, sk4, SOURCE_SIZE, D_PAD,
+        )  # fmt: skip
+        place = _places(
+            target_keys, target_ids, at, real, layer, target_head + head,
+            tk0, tk1, tk2, tk3, tk4, TARGET_SIZE, D_PAD,
+        )  # fmt: skip
+        bits = tl.load(origin, mask=both, other=0)
+        tl.store(place, bits, mask=both)
+    else:
+        origin = _places(
+            source_values, source_ids, at, real, layer, source_head + head,
+            sv0, sv1, sv2, sv3, sv4, SOURCE_SIZE, D_PAD,
+        )  # fmt: skip
+        place = _places(
+            target_values, target_ids, at, real, layer, target_head + head,
+            tv0, tv1, tv2, tv3, tv4, TARGET_SIZE, D_PAD,
+        )  # fmt: skip
+        bits = tl.load(origin, mask=both, other=0)
+        tl.store(place, bits, mask=both)
+    if DIGEST:
+        bound = tl.load(binding + at // UNIT, mask=real, other=0).to(tl.uint64, bitcast=True)
+        first = ((plane * HEADS + head).to(tl.int64) * UNIT + at % UNIT) * D
+        number = (first[:, None] + dims[None, :] + 1).to(tl.uint64)
+        mixed = bits.to(tl.int64).to(tl.uint64, bitcast=True)
+        mixed = (mixed ^ (bound[:, None] + number * _GOLDEN)) * _FIRST
+        mixed = (mixed ^ (mixed >> 32)) * _SECOND
+        mixed = (mixed ^ (mixed >> 29)).to(tl.int64, bitcast=True)
+        # Whole numbers: whichever program adds first, the sum is the same.
+        tl.atomic_add(
+            digests + at // UNIT, tl.sum(tl.where(both, mixed, 0), axis=1), mask=real, sem="relaxed"
+        )
+
+
+def convert_blocks(
+    source: KVView,
+    source_ids: torch.Tensor,
+    target: KVView,
+    target_ids: torch.Tensor,
+    heads: HeadRange,
+    tokens: int,
+    *,
+    digests: torch.Tensor | None = None,
+    binding: torch.Tensor | None = None,
+) -> None:
+    """As kernels/convert_blocks.py says; the tables are on the device, `target` may be memory that is mapped
+    here. With `binding` (int64, one for every block of the target), the digest of what was read is left in
+    `digests` (int64), as `logical_digests` has it with the target's block size as its unit.
+    """
+    check(source, source_ids, target, target_ids, heads, tokens)
+    if (digests is None) != (binding is None):
+        raise ValueError("a digest needs a binding, and a binding is for a digest")
+    if digests is not None:
+        digests.zero_()
+    if tokens == 0 or heads.count == 0:
+        return
+    bits = BITS[source.keys.element_size()]
+    parts = [part.view(bits) for part in (source.keys, source.values, target.keys, target.values)]
+    _, layers, _, _, head_dim = parts[0].shape
+    _convert[(triton.cdiv(tokens, _TOKENS), layers * 2 * heads.count)](
+        parts[0], parts[1], source_ids, parts[2], parts[3], target_ids,
+        source_ids if digests is None else digests,
+        source_ids if binding is None else binding,
+        tokens,
+        *(stride for part in parts for stride in part.stride()),
+        heads.source, heads.target, source.block_size, target.block_size,
+        HEADS=heads.count, D=head_dim, D_PAD=power_of_two(head_dim), UNIT=target.block_size,
+        TOKENS=_TOKENS, DIGEST=digests is not None, num_warps=4,
+    )  # fmt: skip
