@@ -42,26 +42,36 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0, or 1 where there is no GPU or a section failed."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description="Figures of a GPU, and peers'.")
     parser.add_argument("--quick", action="store_true", help="fewer points and rounds: a look, no result")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="every line once, tiny, on the CPU (TRITON_INTERPRET=1): no figures",
+    )
     parser.add_argument("--only", action="append", metavar="SECTION", help="may be repeated")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two files")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not options.dry_run:
         print(NO_DEVICE, file=sys.stderr)
         return 1
     known = sections()
     chosen = options.only or list(known)
     if unknown := [name for name in chosen if name not in known]:
         parser.error(f"no section {unknown[0]!r}; there are {', '.join(known)}")
-    device = torch.device("cuda", torch.cuda.current_device())
-    context = Context(device, options.quick, lambda line: print(f"  {line}", file=sys.stderr, flush=True))
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device())
+    context = Context(device, options.quick, _say, dry=options.dry_run)
     machine = described(device)
     outcomes: list[Outcome] = []
     for name in (name for name in known if name in chosen):
         print(name, file=sys.stderr, flush=True)
         outcomes.append(run(name, known[name], context))
-        save(options.results, machine, outcomes)  # after each: what stops the run loses one section only
+        if not options.dry_run:
+            save(options.results, machine, outcomes)  # after each: what stops the run loses one section only
     print(markdown(machine, outcomes))
     return int(any(outcome.error is not None for outcome in outcomes))
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def run(name: str, section: Section, context: Context) -> Outcome:

@@ -11,12 +11,13 @@ import torch
 from benchmarks.gpu.attention_peers import Peer, decode_peers, prefill_peers
 from benchmarks.gpu.ceilings import COPY, GEMM
 from benchmarks.gpu.paged_case import HEAD_DIM, HEADS, PagedCase, paged_case, random_query
-from benchmarks.gpu.section import Context, Figure, Unmeasured, figure, require_cuda
+from benchmarks.gpu.section import Context, Figure, Unmeasured, device_of, figure
 from benchmarks.gpu.timing import Timing, Work, measure
 
 SECTION = "attention"
 _DECODE = ((32, 4096, 0.85), (32, 8192, 0.85), (32, 16_384, 0.85), (32, 32_768, 0.85), (1, 131_072, 0.70))
 """Rows, context of each, the share of the copy bandwidth that is wanted."""
+_DRY_DECODE = ((2, 40, 0.85),)
 _PREFILL = (8192, 32_768)
 _PREFILL_TARGET = 0.55
 _FLASHINFER_TARGET = 1.0
@@ -26,10 +27,10 @@ _LARGEST_ERROR = 0.02
 
 def attention(context: Context) -> Iterator[Figure]:
     """Figures of decode at batch 32 (4K to 32K) and batch 1 (128K), and of prefill at 8K and 32K."""
-    device = require_cuda(context.device)
-    for rows, tokens, target in _DECODE[:1] + _DECODE[-1:] if context.quick else _DECODE:
+    device = device_of(context)
+    for rows, tokens, target in context.pick(_DECODE, _DECODE[:1] + _DECODE[-1:], _DRY_DECODE):
         yield from _decode_point(context, device, rows, tokens, target)
-    for tokens in _PREFILL[:1] if context.quick else _PREFILL:
+    for tokens in context.pick(_PREFILL, _PREFILL[:1], (20,)):
         yield from _prefill_point(context, device, tokens)
 
 
@@ -91,12 +92,12 @@ def _work_of_peers(
     """Those that run here; each is run once. One that does not run is said, and left out."""
     works: dict[str, Work] = {}
     for name, peer in peers:
-        if context.quick and name == "FlexAttention":
+        if name == "FlexAttention" and (context.quick or context.dry):  # it compiles for long
             continue
         try:
             works[name] = peer(case, query)
             works[name]()
-            torch.cuda.synchronize()
+            context.synchronize()
         except ImportError:
             works.pop(name, None)
             context.say(f"{name} is not installed")

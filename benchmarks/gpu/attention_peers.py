@@ -82,7 +82,7 @@ def _pages(case: PagedCase) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _flashinfer_decode(case: PagedCase, query: torch.Tensor) -> Work:
     flashinfer = importlib.import_module("flashinfer")
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=query.device)
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=query.device)
     # With tensor cores it is faster at four query heads a KV head.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     wrapper.plan(
@@ -100,7 +100,7 @@ def _flashinfer_decode(case: PagedCase, query: torch.Tensor) -> Work:
 
 def _flashinfer_prefill(case: PagedCase, query: torch.Tensor) -> Work:
     flashinfer = importlib.import_module("flashinfer")
-    workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=query.device)
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=query.device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     offsets = torch.tensor([0, case.tokens], dtype=torch.int32, device=query.device)
     wrapper.plan(

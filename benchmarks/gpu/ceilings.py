@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.section import Context, Figure, figure, require_cuda
+from benchmarks.gpu.section import Context, Figure, device_of, figure
 from benchmarks.gpu.timing import measure
 
 SECTION = "ceilings"
@@ -22,14 +22,14 @@ def ceilings(context: Context) -> Iterator[Figure]:
 
     Other sections find them in `context.measured` under COPY, READ and GEMM.
     """
-    device = require_cuda(context.device)
+    device = device_of(context)
     yield from _memory(context, device)
     yield _gemm(context, device)
 
 
 def _memory(context: Context, device: torch.device) -> Iterator[Figure]:
     context.say("device copy")
-    size = _COPY_BYTES // (4 if context.quick else 1)
+    size = context.pick(_COPY_BYTES, _COPY_BYTES // 4, 1 << 16)
     # Random bytes: zeros may move faster than real data would.
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -44,7 +44,7 @@ def _memory(context: Context, device: torch.device) -> Iterator[Figure]:
 
 def _gemm(context: Context, device: torch.device) -> Figure:
     context.say("bf16 matrix product")
-    side = _GEMM_SIDE
+    side = context.pick(_GEMM_SIDE, _GEMM_SIDE, 64)
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
     time = measure(context, {"gemm": lambda: torch.mm(left, right, out=out)})["gemm"]

@@ -14,17 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from benchmarks.gpu.ceilings import COPY
-from benchmarks.gpu.section import Context, Figure, figure, require_cuda
+from benchmarks.gpu.section import Context, Figure, device_of, figure
 from benchmarks.gpu.timing import Timing, measure
 from benchmarks.handover import SHAPES
 from benchmarks.handover import measure as hand_over
 from benchmarks.percentile import percentile
 from engine.kv_memory import KVMemory
+from kvtransfer.transports import pushing, shared_memory, worlds
+from kvtransfer.transports.registry import IN_PLACE
+from kvtransfer.transports.shared_memory import ON_GPU
 
 SECTION = "hand-over"
 _LAYOUT = SHAPES["8b"]
 _CHUNK_TOKENS = 8192
 _TAX_TOKENS = (2048, 8192)
+_ON_GPU, _ON_CPU = (ON_GPU, pushing.NAME), (shared_memory.NAME, worlds.GLOO)
+"""In place, then copied."""
 _AT_LEAST = 0.85
 _SPREAD_AT_MOST = 0.05
 _TAX_MS_AT_MOST = 3.0
@@ -32,7 +37,7 @@ _TAX_MS_AT_MOST = 3.0
 
 def handover(context: Context) -> Iterator[Figure]:
     """Needs the ceilings."""
-    device = require_cuda(context.device)
+    device = device_of(context)
     yield from _kernel(context, device)
     yield from _tax(context, device)
 
@@ -41,7 +46,7 @@ def _tables(count: int, pool: int) -> dict[str, list[int]]:
     """Where the blocks of one chunk lie, from a fresh pool to one that has been used for long."""
     rng = random.Random(7)
     anywhere = rng.sample(range(pool), count)
-    runs = [list(range(start, start + 8)) for start in range(0, pool - 8, 8)]
+    runs = [list(range(start, start + 8)) for start in range(0, pool - 7, 8)]
     rng.shuffle(runs)
     return {
         "in order": list(range(count)),
@@ -53,7 +58,7 @@ def _tables(count: int, pool: int) -> dict[str, list[int]]:
 
 def _kernel(context: Context, device: torch.device) -> Iterator[Figure]:
     context.say("copy of scattered blocks")
-    count = _LAYOUT.blocks_for(_CHUNK_TOKENS // (4 if context.quick else 1))
+    count = _LAYOUT.blocks_for(context.pick(_CHUNK_TOKENS, _CHUNK_TOKENS // 4, 64))
     source, target = (KVMemory.on_device(_LAYOUT, 2 * count, device) for _ in range(2))
     source.data.copy_(torch.randn(_LAYOUT.block_shape, device=device))
     size = count * _LAYOUT.bytes_per_block
@@ -108,12 +113,13 @@ def _copy(source: KVMemory, target: KVMemory, table: list[int], *, digest: bool)
 def _tax(context: Context, device: torch.device) -> Iterator[Figure]:
     bandwidth = context.needs(COPY)
     context.say("hand-over between two processes")
-    rounds = 5 if context.quick else 30
-    names = ("cuda_shared", "cuda_ipc")
-    taken = asyncio.run(hand_over(names, _TAX_TOKENS, rounds, shape="8b", device=str(device)))
+    rounds = context.pick(30, 5, 1)
+    names = context.pick(_ON_GPU, _ON_GPU, _ON_CPU)
+    lengths = context.pick(_TAX_TOKENS, _TAX_TOKENS, (40,))
+    taken = asyncio.run(hand_over(names, lengths, rounds, shape="8b", device=str(device)))
     for (name, tokens), times in taken.items():
         size = _LAYOUT.blocks_for(tokens) * _LAYOUT.bytes_per_block
-        least_ms = 0.0 if name == "cuda_shared" else 2 * size / bandwidth * 1e3
+        least_ms = 0.0 if name in IN_PLACE else 2 * size / bandwidth * 1e3
         p50, p90 = percentile(times, 50), percentile(times, 90)
         yield figure(
             SECTION,

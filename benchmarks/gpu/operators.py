@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.ceilings import COPY
 from benchmarks.gpu.paged_case import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS
-from benchmarks.gpu.section import Context, Figure, figure, require_cuda
+from benchmarks.gpu.section import Context, Figure, device_of, figure
 from benchmarks.gpu.timing import Work, measure
 
 SECTION = "operators"
@@ -35,11 +35,11 @@ class _Moved:
 
 def operators(context: Context) -> Iterator[Figure]:
     """Figures of norms, gate, rotary with the KV write, sampling, and block copies."""
-    device = require_cuda(context.device)
-    for tokens in _TOKENS[1:] if context.quick else _TOKENS:
+    device = device_of(context)
+    for tokens in context.pick(_TOKENS, _TOKENS[1:], (3,)):
         context.say(f"operators on {tokens} tokens")
         yield from _memory_bound(context, [*_elementwise(tokens, device), _rotary(tokens, device)])
-    for rows in (64,) if context.quick else (1, 64):
+    for rows in context.pick((1, 64), (64,), (2,)):
         yield from _sampling(context, rows, device)
     yield from _copies(context, device)
 
@@ -98,8 +98,9 @@ def _sampling(context: Context, rows: int, device: torch.device) -> Iterator[Fig
 
     context.say(f"sampling of {rows} rows")
     # As peaked as a model's: a few hundred tokens have nearly all of the mass.
-    logits = torch.randn(rows, _VOCAB, device=device) * 3
-    scratch, out = make_scratch(rows, _VOCAB, device), torch.empty(rows, dtype=torch.int64, device=device)
+    vocab = context.pick(_VOCAB, _VOCAB, 300)
+    logits = torch.randn(rows, vocab, device=device) * 3
+    scratch, out = make_scratch(rows, vocab, device), torch.empty(rows, dtype=torch.int64, device=device)
     seeds, positions = torch.arange(rows, device=device), torch.arange(rows, device=device)
 
     def drawn(temperature: float, top_k: int, top_p: float, min_p: float) -> Callable[[], torch.Tensor]:
@@ -124,7 +125,7 @@ def _copies(context: Context, device: torch.device) -> Iterator[Figure]:
     from kernels.gpu.copy_blocks import copy_blocks
 
     context.say("block copies")
-    count = _COPIED_BLOCKS
+    count = context.pick(_COPIED_BLOCKS, _COPIED_BLOCKS, 2)
     shape = (2 * count, _LAYERS, 2, KV_HEADS, HEAD_DIM * BLOCK_SIZE)
     source, target = (torch.empty(shape, device=device, dtype=_BF16).normal_() for _ in range(2))
     straight = torch.arange(count, device=device)

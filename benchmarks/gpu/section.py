@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 NO_DEVICE = "no CUDA device"
+_T = TypeVar("_T")
 
 
 class Unmeasured(RuntimeError):
@@ -68,6 +70,17 @@ class Context:
     """One line of progress."""
     measured: dict[str, float] = field(default_factory=dict)
     """What earlier sections found, by name (see ceilings.py): later ones hold themselves against it."""
+    dry: bool = False
+    """Every line once, at tiny sizes, on the CPU and in Triton's interpreter: shows that it runs, no more."""
+
+    def pick(self, whole: _T, quick: _T, dry: _T) -> _T:
+        """The one for this kind of run."""
+        return dry if self.dry else quick if self.quick else whole
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.dry:
+            torch.cuda.synchronize(self.device)
 
     def needs(self, name: str) -> float:
         """What an earlier section measured. Raises Unmeasured if it did not."""
@@ -79,12 +92,12 @@ class Context:
 Section = Callable[[Context], Iterable[Figure]]
 
 
-def require_cuda(device: torch.device | None = None) -> torch.device:
-    """The CUDA device of this machine, or `device` if that is one. Raises Unmeasured where there is none."""
+def device_of(context: Context) -> torch.device:
+    """The CUDA device of a run; the CPU of a dry one. Raises Unmeasured where there is none."""
+    if context.dry:
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise Unmeasured(NO_DEVICE)
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if device.type != "cuda":
-        raise Unmeasured(f"{device} is no CUDA device")
-    return device
+    if context.device.type != "cuda":
+        raise Unmeasured(f"{context.device} is no CUDA device")
+    return context.device

@@ -7,6 +7,7 @@ CUDA graph where it can be: launch overhead of the interpreter is not what a sec
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ def measure(
     """Time every candidate in interleaved rounds; each does its work `calls` times (on inputs of its own, so
     that none finds another's in the cache).
     """
+    if context.dry:
+        return {name: _once(work) for name, work in candidates.items()}
     rounds = max(5, rounds // 4) if context.quick else rounds
     with torch.cuda.device(context.device):
         runs = {name: _prepared(work, graph) for name, work in candidates.items()}
@@ -61,6 +64,12 @@ def measure(
         name: _timing([begin.elapsed_time(end) * 1e-3 / calls for begin, end in marks[name]], captured)
         for name, (_, captured) in runs.items()
     }
+
+
+def _once(work: Work) -> Timing:
+    started = time.perf_counter()
+    work()
+    return Timing(time.perf_counter() - started, 0.0, False)
 
 
 def _timing(seconds: list[float], captured: bool) -> Timing:

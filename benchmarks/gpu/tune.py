@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.paged_case import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, paged_case, random_query
-from benchmarks.gpu.section import Context, Unmeasured, require_cuda
+from benchmarks.gpu.section import Context, Unmeasured, device_of
 from benchmarks.gpu.timing import Work, measure
 from kernels.gpu.tuning import (
     Config,
@@ -29,7 +29,7 @@ _TOKENS = 16_384
 
 def tune(context: Context) -> None:
     """Measure all candidates of both kernels, keep the fastest of each. Raises Unmeasured without a GPU."""
-    device = require_cuda(context.device)
+    device = device_of(context)
     shapes = shape_class(HEAD_DIM, HEADS // KV_HEADS, BLOCK_SIZE, torch.bfloat16, torch.bfloat16)
     for operator, candidates, work in (
         ("paged_decode", decode_candidates(HEAD_DIM), _decode(device)),

@@ -15,7 +15,7 @@ from engine.runner import Runner
 from engine.sampling import SamplingParams
 from tests.end_to_end import reference
 
-TOKENS = 48
+TOKENS = reference.MOST_TOKENS
 BLOCKS = 400
 DEVICE = "cuda"
 

@@ -11,7 +11,7 @@ from tests.end_to_end import reference
 from tests.end_to_end.asking import many_greedy
 from tests.end_to_end.stack import running_stack
 
-TOKENS = 32
+TOKENS = reference.MOST_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,7 +42,7 @@ def test_both_backends_agree_and_are_near_to_full_numbers() -> None:
             for backend, steps in zip((full, meaning, packed), rows, strict=True)
         )
         torch.testing.assert_close(
-            got, expected, atol=0.02, rtol=0.0, msg=lambda text, what=what: f"{what}: {text}"
+            got, expected, atol=0.1, rtol=0.0, msg=lambda text, what=what: f"{what}: {text}"
         )
         error = float((expected - exact).norm() / exact.norm())
         assert 1e-3 < error < 0.1, what
