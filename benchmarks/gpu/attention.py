@@ -10,13 +10,15 @@ import torch
 
 from benchmarks.gpu.attention_peers import Peer, decode_peers, prefill_peers
 from benchmarks.gpu.ceilings import COPY, GEMM
-from benchmarks.gpu.paged_case import HEAD_DIM, HEADS, PagedCase, paged_case, random_query
+from benchmarks.gpu.paged_case import HEAD_DIM, HEADS, KV_HEADS, PagedCase, paged_case, random_query
 from benchmarks.gpu.section import Context, Figure, Unmeasured, device_of, figure
 from benchmarks.gpu.timing import Timing, Work, measure
 
 SECTION = "attention"
 _DECODE = ((32, 4096, 0.85), (32, 8192, 0.85), (32, 16_384, 0.85), (32, 32_768, 0.85), (1, 131_072, 0.70))
 """Rows, context of each, the share of the copy bandwidth that is wanted."""
+_FP8 = (32, 16_384)
+"""Rows and context: no target and no peer, for the bytes that FP8 saves."""
 _DRY_DECODE = ((2, 40, 0.85),)
 _PREFILL = (8192, 32_768)
 _PREFILL_TARGET = 0.55
@@ -30,6 +32,7 @@ def attention(context: Context) -> Iterator[Figure]:
     device = device_of(context)
     for rows, tokens, target in context.pick(_DECODE, _DECODE[:1] + _DECODE[-1:], _DRY_DECODE):
         yield from _decode_point(context, device, rows, tokens, target)
+    yield _fp8_point(context, device, *context.pick(_FP8, _FP8, _DRY_DECODE[0][:2]))
     for tokens in context.pick(_PREFILL, _PREFILL[:1], (20,)):
         yield from _prefill_point(context, device, tokens)
 
@@ -58,6 +61,28 @@ def _decode_point(
         note=times["ours"].note(),
     )  # fmt: skip
     yield from _against_peers(name, times)
+
+
+def _fp8_point(context: Context, device: torch.device, rows: int, tokens: int) -> Figure:
+    from kernels.fp8_cache import DTYPE
+    from kernels.gpu.paged_decode import make_scratch, paged_decode
+
+    name = f"decode, batch {rows}, context {tokens}, FP8 keys and values"
+    context.say(name)
+    case, query = paged_case(rows, tokens, device), random_query(rows, device)
+    blocks, scales = case.blocks.to(DTYPE), torch.full((1, 2, KV_HEADS), 0.5, device=device)
+    lengths = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    scratch, out = make_scratch(rows, HEADS, HEAD_DIM, tokens + 16, device), torch.empty_like(query)
+
+    def work() -> torch.Tensor:
+        return paged_decode(query, blocks, 0, case.tables, lengths, scales=scales, scratch=scratch, out=out)
+
+    time = measure(context, {"ours": work})["ours"]
+    rate = case.kv_bytes / 2 / time.median_s
+    return figure(
+        SECTION, name, rate / 1e12, "TB/s", against="copy bandwidth", ratio=rate / context.needs(COPY),
+        note=f"{time.median_s * 1e6:.0f} µs, {time.note()}",
+    )  # fmt: skip
 
 
 def _prefill_point(context: Context, device: torch.device, tokens: int) -> Iterator[Figure]:

@@ -70,6 +70,7 @@ def _kernel(context: Context, device: torch.device) -> Iterator[Figure]:
     works["scattered, digests"] = _copy(source, target, tables["scattered"], digest=True)
     times = measure(context, works)
     yield from _against_contiguous(times, size, [*tables, "scattered, digests"])
+    yield _conversion(context, source, target, tables["scattered"], times["contiguous"])
     medians = [times[name].median_s for name in tables]
     yield figure(
         SECTION,
@@ -94,6 +95,43 @@ def _against_contiguous(times: dict[str, Timing], size: int, names: Sequence[str
             at_least=_AT_LEAST,
             note=times[name].note(),
         )
+
+
+def _conversion(
+    context: Context, source: KVMemory, target: KVMemory, table: list[int], plain: Timing
+) -> Figure:
+    """Half of the heads into blocks of four times the size, as for a rank of another degree."""
+    from kernels.convert_blocks import HeadRange, block_major
+    from kernels.gpu.convert_blocks import convert_blocks  # needs Triton
+
+    layers, heads, head_dim, size = (
+        _LAYOUT.num_layers, _LAYOUT.num_kv_heads // 2, _LAYOUT.head_dim, 4 * _LAYOUT.block_size
+    )  # fmt: skip
+    blocks = len(table) // 4
+    other = target.data.view(-1)[: blocks * layers * 2 * heads * head_dim * size]
+    views = (
+        block_major(source.data, head_dim),
+        block_major(other.view(blocks, layers, 2, heads, -1), head_dim),
+    )
+    ids = torch.tensor(table, device=source.device)
+    places = torch.randperm(blocks, device=source.device)
+    digests, binding = torch.zeros_like(places), torch.ones_like(places)
+    half, tokens = HeadRange(heads, 0, heads), blocks * size
+    time = measure(
+        context,
+        {
+            "convert": lambda: convert_blocks(
+                views[0], ids, views[1], places, half, tokens, digests=digests, binding=binding
+            )
+        },
+    )["convert"]
+    moved = other.nbytes
+    return figure(
+        SECTION, "convert_blocks, half of the heads, blocks of 64, digests",
+        2 * moved / time.median_s / 1e12, "TB/s", against="contiguous device copy",
+        ratio=plain.median_s * (moved / (len(table) * _LAYOUT.bytes_per_block)) / time.median_s,
+        note=time.note(),
+    )  # fmt: skip
 
 
 def _copy(source: KVMemory, target: KVMemory, table: list[int], *, digest: bool) -> Callable[[], object]:
