@@ -72,7 +72,7 @@ class Lease:
     prefix_seq: int
 
     def to_json(self) -> str:
-        return json.dumps({"record": dataclasses.asdict(self.record), "prefix_seq": self.prefix_seq})
+        return json.dumps({"record": vars(self.record), "prefix_seq": self.prefix_seq})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Lease":

@@ -49,6 +49,7 @@ class Client:
     finished: dict[int, int] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     machine: Machine | None = None
+    too_early: bool = False  # its gateway had no pair of workers when it came, and said so to health checks
 
     def start(self) -> None:
         """Send the request."""
@@ -73,6 +74,7 @@ class Client:
 
     def _arrived(self, machine: Machine) -> None:
         loop = self.cluster.loop
+        self.too_early = not machine.program.ready
         call = _Call(self, received_at=loop.time(), time_left_s=self.ask.deadline_s)
         self.task = loop.create_task(self._serve(machine, call))
 

@@ -44,11 +44,12 @@ def served_model() -> ServedModel:
 
 @cache
 def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
-    secret = "ab" * 32
+    common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
+    worker = {**common, "block_size": model.BLOCK_SIZE, "drain_s": 0.3}
     return (
-        GatewaySettings(secret=secret, admin_port=0, drain_grace_s=1.0),
-        PrefillSettings(secret=secret, block_size=model.BLOCK_SIZE, drain_s=0.3),
-        DecodeSettings(secret=secret, block_size=model.BLOCK_SIZE, drain_s=0.3),
+        GatewaySettings(**common, admin_port=0, drain_grace_s=1.0),
+        PrefillSettings(**worker),
+        DecodeSettings(**worker),
     )
 
 
@@ -271,10 +272,11 @@ class Cluster:
         if machine is None or machine.host is not host or machine.program is None:
             return
         try:
-            if machine.pool is not None:
+            if machine.pool is not None and machine.pool.changed:
                 check_books(machine.pool, machine.receiver)
             for pool in machine.scratch:
-                check_books(pool, None)
+                if pool.changed:
+                    check_books(pool, None)
         except Exception as error:
             self.violated(f"{host}: {error}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -177,8 +178,9 @@ class Draws:
         )
 
 
+@lru_cache(maxsize=256)
 def oracle(
-    prompt: Sequence[int], draws: Draws, choice: int, stop_ids: frozenset[int], limits: tuple[int, int]
+    prompt: tuple[int, ...], draws: Draws, choice: int, stop_ids: frozenset[int], limits: tuple[int, int]
 ) -> tuple[int, ...]:
     """What a choice says, computed alone, at once, and without blocks; `limits` are min and max tokens."""
     params, entries, output = draws.params(choice), bytearray(), list[int]()

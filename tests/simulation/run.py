@@ -135,7 +135,8 @@ class Run:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
             self.violated(f"{client.ask.name} ended with {end}: {error}")
-        if not (self.faults.done or self.cluster.deaths_by_poison) and end in _NEEDS_A_FAULT:
+        unprovoked = not (self.faults.done or self.cluster.deaths_by_poison)
+        if unprovoked and end in _NEEDS_A_FAULT and not (end == "NO_READY_WORKER" and client.too_early):
             self.violated(f"{client.ask.name} ended with {end}, though nothing went wrong")
         if end == "DEADLINE_EXCEEDED" and client.ask.deadline_s is None:
             self.violated(f"{client.ask.name} was late without a deadline")

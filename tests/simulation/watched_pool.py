@@ -24,6 +24,11 @@ class WatchedPool(BlockPool):
         self.version = 0
         self.checked = 0
 
+    @property
+    def changed(self) -> bool:
+        """Since its books were checked."""
+        return self.version != self.checked
+
 
 def _counted(name: str) -> Callable[..., Any]:
     method = getattr(BlockPool, name)
@@ -52,8 +57,6 @@ for _name in (
 
 def check_books(pool: WatchedPool, receiver: Receiver | None) -> None:
     """Free + held + cached + quarantined is all; what a writer may write is nobody else's."""
-    if pool.version == pool.checked:
-        return
     pool.checked = pool.version
     pool.invariants()
     if receiver is None:
