@@ -1,6 +1,6 @@
 """How soon clients get their next token after a worker is killed or stopped.
 
-    python -m tests.faults.next_token [--kills 100] [--stops 20] [--output FILE]
+    python -m tests.faults.next_token [--kills 30] [--stops 16] [--output FILE]
 
 Two workers a role, prompts of 100 tokens, several streams at once. A decode worker is hit while it streams, a
 prefill worker between two chunks of a prompt. Each stream whose attempt was repeated gives one sample: from
@@ -27,7 +27,7 @@ from tests.faults.conftest import Breakable
 from tests.faults.figures import Figure, Result, add_output, count, seconds, tell
 from tests.faults.system import PAIRS, breakable_system, flush_prefixes, settle, signal_if_alive
 
-STREAMS = 6
+STREAMS = 10
 LENGTH = 100
 TOKENS = 120
 TIMEOUT_S = 60.0
@@ -147,8 +147,8 @@ def measure(system: Breakable, plan: Sequence[tuple[str, str]], *, say: bool = T
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.next_token", description=__doc__)
-    parser.add_argument("--kills", type=int, default=100, help="of both roles, by turns")
-    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=30, help="of both roles, by turns")
+    parser.add_argument("--stops", type=int, default=16)
     add_output(parser)
     options = parser.parse_args(argv)
     plan = [(name, ROLES[turn % 2]) for name, turns in _turns(options) for turn in range(turns)]
