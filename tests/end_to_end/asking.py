@@ -11,6 +11,8 @@ from tests.end_to_end.reference import without_end
 
 Prompt = Sequence[int] | str | list[dict[str, str]]
 
+SHORT_OUTPUTS = 64  # so many, and little is left of what was known before
+
 
 async def greedy_tokens(client: AsyncClient, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
     """The streamed token ids of a greedy request, end-of-sequence excluded."""
@@ -42,3 +44,8 @@ async def many_greedy(
                 return await greedy_tokens(client, prompt, max_tokens)
 
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def teach_short_outputs(address: str) -> None:
+    """The gateway lets in what will fit to its end, as it knows outputs. After these it lets in too much."""
+    asyncio.run(many_greedy(address, SHORT_OUTPUTS * [[5, 6, 7]], 1, at_a_time=8))

@@ -59,14 +59,14 @@ class Stack:
         """The sum over labels of one metric of a process."""
         process = self.account[role] if role == "gateway" else self.account[role][index]
         url = f"http://127.0.0.1:{process['http_port']}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=20) as answer:
             lines = answer.read().decode().splitlines()
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
         if not values:
             raise KeyError(f"{role} has no metric {name}")
         return sum(values)
 
-    def wait_idle(self, timeout_s: float = 20.0) -> None:
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no worker has a request and every KV block is back; fails if that does not come."""
         deadline = time.monotonic() + timeout_s
         while busy := self._busy():
@@ -82,9 +82,11 @@ class Stack:
                 if "http_port" not in worker:
                     busy[f"{role} {index} is down"] = 1.0
                     continue
-                for name in names:
-                    if value := self.metric(role, name, index):
-                        busy[f"{role} {index} {name}"] = value
+                try:
+                    values = {name: self.metric(role, name, index) for name in names}
+                except OSError:  # it died a moment ago, and nobody has noted it yet
+                    values = {"does not answer": 1.0}
+                busy |= {f"{role} {index} {name}": value for name, value in values.items() if value}
         return busy
 
 

@@ -12,6 +12,7 @@ from diptych.v1 import inference_pb2 as pb
 from engine.generate import generate_choices
 from engine.sampling import SamplingParams
 from tests.end_to_end import reference, tiny_model
+from tests.end_to_end.asking import teach_short_outputs
 from tests.end_to_end.tiny_system import PROMPTS, Served, tokens
 
 
@@ -127,6 +128,7 @@ def check(records: Sequence[pb.TokenLogprob], token_ids: Sequence[int], logs: to
 def test_choices_and_beams_under_pressure_are_preempted_and_right(served: Served) -> None:
     prompts = [tiny_model.prompt(50 + n, 90) for n in range(6)]
     knobs = {"temperature": 1.0, "seed": 1, "n": 6}
+    teach_short_outputs(served.stack.address)
     answers = served.ask(prompts, sampling=knobs, stopping={"max_tokens": 60, "ignore_eos": True})
     beams = served.ask(prompts, sampling={"beam_width": 6}, stopping={"max_tokens": 24, "ignore_eos": True})
     engine = tiny_model.aggregated(served.folder)

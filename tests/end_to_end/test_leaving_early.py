@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -12,9 +13,19 @@ from tests.end_to_end import reference
 from tests.end_to_end.asking import greedy_answer
 from tests.end_to_end.stack import Stack, running_stack
 
+ANSWER_S = 1.5  # what the first test's longest answers take on the machine that the times below are from
+
+
+async def slowness(address: str) -> float:
+    """How many times as long an answer takes here, at least 1."""
+    began = time.monotonic()
+    await greedy_answer(address, reference.prompts()[10], 64)
+    return max((time.monotonic() - began) / ANSWER_S, 1.0)
+
 
 async def cancel_at_random(address: str, count: int, seed: int) -> dict[str, int]:
     """Start streams, leave each after a random time; how far they had come."""
+    slow = await slowness(address)
     rng = random.Random(seed)
     prompts = reference.prompts()
     gate = asyncio.Semaphore(8)
@@ -39,7 +50,7 @@ async def cancel_at_random(address: str, count: int, seed: int) -> dict[str, int
         # Mostly short prompts, and two kinds of patience, so that every phase meets its share of cancels.
         short = [prompt for prompt in prompts if len(prompt) <= 65]
         plans = [
-            (rng.choice(prompts if n % 10 == 0 else short), rng.expovariate(20 if n % 2 else 1.5))
+            (rng.choice(prompts if n % 10 == 0 else short), slow * rng.expovariate(20 if n % 2 else 1.5))
             for n in range(count)
         ]
         await asyncio.gather(*(one(prompt, after) for prompt, after in plans))

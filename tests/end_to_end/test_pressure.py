@@ -11,13 +11,12 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from tests.end_to_end import reference
-from tests.end_to_end.asking import many_greedy
+from tests.end_to_end.asking import many_greedy, teach_short_outputs
 from tests.end_to_end.stack import Stack, running_stack
 
 STREAMS = 64
 MAX_TOKENS = 16
 KV_BLOCKS = 24  # 384 tokens, where the streams together need more than 5,000
-SHORT_OUTPUTS = 64  # so many of one token: the gateway forgets what it knew of longer ones
 SEVERAL = (
     {"n": 3, "temperature": 1.0},
     {"n": 4, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5},
@@ -32,17 +31,11 @@ def crowded() -> Iterator[Stack]:
         yield stack
 
 
-def teach_short_outputs(stack: Stack) -> None:
-    """The gateway admits by the outputs that it has seen. After these it takes more than fit."""
-    prompts = [reference.prompts()[1]] * SHORT_OUTPUTS
-    asyncio.run(many_greedy(stack.address, prompts, 1, at_a_time=8))
-
-
 def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text(crowded: Stack) -> None:
     by_length = [prompt for prompt in reference.prompts() if len(prompt) <= 260]
     prompts = [by_length[n % len(by_length)] for n in range(STREAMS)]
     assert sum(len(prompt) + MAX_TOKENS for prompt in prompts) > 10 * KV_BLOCKS * 16
-    teach_short_outputs(crowded)
+    teach_short_outputs(crowded.address)
     answers = asyncio.run(many_greedy(crowded.address, prompts, MAX_TOKENS, at_a_time=STREAMS))
     preempted = crowded.metric("decode", "diptych_preemptions_total")
     crowded.wait_idle()
@@ -67,7 +60,7 @@ def test_several_outputs_are_the_same_in_a_crowd_as_alone(crowded: Stack) -> Non
             return [await outputs(stub, request) for request in asked]
 
     alone = asyncio.run(run(at_once=False))
-    teach_short_outputs(crowded)
+    teach_short_outputs(crowded.address)
     before = crowded.metric("decode", "diptych_preemptions_total")
     assert asyncio.run(run(at_once=True)) == alone
     assert crowded.metric("decode", "diptych_preemptions_total") > before

@@ -16,6 +16,7 @@ from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.end_to_end import tiny_model
+from tests.end_to_end.asking import teach_short_outputs
 from tests.end_to_end.tiny_system import MODEL, Served
 
 WEATHER = pb.Tool(
@@ -191,7 +192,9 @@ def test_a_grammar_goes_on_where_it_was_after_a_preemption(served: Served) -> No
 
             return await asyncio.gather(*map(one, asked))
 
-    alone, together = asyncio.run(ask(1)), asyncio.run(ask(len(asked)))
+    alone = asyncio.run(ask(1))
+    teach_short_outputs(served.stack.address)
+    together = asyncio.run(ask(len(asked)))
     assert sum(answer.timings.preemptions for answer in together) > 0
     assert sum(answer.timings.preemptions for answer in alone) == 0
     for one, other in zip(alone, together, strict=True):

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-TAKEN_WITHIN_S = 30.0
+TAKEN_WITHIN_S = 60.0
 
 
 class Armory:

@@ -12,7 +12,7 @@ from tests.faults.armory import kill
 from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 from tests.faults.conftest import Breakable
 
-IDLE_S = 30.0  # a worker that is started again counts as busy
+IDLE_S = 120.0  # a worker that is started again counts as busy
 
 
 def ask_while(system: Breakable, act: Callable[[], object], *, length: int = 100) -> dict[str, Completion]:

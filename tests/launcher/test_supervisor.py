@@ -14,7 +14,7 @@ from launcher.restart import RestartPolicy
 from launcher.supervisor import Ended, Event, Running, Serving, Supervisor, Wrote
 from tests.launcher.specs import ROOT, alive, program_spec, wait_until
 
-GRACE_S = 6.0
+GRACE_S = 20.0
 QUICK = RestartPolicy(first_s=0.05, cap_s=0.2)
 
 
@@ -24,7 +24,7 @@ class Watched:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._told = asyncio.Event()
-        self.supervisor = Supervisor(self._observe, policy=QUICK, ready_timeout_s=30, grace_s=GRACE_S)
+        self.supervisor = Supervisor(self._observe, policy=QUICK, ready_timeout_s=60, grace_s=GRACE_S)
 
     def _observe(self, event: Event) -> None:
         self.events.append(event)
@@ -34,7 +34,7 @@ class Watched:
         return next(one for one in self.supervisor.running() if one.name == name)
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not true():
                 self._told.clear()
                 await self._told.wait()
@@ -175,7 +175,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed() -> None:
         assert all(alive(pid) for pid in pids)
         process.kill()
         process.wait()
-        assert wait_until(lambda: not any(alive(pid) for pid in pids), 2)
+        assert wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
 async def test_a_successor_serves_before_the_old_one_is_told_to_end(watched: Watched) -> None:

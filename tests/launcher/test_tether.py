@@ -17,7 +17,7 @@ def test_becomes_the_program() -> None:
     read, write = os.pipe()
     try:
         with start(read, "/bin/sh", "-c", "echo $$; exit 7") as process:
-            out, _ = process.communicate(timeout=10)
+            out, _ = process.communicate(timeout=60)
             assert int(out) == process.pid
             assert process.returncode == 7
     finally:
@@ -30,7 +30,7 @@ def test_does_not_start_the_program_when_the_parent_is_gone() -> None:
     os.close(write)  # what the death of the parent does
     try:
         with start(read, "/bin/sh", "-c", "echo started") as process:
-            out, _ = process.communicate(timeout=10)
+            out, _ = process.communicate(timeout=60)
             assert out == b""
             assert process.returncode == 1
     finally:

@@ -34,7 +34,7 @@ async def test_serves_with_the_password_only_and_returns_at_the_same_address_aft
         assert address.password not in repr(address)
 
         os.kill(server.pid, signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await served.get()
         await asyncio.to_thread(_write_and_read, address.url)
     finally:
