@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.choose import choose_dataset
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
+from diptych.access import Access
 
 _SAMPLE_TOKENS = 32
 _FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe
@@ -63,14 +65,18 @@ def _backend(options: argparse.Namespace) -> Backend:
     """The chosen one; its client library is imported only then."""
     name = options.backend or ("diptych" if options.base_url is None else "openai")
     asking = flags.asking(options)
+    try:
+        access = Access.from_environment()
+    except OSError as error:
+        raise flags.BadOptions(f"DIPTYCH_CA_FILE and its like: {error}") from None
     if name == "diptych":
         from benchmarks.backends.grpc import GrpcBackend
 
-        return GrpcBackend(options.address, asking)
+        return GrpcBackend(options.address, asking, access)
     if name == "kserve":
         from benchmarks.backends.kserve import KServeBackend
 
-        return KServeBackend(options.address, asking)
+        return KServeBackend(options.address, asking, access)
     if options.base_url is None:
         raise flags.BadOptions(f"--backend {name} needs --base-url")
     try:
@@ -82,7 +88,8 @@ def _backend(options: argparse.Namespace) -> Backend:
         options.base_url,
         endpoint,
         asking,
-        api_key=options.api_key,
+        api_key=options.api_key or access.api_key,
+        ca_file=os.environ.get("DIPTYCH_CA_FILE"),
         new_connections=options.new_connections,
     )
 

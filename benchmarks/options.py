@@ -116,7 +116,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         help="the first two at --address; openai takes token ids, -chat text",
     )
     add("--model", help="served name (default: the server's first)")
-    add("--api-key", metavar="KEY", help="bearer token of --base-url")
+    add("--api-key", metavar="KEY", help="bearer token of --base-url; default: DIPTYCH_API_KEY")
     add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into HTTP requests")
     add("--request-timeout", type=_positive, default=600.0, metavar="S", help="%(default)s")

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from diptych.access import Access, Tls, tls_credentials
 from diptych.channel import channel_options
 from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
 from diptych.failure import CallFailed, read_failure
@@ -55,16 +56,17 @@ class AsyncClient:
         address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
+        api_key: str | None = None,
+        tls: Tls = False,
         credentials: grpc.ChannelCredentials | None = None,
         retries: int = 3,
     ) -> None:
-        def connect(address: str, retries: int) -> grpc.aio.Channel:
-            options = channel_options(retries)
-            if credentials is None:
-                return grpc.aio.insecure_channel(address, options)
-            return grpc.aio.secure_channel(address, credentials, options)
+        access = Access(api_key, credentials or tls_credentials(tls))
 
-        self._servers = Servers(address, retries, connect)
+        def connect(address: str, retries: int) -> grpc.aio.Channel:
+            return access.aio_channel(address, channel_options(retries))
+
+        self._servers = Servers(address, retries, connect, access.metadata)
         self._stub = self._servers.first
         self._model = model
 

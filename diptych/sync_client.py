@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from diptych.access import Access, Tls, tls_credentials
 from diptych.channel import channel_options
 from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
 from diptych.failure import CallFailed, read_failure
@@ -53,7 +54,9 @@ class Client:
     Args:
         address: host:port; of several, all calls go to the first, and streams that resume go on at the next.
         model: the served name to ask for; absent, the server's first one is looked up once.
-        credentials: makes the channel a TLS one.
+        api_key: goes with every call. Without TLS it goes in the clear: loopback, or a trusted network.
+        tls: True to trust the public roots, or the path of PEM certificates to trust; see `diptych.access`.
+        credentials: any other TLS, such as with a certificate of one's own; instead of `tls`.
         retries: how often gRPC repeats a call of which nothing was delivered; see `diptych.channel`.
     """
 
@@ -62,16 +65,17 @@ class Client:
         address: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
+        api_key: str | None = None,
+        tls: Tls = False,
         credentials: grpc.ChannelCredentials | None = None,
         retries: int = 3,
     ) -> None:
-        def connect(address: str, retries: int) -> grpc.Channel:
-            options = channel_options(retries)
-            if credentials is None:
-                return grpc.insecure_channel(address, options)
-            return grpc.secure_channel(address, credentials, options)
+        access = Access(api_key, credentials or tls_credentials(tls))
 
-        self._servers = Servers(address, retries, connect)
+        def connect(address: str, retries: int) -> grpc.Channel:
+            return access.channel(address, channel_options(retries))
+
+        self._servers = Servers(address, retries, connect, access.metadata)
         self._stub = self._servers.first
         self._model = model
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from gateway.access.key_file import read_key_file
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from runtime.settings import Port, ProgramSettings
+from runtime.tls import TlsFiles
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
@@ -34,6 +35,13 @@ class GatewaySettings(ProgramSettings):
     )
     api_keys_file: Path | None = Field(
         None, description="API keys, as `diptych key new` writes them; without it nobody is asked for one"
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate chain of the gRPC, HTTP and admin ports; read again when renewed"
+    )
+    tls_key: Path | None = Field(None, validate_default=True, description="PEM key of --tls-cert")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM certificates of those who sign clients'; then clients need a certificate"
     )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
         256, description="requests that may be with the workers at once; more wait here"
@@ -73,6 +81,32 @@ class GatewaySettings(ProgramSettings):
         if path is not None:
             read_key_file(path)
         return path
+
+    @field_validator("tls_key")
+    @classmethod
+    def _certificate_and_key(cls, key: Path | None, others: ValidationInfo) -> Path | None:
+        certificate = others.data.get("tls_cert")
+        if (certificate is None) != (key is None):
+            raise ValueError("goes with --tls-cert: give both or neither")
+        if certificate is not None and key is not None:
+            TlsFiles(certificate, key).check()
+        return key
+
+    @field_validator("tls_client_ca")
+    @classmethod
+    def _clients_need_tls(cls, client_ca: Path | None, others: ValidationInfo) -> Path | None:
+        certificate, key = others.data.get("tls_cert"), others.data.get("tls_key")
+        if client_ca is not None and (certificate is None or key is None):
+            raise ValueError("goes with --tls-cert and --tls-key")
+        if certificate is not None and key is not None:
+            TlsFiles(certificate, key, client_ca).check()
+        return client_ca
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def resolved_admin_port(self) -> int:

@@ -40,6 +40,7 @@ from runtime.model_digest import model_digest
 from runtime.process import incarnation
 from runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from runtime.telemetry import Telemetry
+from runtime.tls import TlsFiles
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
 _log = logging.getLogger(__name__)
@@ -102,25 +103,30 @@ class Gateway:
         """Whether a request that comes now has workers to run on."""
         return not self._leaving and self.fleet.missing_role() is None
 
+    def _gives_work(self, worker_id: str) -> bool:
+        return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.linked_workers())
+
     async def start(self) -> None:
         """Bind all ports and serve. Raises OSError or UnsafeBindError."""
         settings = self._settings
         await self.mirror.start()
         self.fleet.start()
         await self._workers_or_timeout(settings.await_workers_s)
-        share = settings.share_ports
+        share, tls = settings.share_ports, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self._calls(Scope.INFERENCE)
         add_inference_service(server, calls, self.generator, self._text)
         KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
-        self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure)
+        self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure, _credentials(tls))
         self._bind_gauges()
         self._http = await HttpEdge.start(
             settings.host,
             settings.http_port,
             registry=self.registry,
             ready=lambda: self.ready,
+            gives_work=self._gives_work,
+            tls=tls,
             insecure=settings.insecure,
             door=OpenAIDoor(calls, self.generator, self._text, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
@@ -133,6 +139,7 @@ class Gateway:
             self._calls(Scope.ADMIN),
             self._operations(),
             insecure=settings.insecure,
+            credentials=_credentials(tls),
             share_port=share,
         )
         self.admin_port = self._admin.port
@@ -231,6 +238,10 @@ class Gateway:
             self.metrics.workers.labels(role.value).set_function(
                 lambda role=role: len(self.fleet.linked(role))  # type: ignore[misc]
             )
+
+
+def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
+    return None if tls is None else tls.server_credentials()
 
 
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from diptych.access import Access
 from diptych.client import CallFailed, Client, Prompt, Timings, Usage, chat
 
 
@@ -29,7 +30,14 @@ def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int
     """Prints the answer to stdout, all else to stderr. Exit status 1 when the call fails."""
     notes = Console(stderr=True)
     try:
-        with Client(address, model=question.model) as client:
+        access = Access.from_environment()
+    except OSError as error:
+        notes.out(f"DIPTYCH_CA_FILE and its like: {error}", style="red", highlight=False)
+        return 1
+    try:
+        with Client(
+            address, model=question.model, api_key=access.api_key, credentials=access.credentials
+        ) as client:
             spent, usage = _streamed(client, question) if stream else _whole(client, question)
     except CallFailed as failure:
         notes.out(f"{address}: {failure}", style="red", highlight=False)

@@ -74,6 +74,17 @@ def up(
     insecure: Annotated[
         bool, typer.Option("--insecure", envvar="DIPTYCH_INSECURE", help="Allow a host that is not loopback.")
     ] = False,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(envvar="DIPTYCH_API_KEYS_FILE", help="Ask for keys: see `diptych key new`.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(envvar="DIPTYCH_TLS_CERT", help="PEM certificate of the gateway's ports.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(envvar="DIPTYCH_TLS_KEY", help="Its PEM key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="DIPTYCH_TLS_CLIENT_CA", help="Clients need certificates that these sign."),
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(envvar="DIPTYCH_REDIS_URL", help="Use this server, start no Valkey.")
     ] = None,
@@ -121,6 +132,10 @@ def up(
         http_port=http_port,
         admin_port=admin_port,
         insecure=insecure,
+        api_keys_file=api_keys_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
         redis_url=redis_url,
         secret=os.environ.get("DIPTYCH_SECRET"),
         prefill_threads=prefill_threads,

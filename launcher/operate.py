@@ -7,6 +7,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from diptych.access import Access, Metadata
 from diptych.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
@@ -25,8 +26,8 @@ _ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
 def list_workers(address: str) -> int:
     """Print a table of the workers. Exit status 1 when the gateway cannot be asked."""
 
-    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
-        answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S)
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+        answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S, metadata=metadata)
         Console().print(_table(answer.workers))
 
     return _operate(address, ask)
@@ -35,11 +36,11 @@ def list_workers(address: str) -> int:
 def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
     """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
 
-    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         request = pb.DrainWorkerRequest(worker_id=worker_id)
         if grace_s is not None:
             request.grace.FromNanoseconds(round(grace_s * 1e9))
-        stub.DrainWorker(request, timeout=_TIMEOUT_S)
+        stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
         print(f"{worker_id} drains")
 
     return _operate(address, ask)
@@ -48,9 +49,11 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
 def flush_prefix_cache(address: str, worker_id: str) -> int:
     """Exit status 1 when there is no such decode worker, or the gateway cannot be asked."""
 
-    def ask(stub: admin_pb2_grpc.AdminServiceStub) -> None:
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         request = pb.FlushPrefixCacheRequest(worker_id=worker_id)
-        print(f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S).blocks} blocks forgotten")
+        print(
+            f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S, metadata=metadata).blocks} blocks forgotten"
+        )
 
     return _operate(address, ask)
 
@@ -64,10 +67,15 @@ def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
         return 1
 
 
-def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub], None]) -> int:
-    with grpc.insecure_channel(address) as channel:
+def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+    try:
+        access = Access.from_environment()
+    except OSError as error:
+        print(f"diptych: DIPTYCH_CA_FILE and its like: {error}", file=sys.stderr)
+        return 1
+    with access.channel(address) as channel:
         try:
-            ask(admin_pb2_grpc.AdminServiceStub(channel))
+            ask(admin_pb2_grpc.AdminServiceStub(channel), access.metadata)
         except grpc.RpcError as error:
             print(f"diptych: {address}: {read_failure(error)}", file=sys.stderr)
             return 1

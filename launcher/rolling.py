@@ -10,17 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-import grpc
-
-from diptych.v1 import admin_pb2 as pb
-from diptych.v1 import admin_pb2_grpc
 from launcher.child import Announcement, ChildFailed
 from launcher.up import Stack
 
 ORDER = ("valkey", "decode", "prefill", "gateway")
 AWAIT_WORKERS_S = 30
 _PAUSE_S = 0.05
-_ASK_S = 2.0
 
 
 class UnknownProcess(LookupError):
@@ -60,15 +55,8 @@ async def _at_once(_: Announcement) -> None:
 async def _linked(stack: Stack, name: str, announced: Announcement) -> None:
     """Returns when the gateway gives work to this worker. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + AWAIT_WORKERS_S
-    async with grpc.aio.insecure_channel(f"{stack.host}:{stack.admin_port}") as channel:
-        stub = admin_pb2_grpc.AdminServiceStub(channel)
-        while time.monotonic() < deadline:
-            try:
-                answer = await stub.ListWorkers(pb.ListWorkersRequest(), timeout=_ASK_S)
-            except grpc.RpcError:
-                answer = pb.ListWorkersResponse()  # it may be about to come back itself
-            ready = (w.worker_id for w in answer.workers if w.state == pb.WORKER_STATE_READY)
-            if announced["worker_id"] in ready:
-                return
-            await asyncio.sleep(_PAUSE_S)
+    while time.monotonic() < deadline:
+        if await stack.ready(str(announced["worker_id"])):
+            return
+        await asyncio.sleep(_PAUSE_S)
     raise ChildFailed(name, f"was not linked to the gateway within {AWAIT_WORKERS_S} s")

@@ -5,12 +5,15 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import admin_port_beside
 from launcher.child import ChildSpec, Slot
 from launcher.thread_plan import split_cores
 from runtime.bind_address import UnsafeBindError, require_safe_bind
 from runtime.settings import resolve_model
+from runtime.tls import BadTlsFiles, TlsFiles
 
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
@@ -21,7 +24,10 @@ DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, w
 
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
 _OWNED_FLAGS = frozenset(
-    {"grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"}
+    {
+        *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca"),
+    }
 )
 
 
@@ -45,6 +51,10 @@ class StackOptions:
     http_port: int = 0
     admin_port: int | None = None
     insecure: bool = False
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     redis_url: str | None = None
     secret: str | None = None
     prefill_threads: int | None = None
@@ -84,8 +94,11 @@ def check_options(options: StackOptions) -> None:
     """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading."""
     try:
         resolve_model(options.model)
-        require_safe_bind(options.host, encrypted=False, insecure=options.insecure)
-    except (FileNotFoundError, UnsafeBindError) as error:
+        require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
+        if options.api_keys_file is not None:
+            read_key_file(options.api_keys_file)
+        _check_tls(options)
+    except (FileNotFoundError, UnsafeBindError, BadKeyFile, BadTlsFiles) as error:
         raise BadOptions(str(error)) from None
     for port in (
         options.grpc_port,
@@ -94,6 +107,14 @@ def check_options(options: StackOptions) -> None:
     ):
         if _taken(options.host, port):
             raise BadOptions(f"port {port} of {options.host} is taken")
+
+
+def _check_tls(options: StackOptions) -> None:
+    certificate, key = options.tls_cert, options.tls_key
+    if certificate is not None and key is not None:
+        TlsFiles(certificate, key, options.tls_client_ca).check()
+    elif certificate or key or options.tls_client_ca:
+        raise BadOptions("--tls-cert and --tls-key go together, and --tls-client-ca goes with both")
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,10 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         {
             "host": options.host,
             "insecure": options.insecure or None,
+            "api-keys-file": options.api_keys_file,
+            "tls-cert": options.tls_cert,
+            "tls-key": options.tls_key,
+            "tls-client-ca": options.tls_client_ca,
             "drain-grace-s": DRAIN_S,
             "share-ports": True,
             "await-workers-s": Slot("await_workers_s"),

@@ -34,6 +34,7 @@ class Stack:
     grpc_port: int
     http_port: int
     admin_port: int
+    tls: bool = False
 
     @property
     def address(self) -> str:
@@ -42,7 +43,12 @@ class Stack:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.host}:{self.http_port}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
+
+    async def ready(self, worker_id: str = "") -> bool:
+        """Whether the gateway can route a request; with an id, whether this worker gets some."""
+        path = f"/ready?worker={worker_id}" if worker_id else "/ready"
+        return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
 
 
 @asynccontextmanager
@@ -83,6 +89,7 @@ async def running_stack(
             int(gateway["grpc_port"]),
             int(gateway["http_port"]),
             int(gateway["admin_port"]),
+            tls=options.tls_cert is not None,
         )
         await _routable(stack)
         if file is not None:
@@ -97,7 +104,7 @@ async def running_stack(
 async def _routable(stack: Stack) -> None:
     """Waits until the gateway has found its workers. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
-    while await http_status(stack.host, stack.http_port, "/ready") != 200:
+    while not await stack.ready():
         if time.monotonic() > deadline:
             raise ChildFailed("gateway", f"found no workers within {_ROUTABLE_TIMEOUT_S:.0f} s")
         await asyncio.sleep(_ROUTABLE_PAUSE_S)

@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from runtime.bind_address import require_safe_bind
+from runtime.tls import BadTlsFiles, TlsFiles
 
 IDLE_S = 30.0
 """Seconds for the head of a request, and between two requests on one connection."""
@@ -40,10 +42,20 @@ Door = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class HttpEdge:
     """Make it with `HttpEdge.start`; `port` is the one it listens on."""
 
-    def __init__(self, registry: CollectorRegistry, ready: Callable[[], bool], door: Door | None) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ready: Callable[[], bool],
+        door: Door | None,
+        *,
+        gives_work: Callable[[str], bool] | None = None,
+        certificates: bool = False,
+    ) -> None:
         self._registry = registry
         self._ready = ready
+        self._gives_work = gives_work
         self._door = door
+        self._certificates = certificates
         self._runner: web.ServerRunner | None = None
         self._leaving = False
         self.port = 0
@@ -56,6 +68,8 @@ class HttpEdge:
         *,
         registry: CollectorRegistry,
         ready: Callable[[], bool],
+        gives_work: Callable[[str], bool] | None = None,
+        tls: TlsFiles | None = None,
         insecure: bool = False,
         door: Door | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
@@ -63,19 +77,29 @@ class HttpEdge:
     ) -> "HttpEdge":
         """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503.
 
-        With `share_port` another process may listen there too, if it says so as well.
-        Raises UnsafeBindError for an address beyond loopback unless `insecure`, OSError when the
-        port is taken.
+        `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
+        With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
+        certificates of clients, the door does, and what is for probes does not: they have none.
+        Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, OSError when
+        the port is taken, BadTlsFiles.
         """
-        require_safe_bind(host, encrypted=False, insecure=insecure)
-        edge = cls(registry, ready, door)
+        require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
+        certificates = tls is not None and tls.client_ca is not None
+        edge = cls(registry, ready, door, gives_work=gives_work, certificates=certificates)
         server = _Server(edge._answer, max_body_bytes)
         edge._runner = web.ServerRunner(server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
-            site = web.TCPSite(edge._runner, host, port, backlog=_BACKLOG, reuse_port=share_port or None)
+            site = web.TCPSite(
+                edge._runner,
+                host,
+                port,
+                ssl_context=None if tls is None else tls.server_context(),
+                backlog=_BACKLOG,
+                reuse_port=share_port or None,
+            )
             await site.start()
-        except OSError:
+        except (OSError, BadTlsFiles):
             await edge._runner.cleanup()
             raise
         edge.port = edge._runner.addresses[0][1]
@@ -102,37 +126,45 @@ class HttpEdge:
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         operator = _OPERATOR.get(request.path)
         if operator is None:
+            if self._certificates and not _has_certificate(request):
+                return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
             if self._door is not None:
                 return await self._door(request)
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})
-        return operator(self)
+        return operator(self, request)
 
-    def _health(self) -> web.Response:
+    def _health(self, _: web.BaseRequest) -> web.Response:
         return _text(HTTPStatus.OK, "alive\n")
 
-    def _readiness(self) -> web.Response:
-        if self._ready():
+    def _readiness(self, request: web.BaseRequest) -> web.Response:
+        worker = request.query.get("worker", "")
+        asked = self._ready if self._gives_work is None or not worker else partial(self._gives_work, worker)
+        if asked():
             return _text(HTTPStatus.OK, "ready\n")
         return _text(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
 
-    def _metrics(self) -> web.Response:
+    def _metrics(self, _: web.BaseRequest) -> web.Response:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
         )
 
-    def _version(self) -> web.Response:
+    def _version(self, _: web.BaseRequest) -> web.Response:
         body = json.dumps({"version": importlib.metadata.version("diptych")})
         return web.Response(text=body, content_type="application/json")
 
 
-_OPERATOR: dict[str, Callable[[HttpEdge], web.Response]] = {
+_OPERATOR: dict[str, Callable[[HttpEdge, web.BaseRequest], web.Response]] = {
     "/health": HttpEdge._health,
     "/ready": HttpEdge._readiness,
     "/metrics": HttpEdge._metrics,
     "/version": HttpEdge._version,
 }
+
+
+def _has_certificate(request: web.BaseRequest) -> bool:
+    return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
 
 
 def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) -> web.Response:

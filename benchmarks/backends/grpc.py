@@ -9,6 +9,7 @@ import grpc
 from benchmarks.backends import Unreachable
 from benchmarks.backends.asking import Asking
 from benchmarks.request import BenchRequest, Reply, RequestFailed, ServerTimes
+from diptych.access import Access
 from diptych.completion import read_chunk
 from diptych.failure import read_failure
 from diptych.results import Timings
@@ -21,16 +22,20 @@ class GrpcBackend:
 
     name = "diptych"
 
-    def __init__(self, address: str, asking: Asking) -> None:
+    def __init__(self, address: str, asking: Asking, access: Access | None = None) -> None:
+        access = access or Access()
         self._address, self._asking = address, asking
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = access.aio_channel(address)
+        self._metadata = access.metadata
         self._stub = rpc.InferenceServiceStub(self._channel)
         self._model = asking.model
 
     async def model(self) -> str:
         if self._model is None:
             try:
-                listed = await self._stub.ListModels(pb.ListModelsRequest(), timeout=10)
+                listed = await self._stub.ListModels(
+                    pb.ListModelsRequest(), timeout=10, metadata=self._metadata
+                )
             except grpc.RpcError as error:
                 raise Unreachable(f"{self._address}: {read_failure(error)}") from None
             if not listed.models:
@@ -39,7 +44,8 @@ class GrpcBackend:
         return self._model
 
     async def send(self, request: BenchRequest) -> Reply:
-        call = self._stub.StreamGenerate(self._message(request, await self.model()), timeout=self._timeout)
+        message = self._message(request, await self.model())
+        call = self._stub.StreamGenerate(message, timeout=self._timeout, metadata=self._metadata)
         arrivals: list[float] = []
         texts: list[str] = []
         tokens = 0

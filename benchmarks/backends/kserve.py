@@ -13,6 +13,7 @@ import grpc
 from benchmarks.backends import Unreachable
 from benchmarks.backends.asking import Asking
 from benchmarks.request import BenchRequest, Reply, RequestFailed
+from diptych.access import Access
 from diptych.failure import read_failure
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc as rpc
@@ -25,9 +26,11 @@ class KServeBackend:
 
     name = "kserve"
 
-    def __init__(self, address: str, asking: Asking) -> None:
+    def __init__(self, address: str, asking: Asking, access: Access | None = None) -> None:
+        access = access or Access()
         self._address, self._asking = address, asking
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = access.aio_channel(address)
+        self._metadata = access.metadata
         self._stub = rpc.GRPCInferenceServiceStub(self._channel)
         self._model = asking.model
 
@@ -36,7 +39,7 @@ class KServeBackend:
         if self._model is None:
             listing = diptych_rpc.InferenceServiceStub(self._channel)
             try:
-                listed = await listing.ListModels(pb.ListModelsRequest(), timeout=10)
+                listed = await listing.ListModels(pb.ListModelsRequest(), timeout=10, metadata=self._metadata)
             except grpc.RpcError as error:
                 raise Unreachable(f"{self._address}: {read_failure(error)}; give --model") from None
             if not listed.models:
@@ -46,7 +49,9 @@ class KServeBackend:
 
     async def send(self, request: BenchRequest) -> Reply:
         message = self._message(request, await self.model())
-        call = self._stub.ModelStreamInfer(iter([message]), timeout=self._asking.timeout_s)
+        call = self._stub.ModelStreamInfer(
+            iter([message]), timeout=self._asking.timeout_s, metadata=self._metadata
+        )
         answer = _Answer(self._asking)
         try:
             async for response in call:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -41,6 +42,7 @@ class OpenAIBackend:
         asking: Asking,
         *,
         api_key: str | None = None,
+        ca_file: str | None = None,
         new_connections: bool = False,
     ) -> None:
         self.name = "openai-chat" if endpoint == "chat/completions" else "openai"
@@ -49,6 +51,7 @@ class OpenAIBackend:
         self._model = asking.model
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
+                ssl=ssl.create_default_context(cafile=ca_file) if ca_file else True,
                 limit=0,
                 force_close=new_connections,
                 keepalive_timeout=None if new_connections else _KEEPALIVE_S,

@@ -30,13 +30,14 @@ class AdminDoor:
         operations: Operations,
         *,
         insecure: bool,
+        credentials: grpc.ServerCredentials | None = None,
         share_port: bool = False,
     ) -> AdminDoor:
         """Bind (0 = any free port) and serve. Raises OSError or UnsafeBindError."""
         server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES, share_port=share_port)
         add_service(server, calls, DESCRIPTOR, bodies(operations))
         health = await add_health_and_reflection(server, [DESCRIPTOR.full_name])
-        bound = bind(server, host, port, insecure)
+        bound = bind(server, host, port, insecure, credentials)
         await server.start()
         await health.set_ready(True)
         return cls(server, bound)

@@ -1,0 +1,70 @@
+"""What a client shows to a server, and what it wants of it: an API key, and TLS.
+
+The `diptych` commands take theirs from the environment:
+
+    DIPTYCH_API_KEY            the key
+    DIPTYCH_CA_FILE            PEM certificates to trust: turns TLS on (of public roots, the system's bundle)
+    DIPTYCH_CLIENT_CERT_FILE   a client's own PEM certificate, for servers that want one,
+    DIPTYCH_CLIENT_KEY_FILE    and its key
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+Metadata = tuple[tuple[str, str], ...]
+Tls = bool | str | os.PathLike[str]
+"""False: none. True: the public roots that gRPC knows. A path: PEM certificates to trust."""
+
+_Options = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Access:
+    """`credentials`: of a channel with TLS; None makes a plain one, over which a key goes in the clear."""
+
+    api_key: str | None = field(default=None, repr=False)
+    credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_environment(cls) -> "Access":
+        """Raises OSError for a file that cannot be read."""
+        ca_file = os.environ.get("DIPTYCH_CA_FILE")
+        chain, key = (os.environ.get(f"DIPTYCH_CLIENT_{name}_FILE") for name in ("CERT", "KEY"))
+        credentials = tls_credentials(ca_file, chain=chain, key=key) if ca_file else None
+        return cls(os.environ.get("DIPTYCH_API_KEY") or None, credentials)
+
+    @property
+    def metadata(self) -> Metadata:
+        """That goes with each call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    def channel(self, address: str, options: _Options = ()) -> grpc.Channel:
+        if self.credentials is None:
+            return grpc.insecure_channel(address, options)
+        return grpc.secure_channel(address, self.credentials, options)
+
+    def aio_channel(self, address: str, options: _Options = ()) -> grpc.aio.Channel:
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options)
+        return grpc.aio.secure_channel(address, self.credentials, options)
+
+
+def tls_credentials(
+    tls: Tls, *, chain: str | None = None, key: str | None = None
+) -> grpc.ChannelCredentials | None:
+    """None where `tls` is False. `chain` and `key` are files of the client's own certificate.
+
+    Raises OSError for a file that cannot be read.
+    """
+    if tls is False:
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=None if tls is True else Path(tls).read_bytes(),
+        private_key=None if not key else Path(key).read_bytes(),
+        certificate_chain=None if not chain else Path(chain).read_bytes(),
+    )

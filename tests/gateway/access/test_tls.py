@@ -1,0 +1,211 @@
+"""TLS on the ports of a real gateway: who connects, who does not, and a certificate that is renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import trustme
+
+from diptych.access import Access, tls_credentials
+from diptych.client import AsyncClient, CallFailed
+from diptych.v1 import admin_pb2, admin_pb2_grpc
+from gateway.config import GatewaySettings
+from gateway.model.served_model import ServedModel
+from launcher.probe import http_status
+from tests.gateway.access.keys import Keys
+from tests.gateway.running_gateway import Stack, running, valkey
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+
+OUTPUT = [10, 11, 12]
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with valkey() as url:
+        yield url
+
+
+class Files:
+    """A CA of our own and what it signed, as PEM files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca = trustme.CA()
+        self.cert, self.key, self.roots = (folder / name for name in ("cert.pem", "key.pem", "ca.pem"))
+        self.ca.cert_pem.write_to_path(self.roots)
+        self.issue()
+
+    def issue(self) -> None:
+        """A fresh certificate of the server, in place of the last."""
+        leaf = self.ca.issue_cert("127.0.0.1", "localhost")
+        self.key.touch(0o600)
+        leaf.private_key_pem.write_to_path(self.key)
+        self.cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+
+    def client(self, ca: trustme.CA) -> tuple[Path, Path]:
+        leaf = ca.issue_cert("client@example.org")
+        cert, key = self.folder / "client.pem", self.folder / "client.key"
+        leaf.cert_chain_pems[0].write_to_path(cert)
+        leaf.private_key_pem.write_to_path(key)
+        return cert, key
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"tls_cert": self.cert, "tls_key": self.key}
+
+    def context(self, cert: tuple[Path, Path] | None = None) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.roots)
+        if cert is not None:
+            context.load_cert_chain(*cert)
+        return context
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def serving(model: ServedModel, redis_url: str, **settings: Any) -> Any:
+    return running(model, redis_url, ScriptedPrefill(), ScriptedDecode(answering(OUTPUT)), **settings)
+
+
+def address(stack: Stack) -> str:
+    return f"127.0.0.1:{stack.gateway.grpc_port}"
+
+
+async def get(stack: Stack, path: str, context: ssl.SSLContext, **headers: str) -> int:
+    url = f"https://127.0.0.1:{stack.gateway.http_port}{path}"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, ssl=context, headers=headers) as answer,
+    ):
+        return answer.status
+
+
+async def failure(client: AsyncClient) -> grpc.StatusCode:
+    with pytest.raises(CallFailed) as caught:
+        await client.models(timeout_s=10)
+    return caught.value.code
+
+
+async def test_a_client_with_a_key_over_tls(
+    bundled: ServedModel, redis_url: str, files: Files, tmp_path: Path
+) -> None:
+    keys = Keys(tmp_path / "keys.jsonl")
+    key, operator = keys.add("acme"), keys.add("ops", "admin")
+    async with serving(bundled, redis_url, **files.settings, api_keys_file=keys.path) as stack:
+        async with AsyncClient(address(stack), api_key=key, tls=files.roots) as client:
+            assert (await client.generate("Hello", max_tokens=3)).usage.completion_tokens == 3
+            async with client.stream("Hello", max_tokens=3) as stream:
+                assert [chunk async for chunk in stream]
+            async with client.stream("Hello", max_tokens=3, resume=True) as stream:
+                assert [chunk async for chunk in stream]
+            assert (await client.tokenize("Hello")).ids
+            assert not await client.cancel("nothing")
+        async with AsyncClient(address(stack), tls=files.roots) as client:
+            assert await failure(client) is grpc.StatusCode.UNAUTHENTICATED
+        for tls in (False, True):  # the public roots know nothing of ours
+            async with AsyncClient(address(stack), api_key=key, tls=tls, retries=0) as client:
+                assert await failure(client) is grpc.StatusCode.UNAVAILABLE
+        assert await get(stack, "/v1/models", files.context(), Authorization=f"Bearer {key}") == 200
+        assert await get(stack, "/v1/models", files.context()) == 401
+        port = stack.gateway.http_port
+        assert await http_status("127.0.0.1", port, "/ready", tls=True) == 200
+        assert await http_status("127.0.0.1", port, "/ready") != 200
+        worker_id = stack.gateway.fleet.linked_workers()[0].record.worker_id
+        for name, status in ((worker_id, 200), ("nobody", 503)):
+            assert await http_status("127.0.0.1", port, f"/ready?worker={name}", tls=True) == status
+        access = Access(operator, tls_credentials(files.roots))
+        async with access.aio_channel(f"127.0.0.1:{stack.gateway.admin_port}") as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            listed = await admin.ListWorkers(admin_pb2.ListWorkersRequest(), metadata=access.metadata)
+            assert len(listed.workers) == 2
+
+
+async def test_clients_need_certificates_and_probes_do_not(
+    bundled: ServedModel, redis_url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(bundled, redis_url, **files.settings, tls_client_ca=files.roots) as stack:
+        async with AsyncClient(address(stack), tls=files.roots, retries=0) as client:
+            assert await failure(client) is grpc.StatusCode.UNAVAILABLE
+        assert await get(stack, "/health", files.context()) == 200
+        assert await http_status("127.0.0.1", stack.gateway.http_port, "/ready", tls=True) == 200
+        assert await get(stack, "/v1/models", files.context()) == 403
+        certificate = files.client(files.ca)
+        for name, path in zip(("CA", "CLIENT_CERT", "CLIENT_KEY"), (files.roots, *certificate), strict=True):
+            monkeypatch.setenv(f"DIPTYCH_{name}_FILE", str(path))
+        access = Access.from_environment()
+        async with AsyncClient(address(stack), credentials=access.credentials) as client:
+            assert await client.models()
+        assert await get(stack, "/v1/models", files.context(certificate)) == 200
+        stranger = files.client(trustme.CA())
+        with pytest.raises(aiohttp.ClientError):
+            await get(stack, "/v1/models", files.context(stranger))
+
+
+def served_by(port: int, files: Files) -> str:
+    """The certificate that a new connection is shown."""
+    return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=10)
+
+
+async def test_a_renewed_certificate_is_served_without_a_restart(
+    bundled: ServedModel, redis_url: str, files: Files
+) -> None:
+    async with serving(bundled, redis_url, **files.settings) as stack:
+        ports = stack.gateway.grpc_port, stack.gateway.http_port, stack.gateway.admin_port
+        first = [await asyncio.to_thread(served_by, port, files) for port in ports]
+        assert len(set(first)) == 1
+        async with AsyncClient(address(stack), tls=files.roots) as client:
+            before = await client.models()
+            files.issue()
+            second = first
+            async with asyncio.timeout(60):
+                while any(one == first[0] for one in second):
+                    await asyncio.sleep(0.2)
+                    second = [await asyncio.to_thread(served_by, port, files) for port in ports]
+            assert len(set(second)) == 1
+            assert await client.models() == before  # over the connection that there was
+            files.cert.write_text("half a certificate")
+            await asyncio.sleep(1.2)
+            assert [await asyncio.to_thread(served_by, port, files) for port in ports] == second
+
+
+async def test_with_tls_any_address(bundled: ServedModel, redis_url: str, files: Files) -> None:
+    """Without it that is refused: tests/runtime/test_rpc.py, test_http_edge.py."""
+    async with (
+        serving(bundled, redis_url, host="0.0.0.0", **files.settings) as stack,
+        AsyncClient(address(stack), tls=files.roots) as client,
+    ):
+        assert await client.models()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--tls-cert", "{cert}"], "--tls-key"),
+        (["--tls-key", "{key}"], "--tls-key"),
+        (["--tls-client-ca", "{roots}"], "--tls-client-ca"),
+        (["--tls-cert", "{cert}", "--tls-key", "{cert}"], "can be read by everybody"),
+        (["--tls-cert", "{cert}", "--tls-key", "{other}"], "are not a certificate and its key"),
+        (["--tls-cert", "{cert}", "--tls-key", "{missing}"], "cannot read"),
+        (["--tls-cert", "{cert}", "--tls-key", "{key}", "--tls-client-ca", "{key}"], "--tls-client-ca"),
+    ],
+)
+def test_files_that_do_not_do(
+    files: Files, tmp_path: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.pem"
+    other.touch(0o600)
+    trustme.CA().issue_cert("a").private_key_pem.write_to_path(other)
+    paths = {"cert": files.cert, "key": files.key, "roots": files.roots, "other": other, "missing": "/no"}
+    with pytest.raises(SystemExit) as caught:
+        GatewaySettings.from_argv([flag.format(**paths) for flag in flags])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
