@@ -1,14 +1,14 @@
 """Bad input through real sockets: the code, the reason and the field at the gRPC door, its name over HTTP.
 
 No process may end of it (the fixture looks), and nothing that the server says or logs may hold a value of the
-caller's. Rows that cannot occur in this build: bad credentials and another tenant's stream (there is no
-authentication), a forged resume token (any is refused as a feature that is not there). Floods of frames are
-gRPC's own business and not tested here.
+caller's. Bad credentials and another tenant's request are in tests/gateway/access/test_credentials.py, floods
+of frames in test_transport.py.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -27,6 +27,15 @@ from tests.gateway.failing_calls import SECRET, check_http, told
 Code = grpc.StatusCode
 NAN, INF = float("nan"), float("inf")
 SERVICE = "/diptych.v1.InferenceService"
+
+DOUBLING = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
+CIRCLE = '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'
+
+
+def nested(depth: int) -> str:
+    """A schema of arrays inside one another."""
+    return '{"items":' * depth + "{}" + "}" * depth
+
 
 # field → changes of a good request; the name over HTTP where there is one and JSON can say it
 FIELDS: list[tuple[str, dict[str, Any]]] = [
@@ -51,6 +60,14 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("response.logprobs", {"response": {"logprobs": 1_000_000_000}}),
     ("structured_output.regex", {"structured_output": {"regex": f"({SECRET}"}}),
     ("structured_output.json_schema", {"structured_output": {"json_schema": '{"a":' * 5_000 + "1"}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": nested(6_000)}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": "[" * 10_000 + "]" * 10_000}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": '{"$ref": "#"}'}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": CIRCLE}}),
+    ("structured_output.json_schema", {"structured_output": {"json_schema": '{"$ref": "http://a/b"}'}}),
+    ("structured_output.regex", {"structured_output": {"regex": r"(a)\1"}}),
+    ("structured_output.regex", {"structured_output": {"regex": "(" * 5_000 + "a" + ")" * 5_000}}),
+    ("structured_output.ebnf_grammar", {"structured_output": {"ebnf_grammar": "root ::= root"}}),
     ("structured_output.ebnf_grammar", {"structured_output": {"ebnf_grammar": ""}}),
     ("structured_output.ebnf_grammar", {"structured_output": {"ebnf_grammar": f"root ::= {SECRET}"}}),
     ("stopping.stop", {"stopping": {"stop": ["x"] * 100_000}}),
@@ -123,6 +140,36 @@ def test_what_is_not_there_is_refused(stub: Any, field: str, changes: dict[str, 
 @pytest.mark.parametrize("changes", FINE)
 def test_odd_but_fine(stub: Any, changes: dict[str, Any]) -> None:
     assert stub.Generate(request(**changes), timeout=20).usage.completion_tokens == 1
+
+
+# What would take ages where it is followed by trying: each is answered, and its tokens cost what others do.
+EXPLOSIVE: list[dict[str, Any]] = [
+    {"regex": "(a+)+$"},
+    {"regex": "(x+x+)+y"},
+    {"regex": "(a|a)*b"},
+    {"regex": "[ab]*a[ab]{25}"},
+    {"json_schema": '{"type": "string", "pattern": "^(a+)+$"}'},
+    {"json_schema": '{"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}'},
+    {"json_schema": '{"type": "array", "items": {"type": "string"}, "minItems": 100000000}'},
+    {"json_schema": json.dumps({"$defs": {**DOUBLING, "d30": {"type": "string"}}, "$ref": "#/$defs/d0"})},
+    {"ebnf_grammar": 'root ::= root "a" | root root | "b"'},
+]
+
+
+@pytest.mark.parametrize("grammar", EXPLOSIVE)
+def test_what_explodes_elsewhere_costs_little(stub: Any, grammar: dict[str, Any]) -> None:
+    """As grammars go some are too complex: then they are refused by name, and at once."""
+    wanted = request(structured_output=grammar, stopping={"max_tokens": 40})
+    began = time.monotonic()
+    try:
+        stub.Generate(wanted, timeout=60)
+    except grpc.RpcError as error:
+        found = told(error)
+        code, fields = found.code, found.fields
+    else:
+        code, fields = Code.OK, []
+    assert code is Code.OK or fields == [f"structured_output.{next(iter(grammar))}"]
+    assert time.monotonic() - began < 20
 
 
 def test_unknown_fields_are_ignored(channel: grpc.Channel) -> None:

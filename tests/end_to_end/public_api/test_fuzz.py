@@ -1,15 +1,14 @@
 """Thousands of hostile requests at a real system: no process ends, and nothing is ever INTERNAL or UNKNOWN.
 
 The small form is part of the suite. `make fuzz` is the long one: 200,000 messages (FUZZ_MESSAGES), and the
-pace of a stream meanwhile beside its pace under as many good requests, which it prints.
+pace of a stream meanwhile beside its pace alone and beside good requests. It prints the figures: a time that
+two shared cores miss is no failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from diptych.client import AsyncClient
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end.public_api import hostile
+from tests.end_to_end.public_api.canary import Canary
 from tests.end_to_end.public_api.found_inputs import found_inputs
 from tests.end_to_end.stack import Stack
 from tests.end_to_end.tiny_system import MODEL
@@ -33,6 +32,7 @@ SMALL = 4_000
 BATCH = 10  # of one example, sent at the same time: hypothesis draws no larger ones
 AT_A_TIME = 16
 TIMEOUT_S = 20.0
+QUIET_S = 10.0  # that the canary is listened to without anything beside it
 NEVER = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
 METHODS = ("Generate", "StreamGenerate", "Tokenize", "Detokenize", "CancelRequest")
 SERVICE = "/diptych.v1.InferenceService"
@@ -168,47 +168,23 @@ def test_hostile_requests_by_the_hundred_thousand(
     good = pb.GenerateRequest(model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=2))
     batch: list[One] = [("grpc", ("Generate", good.SerializeToString()))] * BATCH
     with Canary(stack) as alone:
+        time.sleep(QUIET_S)
+    with Canary(stack) as beside_good:
         for _ in range(200):
             sender.send(batch)
     sender.answers.clear()
+    began = time.monotonic()
     with Canary(stack) as beside:
         run(stack, sender, LONG)
+    took_s = time.monotonic() - began
+    answers = sender.answers
+    # `run` fails on each of these; the figures say that they were looked for.
+    never = {code.name: answers[code.name] for code in sorted(NEVER, key=str)}
     with capsys.disabled():
-        print(f"\n{dict(sender.answers)}")
+        print(f"\n{answers.total()} answers in {took_s:.0f} s: {dict(answers.most_common())}")
+        print(f"processes that ended: 0; {never}; HTTP 500: {answers['HTTP 500']}")
         print(
-            f"canary ITL p99: {alone.p99_ms:.1f} ms beside good requests, {beside.p99_ms:.1f} ms beside these"
+            f"canary ITL p99: {alone.p99_ms:.1f} ms alone, {beside_good.p99_ms:.1f} ms beside good requests, "
+            f"{beside.p99_ms:.1f} ms beside these: {beside.p99_ms / alone.p99_ms:.2f}x of alone, "
+            f"{beside.p99_ms / beside_good.p99_ms:.2f}x of beside good ones (2x is allowed)"
         )
-
-
-class Canary:
-    """A stream after another in a thread of its own, and the time between their tokens."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._address = stack.address
-        self._gaps: list[float] = []
-
-    @property
-    def p99_ms(self) -> float:
-        return statistics.quantiles(self._gaps, n=100)[98] * 1e3
-
-    def __enter__(self) -> Canary:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()))
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    async def _listen(self) -> None:
-        async with AsyncClient(self._address, model=MODEL) as client:
-            while not self._stop.is_set():
-                last: float | None = None
-                stream = client.stream("canary", max_tokens=200, ignore_eos=True, temperature=0.0)
-                async with stream:
-                    async for _ in stream:
-                        now = time.perf_counter()
-                        if last is not None:
-                            self._gaps.append(now - last)
-                        last = now
