@@ -40,8 +40,18 @@ async def test_what_never_ends_is_refused_and_delays_nobody_for_long(checker: Gr
     await checker.check(Grammar(Kind.REGEX, "b"))
     assert checker._child is not first
     assert first is not None
-    assert first.returncode is not None
+    assert first.process.returncode is not None
     assert time.monotonic() - begun < 20  # of which half a second is the child's processor time
+
+
+async def test_a_child_that_died_between_two_questions_refuses_nothing(checker: GrammarCheck) -> None:
+    await checker.check(Grammar(Kind.REGEX, "a"))
+    first = checker._child
+    assert first is not None
+    first.process.kill()
+    first.process.wait()
+    await checker.check(Grammar(Kind.REGEX, "b"))
+    assert checker._child is not first
 
 
 async def test_many_at_a_time_get_their_own_answers(checker: GrammarCheck) -> None:
