@@ -7,6 +7,7 @@ what lies around the model. The peer gets all prompts at once and no network; ou
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -106,6 +107,7 @@ def _peer_tokens_per_second(device: torch.device, load: Load) -> float:
     """transformers' `generate_batch` with answers of fixed length, its manager made, sized and its graphs
     captured by a first batch of the same size with other prompts. Raises Unmeasured where an answer is short.
     """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it looks for kernels to fetch
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
     path = resolve_model("bundled")
