@@ -66,6 +66,9 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     path = settings.model_path
     device = choose_device(settings.device)
     dtype = _precision(settings, path, device)
+    if settings.threads:
+        # Weights are converted in torch: more threads than this worker has cores wait for one another.
+        torch.set_num_threads(settings.threads)
     model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
     runner = Runner(model, settings.threads, _core_share(settings))
     layout = model.kv_layout(settings.block_size)

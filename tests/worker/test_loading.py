@@ -1,0 +1,34 @@
+"""How a worker loads its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode_worker.config import DecodeSettings
+from worker import engine
+
+
+class Reached(Exception):
+    """The model would be read now."""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_weights_are_converted_on_the_workers_own_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    seen: list[int] = []
+
+    def load_model(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise Reached
+
+    monkeypatch.setattr(engine, "load_model", load_model)
+    before = torch.get_num_threads()
+    settings = DecodeSettings.from_argv([f"--threads={threads}", "--dtype=fp32", "--device=cpu"])
+    with pytest.raises(Reached):
+        await engine.load_engine(settings)
+    assert seen == [threads]
+    torch.set_num_threads(before)
