@@ -17,8 +17,8 @@ constexpr int kByteAhead = 8192;
     return _mm512_load_si512(line + strip * (kLineBytes / 2));
 }
 
-// to[Rows][32] = the low bytes of a segment times its weights, the offset included. A function of its own, which leaves
-// its sums in memory: else the compiler finds more to keep in registers than there are.
+// to[Rows][32] = the low bytes of a segment times its weights, the offset included. A function of its own, which
+// leaves its sums in memory: else the compiler finds more to keep in registers than there are.
 template <int Rows>
 [[gnu::noinline]] void low_dots(const Segment *x, const uint8_t *weight, int lines, int32_t *to) {
     __m512i dot[Rows][2];
