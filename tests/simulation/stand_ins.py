@@ -140,7 +140,7 @@ def _receiver_maker(cluster: Cluster) -> Callable[..., Any]:
 
 
 def _binder(cluster: Cluster) -> Callable[..., int]:
-    def bind(server: Server, host: str, port: int, insecure: bool) -> int:
+    def bind(server: Server, host: str, port: int, insecure: bool, credentials: object = None) -> int:
         bound = cluster.port_of(server.host)
         server.address = f"{host}:{bound}"
         return bound
