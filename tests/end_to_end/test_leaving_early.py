@@ -13,14 +13,15 @@ from tests.end_to_end import reference
 from tests.end_to_end.asking import greedy_answer
 from tests.end_to_end.stack import Stack, running_stack
 
-ANSWER_S = 1.5  # what the first test's longest answers take on the machine that the times below are from
+ANSWER_S = 1.5  # of 64 tokens, on the machine that the patience below is from
+SLOWEST = 4.0  # patience does not grow beyond this: the test has to end
 
 
 async def slowness(address: str) -> float:
-    """How many times as long an answer takes here, at least 1."""
+    """How many times as long an answer takes here, from 1 to SLOWEST."""
     began = time.monotonic()
     await greedy_answer(address, reference.prompts()[10], 64)
-    return max((time.monotonic() - began) / ANSWER_S, 1.0)
+    return min(max((time.monotonic() - began) / ANSWER_S, 1.0), SLOWEST)
 
 
 async def cancel_at_random(address: str, count: int, seed: int) -> dict[str, int]:
@@ -66,6 +67,7 @@ def check_cancels(stack: Stack, count: int) -> None:
     assert tokens == reference.greedy(reference.prompts()[20], 16)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stack", ["bundled", "bundled_tcp"])
 def test_150_cancels_at_random_instants_leak_nothing(request: pytest.FixtureRequest, stack: str) -> None:
     check_cancels(request.getfixturevalue(stack), 150)
