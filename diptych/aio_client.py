@@ -166,6 +166,8 @@ async def _resumed_chunks(
                     yield chunk
             return
         except CallFailed as failure:
+            if plan.complete(failure):
+                return
             if servers.closed:
                 raise
             await asyncio.sleep(plan.wait_s(failure))

@@ -69,6 +69,10 @@ class Resumption:
             request.request_id = f"{request.request_id[:120]}.{self._calls}"
         return request
 
+    def complete(self, failure: CallFailed) -> bool:
+        """Whether all was received, and only the status after it was lost with the server."""
+        return self._received.finished and failure.code in _BROKEN
+
     def wait_s(self, failure: CallFailed) -> float:
         """Seconds to wait before the next call; raises ``failure`` if there is no use in one."""
         have = len(self._received.token_ids)
@@ -77,7 +81,7 @@ class Resumption:
         begun = self._received.begun
         if failure.code not in _BROKEN or (begun and not self._received.resume_token):
             raise failure
-        if self._fruitless >= MAX_FRUITLESS or self._received.finished:
+        if self._fruitless >= MAX_FRUITLESS:
             raise failure
         wait = 0.0
         if self._fruitless >= self._servers:

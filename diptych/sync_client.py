@@ -184,6 +184,8 @@ def _resumed_chunks(
             yield from _chunks(lambda: stub.StreamGenerate(request, timeout=plan.timeout_s), received)  # noqa: B023
             return
         except CallFailed as failure:
+            if plan.complete(failure):
+                return
             if servers.closed:
                 raise
             time.sleep(plan.wait_s(failure))

@@ -45,6 +45,8 @@ class Server(rpc.InferenceServiceServicer):
                 message.outputs[0].finish_reason = pb.FINISH_REASON_LENGTH
                 message.usage.completion_tokens = len(IDS)
             yield message
+        if self.delivers == len(IDS) - have:
+            context.abort(self.code, "it broke after the end")
 
 
 @pytest.fixture
@@ -95,6 +97,18 @@ def test_it_goes_on_at_the_next_server(
     assert answer.finish_reason == "length"
     assert [r.request_id for r in broken.requests + whole.requests] == ["mine", "mine.2"]
     assert whole.requests[0].resume_token == "t1"
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+def test_a_break_after_the_last_message_loses_nothing(
+    serving: Callable[[Server], str], ask: Callable[..., Completion]
+) -> None:
+    """A gateway that dies between the end of a stream and its status: there is nothing to ask for again."""
+    dying, other = Server(Code.UNAVAILABLE, delivers=len(IDS)), Server()
+    answer = ask([serving(dying), serving(other)])
+    assert list(answer.token_ids) == IDS
+    assert answer.finish_reason == "length"
+    assert (len(dying.requests), other.requests) == (1, [])
 
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
