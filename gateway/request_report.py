@@ -12,7 +12,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.output.responses import admission_s, decode_s
 from gateway.session.conversation import Conversation
-from gateway.session.session import State
+from gateway.session.states import State
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 

@@ -87,6 +87,7 @@ class Fleet:
             "decode": DecodeWire(identity.gateway_id, identity.incarnation),
         }
         self._workers: dict[str, Worker] = {}
+        self._met: dict[str, int] = {}  # by name, the incarnation that was linked last
         self._refused: set[tuple[str, int]] = set()  # said once in the log
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -285,7 +286,8 @@ class Fleet:
     def on_up(self, worker_id: str) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            returned, worker.was_up = worker.was_up, True
+            returned = self._met.get(worker_id) == worker.record.incarnation
+            self._met[worker_id] = worker.record.incarnation
             self._listener.worker_up(worker_id, returned)
         self._on_change()
 

@@ -31,7 +31,6 @@ class Worker:
     link: Link
     load: Load
     leased: bool = True
-    was_up: bool = False  # its link has been up
     leaving: bool = False  # it said that it drains: when its link ends, it has not died
     outstanding: dict[tuple[str, int], Given] = field(default_factory=dict)
     fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report

@@ -1,10 +1,10 @@
 """Which workers died under a request, as far as a gateway can know.
 
 A broken link proves nothing: the process may be dead, frozen, or behind a cable that somebody pulled. It is
-counted as a death until the very same process is linked again; when another takes its place under its name,
-the death is final. A worker that had said it would go, drained and restarted by its operator, is not counted
-at all. What only another worker reports (its link to the peer broke) makes the peer a suspect: it counts once
-this gateway loses it, too.
+counted as a death, unproven, until the very same process is linked again; when another takes its place under
+its name, the death is proven. A worker that had said it would go, drained and restarted by its operator, is
+not counted at all. What only another worker reports (its link to the peer broke) makes the peer a suspect: it
+counts once this gateway loses it, too.
 
 Pure. Workers are named by their ids, which a restarted process keeps.
 """
@@ -23,6 +23,11 @@ class Casualties:
     @property
     def deaths(self) -> int:
         return self._buried + len(self._gone)
+
+    @property
+    def unproven(self) -> int:
+        """Those of the deaths that may turn out to be a broken link only."""
+        return len(self._gone)
 
     def suspect(self, worker_id: str) -> None:
         """Another worker lost it while both had the request."""

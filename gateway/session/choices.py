@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session import Session, State
+from gateway.session.session import Session
 from gateway.session.session_events import (
     Action,
     Attach,
@@ -41,6 +41,7 @@ from gateway.session.session_events import (
     TokensArrived,
     WaitOver,
 )
+from gateway.session.states import State
 from gateway.session.tally import Tally
 from runtime.errors import Internal
 
@@ -158,7 +159,7 @@ class Choices:
 
     def _launch(self, event: Routed, now: float) -> list[Action]:
         """One attempt for all choices that still want it."""
-        sessions = [self.sessions[c] for c in event.choices if self.sessions[c].state is State.ROUTING]
+        sessions = [self.sessions[c] for c in event.choices if self.sessions[c].wants_route]
         if not sessions:
             return []  # the request ended while its route was chosen
         self.attempts += 1
@@ -196,7 +197,7 @@ class Choices:
         groups: dict[tuple[int, ...], list[Session]] = {}
         for choice in needing:
             session = self.sessions[choice]
-            if session.state is State.ROUTING:
+            if session.wants_route:
                 groups.setdefault(tuple(session.output_ids), []).append(session)
         return [
             ChooseRoute(

@@ -5,8 +5,9 @@ here; the session that asks does not change.
 
 Three limits hold a request that nothing helps:
 
-- deaths: workers that died under it. A second one makes it the suspect, and it ends before it meets a third.
-  A worker that said it would go, or that comes back, has not died.
+- deaths: workers that died under it. A second one makes it the suspect: no third worker gets it, and it ends
+  when both deaths are proven, or when nothing was heard for as long as it may wait. A worker that said it
+  would go, or that comes back, has not died.
 - losses and refusals since its last token: while it gets on, operators may restart workers as they like.
 - the gateway's `RetryBudget`, for what costs a prefill because of a fault.
 """
@@ -48,6 +49,7 @@ class History:
     transfer_failures: int = 0
     row_failures: int = 0
     deaths: int = 0  # of workers that had it
+    unproven: int = 0  # of these, the ones that may be a broken link only
     losses: int = 0  # of workers and of the way to them, since its last token
     refusals: int = 0  # since its last token
     attempts: int = 0
@@ -62,6 +64,7 @@ class Retry:
     elsewhere: bool = False  # nor to the one that failed, if there is another
     uncached: bool = False  # compute all of it anew
     fault: bool = True  # its prefill is to be paid from the retry budget
+    acquitted: bool = True  # else only once a worker that seems to have died under it is back
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +113,14 @@ def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
             return GiveUp(Internal())
 
 
-def poisonous(history: History) -> bool:
-    """Whether it has cost so many workers their life that it must not get another one."""
+def suspect(history: History) -> bool:
+    """Whether so many workers seem to have died under it that it must not get another one now."""
     return history.deaths > DEATHS_SURVIVED
+
+
+def poisonous(history: History) -> bool:
+    """Whether so many are known to have died under it that it never gets another one."""
+    return history.deaths - history.unproven > DEATHS_SURVIVED
 
 
 def no_route(role: str, history: History, wait_s: float = WAIT_FOR_WORKER_S) -> Wait | GiveUp:
@@ -140,7 +148,7 @@ def _lost(cause: Cause, history: History, reserve: bool) -> Retry | GiveUp:
         return GiveUp(Internal())
     if history.losses > LOSSES_RECOVERED:
         return GiveUp(WorkerLost(tokens_emitted=history.delivered))
-    return Retry(reserve, elsewhere=cause is Cause.PEER_LOST)
+    return Retry(reserve, elsewhere=cause is Cause.PEER_LOST, acquitted=not suspect(history))
 
 
 def _lost_unless(history: History, error: DiptychError) -> DiptychError:

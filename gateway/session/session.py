@@ -10,15 +10,13 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.choices`
    already is dropped by its index, and a gap is a bug that ends the request.
 5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt hand-over)
    leads back to ROUTING when `recovery.decide` says so; the client sees nothing of it. If no worker can take
-   the next attempt, the choice stays there for a while, should one come.
+   the next attempt, or none may because it seems to have killed two, the choice stays there for a while.
 6. FINISHED, FAILED or ABANDONED: over. Whichever worker has not said its last word is told to cancel.
 
 `handle` takes one event and returns what is to be done, in order. Time comes in as an argument.
 """
 
 from __future__ import annotations
-
-from enum import Enum
 
 from gateway.session.recovery import (
     GiveUp,
@@ -29,6 +27,7 @@ from gateway.session.recovery import (
     over_budget,
     poisonous,
     shutting_down,
+    suspect,
 )
 from gateway.session.session_events import (
     Action,
@@ -62,36 +61,9 @@ from gateway.session.session_events import (
     WorkerUp,
 )
 from gateway.session.setbacks import Setbacks
+from gateway.session.states import ENDS, LEGAL, IllegalMove, State
 from gateway.session.tally import Tally
 from runtime.errors import DeadlineExceeded, DiptychError, Internal
-
-
-class State(Enum):
-    """Where a request is. The values are the phase names that clients see in errors."""
-
-    QUEUED = "admission"
-    ROUTING = "routing"
-    PREFILLING = "prefill"
-    DECODING = "decode"
-    FINISHED = "finished"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-
-
-_ENDS = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
-LEGAL: dict[State, frozenset[State]] = {
-    State.QUEUED: _ENDS | {State.ROUTING},
-    State.ROUTING: _ENDS | {State.PREFILLING},
-    State.PREFILLING: _ENDS | {State.DECODING, State.ROUTING},
-    State.DECODING: _ENDS | {State.ROUTING},
-    State.FINISHED: frozenset(),
-    State.FAILED: frozenset(),
-    State.ABANDONED: frozenset(),
-}
-
-
-class IllegalMove(Exception):
-    """The session was asked to do what its table forbids: a bug in the caller or in the table."""
 
 
 class Session:
@@ -117,7 +89,7 @@ class Session:
 
     @property
     def over(self) -> bool:
-        return self.state in _ENDS
+        return self.state in ENDS
 
     @property
     def working(self) -> dict[Role, str]:
@@ -159,7 +131,7 @@ class Session:
             case WorkerGone(worker_id, left):
                 return self._worker_gone(worker_id, left, now)
             case WorkerUp(worker_id, returned):
-                return self._worker_up(worker_id, returned)
+                return self._worker_up(worker_id, returned, now)
             case WaitOver(_, attempt) if attempt == self.attempt:
                 return self._wait_over(now)
             case Restored(token_ids, _, reason):
@@ -200,15 +172,32 @@ class Session:
         running = self.state is State.DECODING or self.state is State.PREFILLING
         return running and attempt == self.attempt
 
+    @property
+    def wants_route(self) -> bool:
+        """Whether it may have an attempt now."""
+        return self.state is State.ROUTING and not self.setbacks.suspended
+
     def _need_route(self, now: float) -> list[Action]:
         self.move(State.ROUTING, now)
+        if self.setbacks.suspended:
+            return self._await_proof(now)
         return [NeedRoute(self.choice)]
+
+    def _await_proof(self, now: float) -> list[Action]:
+        if not self._tally.wait_s:
+            return self._fail(Internal(), now)
+        return self._await(self._tally.wait_s)
+
+    def _await(self, seconds: float) -> list[Action]:
+        """One wait at a time, however often nothing came of it."""
+        waits, self.setbacks.waits = self.setbacks.waits, True
+        return [] if waits else [AwaitWorker(self.choice, self.attempt, seconds)]
 
     def _launch(self, attempt: int, prefill_id: str, decode_id: str, now: float) -> list[Action]:
         self.move(State.PREFILLING, now)
         self.attempt = attempt
         self.attempts.append(attempt)
-        self.setbacks.waiting_for = None
+        self.setbacks.waits, self.setbacks.waiting_for = False, None
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
         self._had_by = dict(self._working)
         return []
@@ -245,15 +234,29 @@ class Session:
             return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
         if casualties.suspected(worker_id):
             casualties.gone(worker_id, left=left)
-        if poisonous(self.history):
-            return self._fail(Internal(), now)
+        if not self.setbacks.suspended and suspect(self.history):  # whoever has it now is in danger
+            return self._suspend(now)
         return []
 
-    def _worker_up(self, worker_id: str, returned: bool) -> list[Action]:
+    def _suspend(self, now: float) -> list[Action]:
+        """Take it from its workers until it is clear whether those that it lost are dead."""
+        self.setbacks.suspended = True
+        if self.state is not State.ROUTING:
+            return [*self._cancel_working(), *self._need_route(now)]
+        return self._await_proof(now)
+
+    def _worker_up(self, worker_id: str, returned: bool, now: float) -> list[Action]:
         """One that is there again, or a new one in its place: who waits may have an answer now."""
         self._tally.casualties.up(worker_id, returned=returned)
         if not returned:
             self.setbacks.replaced(worker_id)
+        if self.setbacks.suspended:
+            if poisonous(self.history):
+                return self._fail(Internal(), now)
+            if suspect(self.history):
+                return []
+            self.setbacks.suspended = False
+            return [NeedRoute(self.choice)]
         return [] if self.setbacks.waiting_for is None else [NeedRoute(self.choice)]
 
     def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
@@ -277,15 +280,15 @@ class Session:
     def _no_route(self, role: Role, now: float) -> list[Action]:
         if self.setbacks.forgive():
             return [NeedRoute(self.choice)]
-        waiting, self.setbacks.waiting_for = self.setbacks.waiting_for is not None, role
-        if waiting:
-            return []  # whoever came was not the one
+        self.setbacks.waiting_for = role
         verdict = no_route(role.value, self.history, self._tally.wait_s)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
-        return [AwaitWorker(self.choice, self.attempt, verdict.seconds)]
+        return self._await(verdict.seconds)
 
     def _wait_over(self, now: float) -> list[Action]:
+        if self.setbacks.suspended:
+            return self._fail(Internal(), now)
         role = self.setbacks.waiting_for
         return [] if role is None else self._fail(nobody_came(role.value, self.history), now)
 

@@ -14,7 +14,8 @@ class Setbacks:
 
     `failures`: of its attempts, by cause. `lost_by`: why its last one ended; None before the second one.
     `reserve`, `uncached`: what its next one needs (see `gateway.session.session_events.Attempt`).
-    `waiting_for`: the role of which no worker could take it, while it waits for one.
+    `suspended`: it gets no worker before it is clear whether those that it lost are dead.
+    `waits`: for a worker that may take it, for a limited time. `waiting_for`: the role of which none could.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,8 @@ class Setbacks:
         self.lost_by: Cause | None = None
         self.reserve = False
         self.uncached = False
+        self.suspended = False
+        self.waits = False
         self.waiting_for: Role | None = None
         self._fruitless: Counter[Cause] = Counter()  # failures since the last token
         self._refused: frozenset[str] = frozenset()  # workers that are not to have it again
@@ -43,6 +46,7 @@ class Setbacks:
             transfer_failures=self.failures[Cause.KV_TRANSFER_FAILED],
             row_failures=self.failures[Cause.ROW_FAILED],
             deaths=tally.casualties.deaths,
+            unproven=tally.casualties.unproven,
             losses=fruitless[Cause.WORKER_LOST] + fruitless[Cause.PEER_LOST],
             refusals=fruitless[Cause.DRAINING],
             attempts=attempts,
@@ -62,6 +66,7 @@ class Setbacks:
         """It is to be tried again; ``worker_id`` is the worker that failed or refused it."""
         self.reserve = verdict.reserve_worst_case
         self.uncached = verdict.uncached
+        self.suspended = not verdict.acquitted
         if verdict.avoid_worker:
             self._refused |= {worker_id}
         self._shunned = frozenset({worker_id}) if verdict.elsewhere else frozenset()

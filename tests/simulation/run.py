@@ -57,7 +57,7 @@ class Run:
         self.faults = Faults(self.cluster)
         self.clients = [Client(self.cluster, ask, self.violated) for ask in scenario.asks]
         self.verdicts: list[DiptychError] = []  # that the rules of recovery gave
-        self.poisonous = False  # whether some request was found to be
+        self.suspected = False  # whether some request seemed to have killed two workers
 
     def note(self, *what: Any) -> None:
         line = f"{self.cluster.loop.now:.6f} " + " ".join(map(str, what))
@@ -80,9 +80,10 @@ class Run:
             self.verdicts.append(error)
         if isinstance(verdict, Retry):
             self.outcome.retries[args[0].value] += 1
-        if rule == "poisonous":
-            self.poisonous |= verdict
-        if any(isinstance(arg, History) and arg.deaths > DEATHS for arg in args):
+            self.suspected |= not verdict.acquitted
+        if rule == "suspect":
+            self.suspected |= verdict
+        if any(isinstance(arg, History) and arg.deaths - arg.unproven > DEATHS for arg in args):
             self.violated(f"a request met its death number {DEATHS + 1}")
 
     def run(self) -> Outcome:
@@ -128,9 +129,9 @@ class Run:
             return
         given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
         if end == "INTERNAL":
-            # Two workers have to have died, or been out of reach: nobody could tell yet that they had not.
+            # Two workers have to have died, or been out of reach for longer than anybody waits.
             lost = sum(host.dead for host in self.cluster.hosts) + self.faults.silences
-            given_up = (given_up or self.poisonous) and lost >= DEATHS
+            given_up = (given_up or self.suspected) and lost >= DEATHS
         if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
@@ -167,7 +168,7 @@ _NEEDS_A_FAULT = frozenset({"WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO
 @contextmanager
 def _recording(run: Run) -> Iterator[None]:
     """Listen to what the rules of recovery say."""
-    names = ("decide", "no_route", "nobody_came", "over_budget", "shutting_down", "poisonous")
+    names = ("decide", "no_route", "nobody_came", "over_budget", "shutting_down", "suspect")
     real = {name: getattr(session_module, name) for name in names}
 
     def listener(name: str) -> Any:

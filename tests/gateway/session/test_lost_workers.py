@@ -126,7 +126,9 @@ async def test_a_request_that_kills_two_workers_meets_no_third(bundled: ServedMo
         await worker.kill()
 
     decodes = [ScriptedDecode(die) for _ in range(3)]
-    async with running(bundled, redis_url, ScriptedPrefill(idle=True), *decodes) as stack:
+    async with running(
+        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, recovery_wait_s=0.5
+    ) as stack:
         await linked(stack, 4)
         error = await failure(stack.stub.StreamGenerate(stack.request()))
         await stack.until_idle()

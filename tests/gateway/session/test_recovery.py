@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gateway.session.casualties import Casualties
 from gateway.session.recovery import LOSSES_RECOVERED, REFUSALS_REROUTED, WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session import Session, State
+from gateway.session.session import Session
 from gateway.session.session_events import (
     Action,
     Admitted,
@@ -30,6 +30,7 @@ from gateway.session.session_events import (
     WorkerGone,
     WorkerUp,
 )
+from gateway.session.states import State
 from gateway.session.tally import Tally
 from runtime.errors import DiptychError
 
@@ -92,7 +93,33 @@ def test_the_second_worker_that_dies_under_a_request_is_the_last() -> None:
     request = Request().launch()
     request.gone("d1")
     request.launch().token()
-    assert error_of(request.gone("p2")).reason == "INTERNAL"
+    assert request.gone("p2") == [Cancel(Role.DECODE, "d2", 2, (0,)), AwaitWorker(0, 2, WAIT_FOR_WORKER_S)]
+    assert request.session.handle(WorkerUp("p2", returned=False), 4.0) == []
+    assert not request.session.wants_route
+    assert error_of(request.session.handle(WorkerUp("d1", returned=False), 5.0)).reason == "INTERNAL"
+
+
+def test_whoever_is_back_was_not_killed() -> None:
+    request = Request().launch()
+    request.gone("d1")
+    request.launch().token()
+    request.gone("p2")
+    assert request.session.handle(WorkerUp("d1", returned=True), 4.0) == [NeedRoute(0)]
+    assert request.session.handle(NoRoute(Role.PREFILL), 4.0) == []  # the same wait goes on
+    assert request.session.handle(WorkerUp("p2", returned=True), 5.0) == [NeedRoute(0)]
+    request.launch().token()
+    assert request.session.output_ids == [0, 1]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 5.0])
+def test_who_is_not_acquitted_in_time_is_guilty(wait_s: float) -> None:
+    request = Request(wait_s=wait_s).launch()
+    request.gone("d1")
+    request.launch()
+    actions = request.gone("p2")
+    if wait_s:
+        actions = request.session.handle(WaitOver(0, 2), 8.0)
+    assert error_of(actions).reason == "INTERNAL"
 
 
 def test_a_worker_that_dies_twice_under_its_name_has_died_twice() -> None:
@@ -100,7 +127,8 @@ def test_a_worker_that_dies_twice_under_its_name_has_died_twice() -> None:
     request.gone("d")
     request.session.handle(WorkerUp("d", returned=False), 4.0)
     request.launch("p", "d")
-    assert error_of(request.gone("d")).reason == "INTERNAL"
+    assert request.gone("d")[-1] == AwaitWorker(0, 2, WAIT_FOR_WORKER_S)
+    assert error_of(request.session.handle(WorkerUp("d", returned=False), 5.0)).reason == "INTERNAL"
 
 
 def test_workers_that_said_they_would_go_have_not_died() -> None:
@@ -129,7 +157,8 @@ def test_a_peer_that_another_worker_lost_counts_when_the_gateway_loses_it_too() 
     assert request.session.history.deaths == 1
     request.fails(Cause.PEER_LOST, Role.PREFILL)
     request.launch("p", "d3")
-    assert error_of(request.gone("d2")).reason == "INTERNAL"
+    assert request.gone("d2")[-1] == AwaitWorker(0, 3, WAIT_FOR_WORKER_S)
+    assert request.session.state is State.ROUTING
 
 
 def test_a_stranger_that_dies_is_none_of_its_business() -> None:
