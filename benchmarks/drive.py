@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.arrivals import arrival_times
 from benchmarks.backends import Backend
+from benchmarks.cpu_time import CpuTime
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, Outcome, RequestFailed
 from benchmarks.self_watch import SelfWatch, Strain
@@ -17,11 +18,15 @@ from benchmarks.self_watch import SelfWatch, Strain
 
 @dataclass(frozen=True)
 class Run:
-    """One load, once. `duration` is from the first request's sending to the last one's end."""
+    """One load, once. `duration` is from the first request's sending to the last one's end.
+
+    ``steal_share``: of the cores' time, what the hypervisor gave to other guests meanwhile.
+    """
 
     outcomes: tuple[Outcome, ...]
     duration: float
     strain: Strain
+    steal_share: float = 0.0
 
 
 async def drive(
@@ -36,10 +41,11 @@ async def drive(
         sending = _closed_loop(backend, requests, load.max_concurrency, on_end)
     else:
         sending = _open_loop(backend, requests, _offsets(load, requests, seed), load.max_concurrency, on_end)
+    before = CpuTime.now()
     async with SelfWatch() as watch:
         outcomes = await sending
     duration = max(one.ended for one in outcomes) - min(one.sent for one in outcomes) if outcomes else 0.0
-    return Run(tuple(outcomes), duration, watch.strain())
+    return Run(tuple(outcomes), duration, watch.strain(), CpuTime.now().steal_since(before))
 
 
 async def _closed_loop(

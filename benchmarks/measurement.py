@@ -45,6 +45,7 @@ def measure(run: Run, level: ServiceLevel | None, *, exact_lengths: bool) -> Mea
         **_server_figures([one.reply.server for one in answered if one.reply and one.reply.server]),
         **latencies("send_delay", [one.sent - one.due for one in run.outcomes]),
         "short_outputs": sum(exact_lengths and _is_short(one) for one in answered),
+        "steal_share": run.steal_share,
         **{f"generator_{name}": value for name, value in asdict(run.strain).items()},
     }
     errors = Counter(one.error.code for one in run.outcomes if one.error is not None)

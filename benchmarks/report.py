@@ -11,6 +11,7 @@ from benchmarks.campaign import LoadResult
 from benchmarks.measurement import Figures
 
 _CACHED_SHARE = 0.05  # of prompts that share nothing: more than a block or two by chance
+_STEAL_SHARE = 0.02  # of the machine: beyond it the slowest of a hundred tokens may be such a pause
 
 _LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2el"))
 _SERVER_TIMES = (
@@ -58,6 +59,11 @@ def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator
                 "an earlier run had the same prompts, so give another --seed"
             )
         yield from _generator_warnings(result, figures)
+        if (stolen := result.spread()["steal_share"][1]) > _STEAL_SHARE:
+            yield (
+                f"{label}: the hypervisor gave up to {stolen:.0%} of this machine's CPU time to other "
+                "guests: the tails are theirs as well"
+            )
 
 
 def _generator_warnings(result: LoadResult, figures: Figures) -> Iterator[str]:

@@ -19,12 +19,12 @@ from benchmarks.backends import Backend
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
 from benchmarks.backends.openai_http import OpenAIBackend
+from benchmarks.cpu_time import CpuTime
 from benchmarks.datasets.synthetic import RandomLengths
 from benchmarks.drive import Run, drive
 from benchmarks.load import Load
 from benchmarks.measurement import Figures, measure
 from benchmarks.peers.cells import PREFILL, STREAMS, TEXT, Cell, Measurement, clients_of
-from benchmarks.peers.cpu_time import CpuTime
 from benchmarks.peers.interference import LONG_PROMPT, watch
 from benchmarks.peers.process import RunningServer
 from benchmarks.peers.servers import MODEL_NAME

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.backends import Unreachable
+from benchmarks.cpu_time import busy_now
 from benchmarks.peers.cells import MACHINE, PEAK, START, Cell, Journal, Measurement
-from benchmarks.peers.cpu_time import busy_now
 from benchmarks.peers.environment import bf16_peak
 from benchmarks.peers.measure import Sizes, measure_cell, warm_up
 from benchmarks.peers.process import RunningServer, StartFailed

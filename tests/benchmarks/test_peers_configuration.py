@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cpu_time import CpuTime
 from benchmarks.drive import Run
 from benchmarks.peers import install, recipes, servers
-from benchmarks.peers.cpu_time import CpuTime
 from benchmarks.peers.environment import parse_cpu_info, prompt_flops
 from benchmarks.peers.measure import inexact
 from benchmarks.peers.options import parse

@@ -81,6 +81,12 @@ def test_warns_of_everything_that_makes_a_figure_less_worth() -> None:
     assert "waited for a core" in warned(one_load(load, [[answered([1.0])]], STARVED))
 
 
+def test_warns_of_a_hypervisor_that_takes_the_cores() -> None:
+    run = Run((answered([1.0]),), 2.0, CALM, steal_share=0.25)
+    result = LoadResult(Load(max_concurrency=1), 1, [measure(run, None, exact_lengths=True)], [run])
+    assert "gave up to 25%" in warned(result)
+
+
 def test_warns_of_a_cache_that_knew_the_prompts() -> None:
     cached = answered([1.0], cached=2)
     assert "prefix cache" in warned(one_load(Load(max_concurrency=1), [[cached]]))

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.cpu_time import CpuTime
 from benchmarks.percentile import percentile
+
+_BEGAN = CpuTime.now()  # of the command
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def tell(result: Result, output: Path | None) -> int:
-    """Print it, append it to a file if there is one; the exit status."""
-    print(f"\n{result.markdown()}", flush=True)
+    """Print it, append it to a file if there is one; the exit status.
+
+    Beside it: how much of the machine the hypervisor gave to other guests. Tails are theirs as much as ours.
+    """
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    stolen = f"{100 * CpuTime.now().steal_since(_BEGAN):.1f}% of their time stolen by the hypervisor"
+    text = f"{result.markdown()}\n{when}, {os.cpu_count()} cores, {stolen}, load average {load}.\n"
+    print(f"\n{text}", flush=True)
     if output is not None:
-        when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
         with output.open("a") as file:
-            file.write(f"{result.markdown()}\n{when}, {os.cpu_count()} cores, load average {load}.\n\n")
+            file.write(f"{text}\n")
     return 0 if result.ok else 1
