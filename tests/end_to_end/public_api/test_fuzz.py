@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -29,7 +30,8 @@ from tests.end_to_end.tiny_system import MODEL
 
 LONG = int(os.environ.get("FUZZ_MESSAGES", "200000"))
 SMALL = 4_000
-BATCH = 10  # of one example, sent at the same time: hypothesis draws no larger ones
+BATCH = 10  # drawn for one example: hypothesis draws no more
+DAMAGED = 2  # copies of each with wrong bytes, which cost nothing to make; all of them are sent together
 AT_A_TIME = 16
 TIMEOUT_S = 20.0
 QUIET_S = 10.0  # that the canary is listened to without anything beside it
@@ -50,6 +52,29 @@ def messages(draw: st.DrawFn) -> One:
     if kind < 7:
         return "grpc", (draw(st.sampled_from(METHODS)), draw(hostile.wire()))
     return "http", draw(hostile.bodies())
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The same with some bytes turned, lost, doubled or moved."""
+    wrong = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at, length = rng.randrange(len(wrong) + 1), rng.randint(1, 16)
+        match rng.randrange(4):
+            case 0 if at < len(wrong):
+                wrong[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del wrong[at : at + length]
+            case 2:
+                wrong[at:at] = wrong[at : at + length]
+            case _:
+                wrong[at:at] = rng.randbytes(length)
+    return bytes(wrong)
+
+
+def with_damaged(batch: Sequence[One], seed: int) -> list[One]:
+    rng = random.Random(seed)
+    copies = [(kind, (name, damaged(data, rng))) for kind, (name, data) in batch for _ in range(DAMAGED)]
+    return [*batch, *copies]
 
 
 class Sender:
@@ -123,20 +148,20 @@ def sender(stack: Stack) -> Iterator[Sender]:
 
 
 def run(stack: Stack, sender: Sender, count: int) -> None:
-    """``count`` messages, by examples of `BATCH`. Afterwards the system must answer, and be idle."""
+    """``count`` messages, by examples. Afterwards the system must answer, and be idle."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
     phases = (Phase.generate, Phase.shrink)
 
     @settings(
-        max_examples=count // BATCH,
+        max_examples=count // (BATCH * (1 + DAMAGED)),
         deadline=None,
         database=None,
         phases=phases,
         suppress_health_check=checks,
     )
-    @given(st.lists(messages(), min_size=BATCH, max_size=BATCH))
-    def send(batch: list[One]) -> None:
-        sender.send(batch)
+    @given(st.lists(messages(), min_size=BATCH, max_size=BATCH), st.integers(0, 2**32))
+    def send(batch: list[One], seed: int) -> None:
+        sender.send(with_damaged(batch, seed))
 
     before = stack.pids()
     send()
@@ -167,14 +192,14 @@ def test_hostile_requests_by_the_hundred_thousand(
 ) -> None:
     good = pb.GenerateRequest(model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=2))
     batch: list[One] = [("grpc", ("Generate", good.SerializeToString()))] * BATCH
-    with Canary(stack) as alone:
+    with Canary(stack, MODEL) as alone:
         time.sleep(QUIET_S)
-    with Canary(stack) as beside_good:
+    with Canary(stack, MODEL) as beside_good:
         for _ in range(200):
             sender.send(batch)
     sender.answers.clear()
     began = time.monotonic()
-    with Canary(stack) as beside:
+    with Canary(stack, MODEL) as beside:
         run(stack, sender, LONG)
     took_s = time.monotonic() - began
     answers = sender.answers

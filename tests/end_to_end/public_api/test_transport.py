@@ -130,10 +130,10 @@ ATTACKS = [
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_stream_goes_on_beside(stack: Stack, attack: Callable[[Stack], None]) -> None:
-    with Canary(stack) as alone:
+    with Canary(stack, MODEL) as alone:
         time.sleep(0.5)
     before = resident_kib(stack)
-    with Canary(stack) as beside:
+    with Canary(stack, MODEL) as beside:
         attack(stack)
     grown = resident_kib(stack) - before
     print(
