@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,8 @@ import typer
 
 from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
 from launcher.key import key
-from launcher.stack import LOOPBACK, BadOverride, StackOptions, parse_override
+from launcher.options import StackOptions, takes_stack_options
+from launcher.stack import BadOverride, parse_override
 
 ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
 
@@ -29,83 +31,13 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 @app.command()
+@takes_stack_options(grpc_port=GRPC_PORT, http_port=HTTP_PORT)
 def up(
-    prefill_workers: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
-    decode_workers: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    model: Annotated[
-        str, typer.Option(envvar="DIPTYCH_MODEL", help="GGUF file, Hugging Face folder, or 'bundled'.")
-    ] = "bundled",
-    model_name: Annotated[
-        str | None, typer.Option(envvar="DIPTYCH_MODEL_NAME", help="Name the model is served under.")
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            envvar="DIPTYCH_DTYPE",
-            help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.",
-        ),
-    ] = "auto",
-    device: Annotated[
-        str,
-        typer.Option(
-            envvar="DIPTYCH_DEVICE",
-            help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.",
-        ),
-    ] = "auto",
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1.0, help="Of a GPU, per decode worker; default: a share of 0.90."),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(envvar="DIPTYCH_HOST", help="Address the gateway listens on.")
-    ] = LOOPBACK,
-    grpc_port: Annotated[
-        int, typer.Option(min=0, max=65535, envvar="DIPTYCH_GRPC_PORT", help="0 = any free one.")
-    ] = GRPC_PORT,
-    http_port: Annotated[
-        int, typer.Option(min=0, max=65535, envvar="DIPTYCH_HTTP_PORT", help="0 = any free one.")
-    ] = HTTP_PORT,
-    admin_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, envvar="DIPTYCH_ADMIN_PORT", help="For operators; default: --grpc-port + 1."
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", envvar="DIPTYCH_INSECURE", help="Allow a host that is not loopback.")
-    ] = False,
-    api_keys_file: Annotated[
-        Path | None, typer.Option(envvar="DIPTYCH_API_KEYS_FILE", help="Ask for keys: see `diptych key new`.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(envvar="DIPTYCH_TLS_CERT", help="PEM certificate of the gateway's ports.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(envvar="DIPTYCH_TLS_KEY", help="Its PEM key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(envvar="DIPTYCH_TLS_CLIENT_CA", help="Clients need certificates that these sign."),
-    ] = None,
-    redis_url: Annotated[
-        str | None, typer.Option(envvar="DIPTYCH_REDIS_URL", help="Use this server, start no Valkey.")
-    ] = None,
-    prefill_threads: Annotated[int | None, typer.Option(min=1, help="Per worker; default: a share.")] = None,
-    decode_threads: Annotated[int | None, typer.Option(min=1, help="Per worker; default: a share.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens per prefill step.")] = None,
-    kv_memory_mib: Annotated[int | None, typer.Option(help="KV memory of each decode worker.")] = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="The same as a number of blocks.")] = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
-    ] = "auto",
-    transport: Annotated[
-        str | None, typer.Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")
-    ] = None,
+    options: StackOptions,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8).")
+        list[str] | None,
+        typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8)."),
     ] = None,
-    log_level: Annotated[
-        str, typer.Option(envvar="DIPTYCH_LOG_LEVEL", help="debug, info, warning or error.")
-    ] = "info",
     ready_file: Annotated[
         Path | None, typer.Option(help="Write ports, pids and secrets here as JSON once everything serves.")
     ] = None,
@@ -119,36 +51,8 @@ def up(
     """
     from launcher.serve import serve  # rich and asyncio only where they are needed: --help stays quick
 
-    options = StackOptions(
-        prefill_workers=prefill_workers,
-        decode_workers=decode_workers,
-        model=model,
-        model_name=model_name,
-        dtype=dtype,
-        device=device,
-        gpu_memory_utilization=gpu_memory_utilization,
-        host=host,
-        grpc_port=grpc_port,
-        http_port=http_port,
-        admin_port=admin_port,
-        insecure=insecure,
-        api_keys_file=api_keys_file,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_client_ca=tls_client_ca,
-        redis_url=redis_url,
-        secret=os.environ.get("DIPTYCH_SECRET"),
-        prefill_threads=prefill_threads,
-        decode_threads=decode_threads,
-        block_size=block_size,
-        prefill_chunk=prefill_chunk,
-        kv_memory_mib=kv_memory_mib,
-        kv_blocks=kv_blocks,
-        kv_cache_dtype=kv_cache_dtype,
-        transport=transport,
-        log_level=log_level,
-        overrides=_overrides(overrides or ()),
-    )
+    secret = os.environ.get("DIPTYCH_SECRET")
+    options = replace(options, secret=secret, overrides=_overrides(overrides or ()))
     raise typer.Exit(serve(options, ready_file=ready_file, show_secrets=show_secrets))
 
 

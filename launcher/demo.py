@@ -7,9 +7,9 @@ from rich.console import Console
 
 from diptych.client import AsyncClient, CallFailed, chat
 from launcher.ask import timing_table
+from launcher.options import StackOptions
 from launcher.progress import NoteConsole, Progress
 from launcher.serve import StartFailed, report_failure
-from launcher.stack import StackOptions
 from launcher.up import run_until_signal, running_stack
 
 _MAX_TOKENS = 64

@@ -5,11 +5,11 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import admin_port_beside
 from launcher.child import ChildSpec, Slot
+from launcher.options import LOOPBACK, StackOptions
 from launcher.thread_plan import split_cores
 from runtime.bind_address import UnsafeBindError, require_safe_bind
 from runtime.settings import resolve_model
@@ -18,7 +18,6 @@ from runtime.tls import BadTlsFiles, TlsFiles
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
 
-LOOPBACK = "127.0.0.1"
 _GPU_UTILIZATION = 0.9
 DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, which ends in SIGKILL
 
@@ -33,41 +32,6 @@ _OWNED_FLAGS = frozenset(
 
 class BadOverride(ValueError):
     """A --set that names no role, no flag, or a flag that the launcher owns."""
-
-
-@dataclass(frozen=True)
-class StackOptions:
-    """What to run. Ports may be 0 (any free one); None leaves a setting to the program's own default."""
-
-    prefill_workers: int = 1
-    decode_workers: int = 1
-    model: str = "bundled"
-    model_name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    gpu_memory_utilization: float | None = None
-    host: str = LOOPBACK
-    grpc_port: int = 0
-    http_port: int = 0
-    admin_port: int | None = None
-    insecure: bool = False
-    api_keys_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    redis_url: str | None = None
-    secret: str | None = None
-    prefill_threads: int | None = None
-    decode_threads: int | None = None
-    block_size: int | None = None
-    prefill_chunk: int | None = None
-    kv_memory_mib: int | None = None
-    kv_blocks: int | None = None
-    kv_cache_dtype: str = "auto"
-    transport: str | None = None
-    log_level: str = "info"
-    overrides: tuple[tuple[str, str, str], ...] = ()
-    """(role, flag, value): any other flag of a program."""
 
 
 def _taken(host: str, port: int) -> bool:

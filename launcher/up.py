@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.child import ChildFailed
+from launcher.options import StackOptions
 from launcher.probe import http_status
 from launcher.ready_file import ReadyFile
-from launcher.stack import SharedSecrets, StackOptions, check_options, program_specs
+from launcher.stack import SharedSecrets, check_options, program_specs
 from launcher.supervisor import Ended, Event, Replaced, Serving, Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey

@@ -1,7 +1,8 @@
 import pytest
 
 from launcher.child import ChildSpec, Slot
-from launcher.stack import BadOverride, SharedSecrets, StackOptions, parse_override, program_specs
+from launcher.options import StackOptions
+from launcher.stack import BadOverride, SharedSecrets, parse_override, program_specs
 
 SHARED = SharedSecrets("redis://:password@127.0.0.1:1/0", "5ec2e7")
 
