@@ -19,6 +19,7 @@ Announcement = Mapping[str, int | str]
 """What a process said once it served: grpc_port, http_port, worker_id (gateway: admin_port; Valkey: port)."""
 
 Probe = Callable[[], Awaitable[Announcement]]
+Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
@@ -57,6 +58,7 @@ class ChildSpec:
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
     such as a public port. A process that cannot announce itself is asked by `probe` until that returns.
+    `health` asks one that serves whether it still does; without it its silence is not noticed.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ChildSpec:
     keep: tuple[str, ...] = ()
     stdin: bytes | None = None
     probe: Probe | None = None
+    health: Health | None = None
 
     def with_values(self, values: Mapping[str, int | str]) -> "ChildSpec":
         """With some of its values replaced."""

@@ -5,16 +5,19 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import admin_port_beside
-from launcher.child import ChildSpec, Slot
+from launcher.child import Announcement, ChildSpec, Slot
 from launcher.options import LOOPBACK, StackOptions
+from launcher.probe import http_status, reachable
 from launcher.thread_plan import split_cores
 from runtime.bind_address import UnsafeBindError, require_safe_bind
 from runtime.settings import resolve_model
 from runtime.tls import BadTlsFiles, TlsFiles
 
+_HEALTH_TIMEOUT_S = 5.0
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 ROLES = tuple(_MODULES)
 
@@ -240,4 +243,12 @@ def _spec(
         # A gateway is known by its address; workers are found through the directory, and a new port
         # makes sure that nobody takes the new process for the old one.
         keep=ports if role == "gateway" else (),
+        # A gateway's port is for everybody: who takes all its connections must not have it killed.
+        health=None if role == "gateway" else partial(_healthy, reachable(str(flags["host"]))),
     )
+
+
+async def _healthy(host: str, announced: Announcement) -> bool:
+    """Whether a worker says that it is alive."""
+    port = int(announced["http_port"])
+    return await http_status(host, port, "/health", timeout_s=_HEALTH_TIMEOUT_S) == 200

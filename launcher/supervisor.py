@@ -2,7 +2,7 @@
 
 The life of a supervised process:
 
-    start -> LOADING -ready-> SERVING -ended-> WAITING -backoff-> LOADING …
+    start -> LOADING -ready-> SERVING -ended, or silent and killed-> WAITING -backoff-> LOADING …
                 \\_ended or silent: the first time the start fails, later it counts as one more failure
 
 `stop` ends them by role, front door first: SIGTERM, a grace period, SIGKILL. Should this process be
@@ -16,9 +16,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from launcher.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
+from launcher.liveness import Patience, silence
 from launcher.restart import RestartPolicy
 
 _KEPT_LINES = 40
@@ -94,7 +96,8 @@ class Supervisor:
     """Owns processes. To be used from the main thread: the parent-death signal follows the thread.
 
     `observe` is called for every event, on the event loop; `ready_timeout_s` bounds the time from a
-    start to the ready line, `grace_s` that from SIGTERM to SIGKILL.
+    start to the ready line, `grace_s` that from SIGTERM to SIGKILL. Who answers no question of its
+    spec's `health` for longer than `patience` is killed.
     """
 
     def __init__(
@@ -102,11 +105,13 @@ class Supervisor:
         observe: Callable[[Event], None],
         *,
         policy: RestartPolicy | None = None,
+        patience: Patience | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 10.0,
     ) -> None:
         self._observe = observe
         self._policy = policy or RestartPolicy()
+        self._patience = patience or Patience()
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
         self._kept: dict[str, _Kept] = {}
@@ -237,10 +242,22 @@ class Supervisor:
     async def _end_of(self, kept: _Kept) -> str:
         if kept.child is None or kept.announced is None:
             raise RuntimeError(f"{kept.spec.name} is not serving")
-        status = await kept.child.exited()
+        watch = asyncio.create_task(self._kill_when_silent(kept.spec, kept.child, kept.announced))
+        try:
+            status = await kept.child.exited()
+        finally:
+            await _cancel([watch])
         kept.spec = kept.spec.restarted(kept.announced)
         kept.announced = None
-        return describe(status)
+        silent = not watch.cancelled() and watch.result()
+        return "stopped answering and was killed" if silent else describe(status)
+
+    async def _kill_when_silent(self, spec: ChildSpec, child: Child, announced: Announcement) -> bool:
+        if spec.health is None:
+            return False
+        await silence(partial(spec.health, announced), self._patience)
+        child.send(signal.SIGKILL)
+        return True
 
     async def _launch(self, kept: _Kept) -> Announcement:
         """One start, up to the ready line. Leaves no process behind when it raises."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.child import ChildFailed
 from launcher.options import StackOptions
-from launcher.probe import http_status
+from launcher.probe import http_status, reachable
 from launcher.ready_file import ReadyFile
 from launcher.stack import SharedSecrets, check_options, program_specs
 from launcher.supervisor import Ended, Event, Replaced, Serving, Supervisor
@@ -86,7 +86,7 @@ async def running_stack(
         stack = Stack(
             supervisor,
             shared,
-            _reachable(options.host),
+            reachable(options.host),
             int(gateway["grpc_port"]),
             int(gateway["http_port"]),
             int(gateway["admin_port"]),
@@ -136,8 +136,3 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
             return 0
 
     return asyncio.run(cancellable())
-
-
-def _reachable(host: str) -> str:
-    """An address to reach a server that listens on every one."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)

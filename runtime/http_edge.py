@@ -48,11 +48,13 @@ class HttpEdge:
         ready: Callable[[], bool],
         door: Door | None,
         *,
+        alive: Callable[[], bool],
         gives_work: Callable[[str], bool] | None = None,
         certificates: bool = False,
     ) -> None:
         self._registry = registry
         self._ready = ready
+        self._alive = alive
         self._gives_work = gives_work
         self._door = door
         self._certificates = certificates
@@ -68,6 +70,7 @@ class HttpEdge:
         *,
         registry: CollectorRegistry,
         ready: Callable[[], bool],
+        alive: Callable[[], bool] = lambda: True,
         gives_work: Callable[[str], bool] | None = None,
         tls: TlsFiles | None = None,
         insecure: bool = False,
@@ -75,7 +78,8 @@ class HttpEdge:
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
     ) -> "HttpEdge":
-        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503.
+        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503, and
+        `alive` at each GET /health: whoever says no there is ended by its supervisor.
 
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
         With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
@@ -85,7 +89,7 @@ class HttpEdge:
         """
         require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
         certificates = tls is not None and tls.client_ca is not None
-        edge = cls(registry, ready, door, gives_work=gives_work, certificates=certificates)
+        edge = cls(registry, ready, door, alive=alive, gives_work=gives_work, certificates=certificates)
         server = _Server(edge._answer, max_body_bytes)
         edge._runner = web.ServerRunner(server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
@@ -136,7 +140,9 @@ class HttpEdge:
         return operator(self, request)
 
     def _health(self, _: web.BaseRequest) -> web.Response:
-        return _text(HTTPStatus.OK, "alive\n")
+        if self._alive():
+            return _text(HTTPStatus.OK, "alive\n")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, "stuck\n")
 
     def _readiness(self, request: web.BaseRequest) -> web.Response:
         worker = request.query.get("worker", "")

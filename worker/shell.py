@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.1
 FINISHING_SHARE = 0.5
 """Of the grace; afterwards there is as much time again for what is handed back to find another worker."""
+STUCK_S = 60.0
+"""A step that is so far past its own generous prediction will not end: somebody should end the process."""
 HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
@@ -65,6 +67,7 @@ class WorkerShell:
             settings.http_port,
             registry=self._kind.registry,
             ready=lambda: not self._loop.draining,
+            alive=lambda: self._loop.clock.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")

@@ -10,6 +10,9 @@ import socket
 import sys
 from contextlib import closing
 
+from prometheus_client import CollectorRegistry
+
+from runtime.http_edge import HttpEdge
 from runtime.process import announce_ready, run_program
 from runtime.settings import ProgramSettings
 
@@ -33,9 +36,11 @@ def main() -> int:
             print("after the long line", flush=True)
         if mode == "stubborn":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
         with closing(socket.create_server(("127.0.0.1", settings.grpc_port))) as listener:
-            announce_ready(settings, {"grpc_port": listener.getsockname()[1], "http_port": 0})
+            announce_ready(settings, {"grpc_port": listener.getsockname()[1], "http_port": http.port})
             await stop.wait()
+        await http.close()
         print(f"{mode} stopped cleanly", flush=True)
         return 0
 

@@ -6,16 +6,20 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
 from launcher.child import Announcement, ChildFailed
+from launcher.liveness import Patience
+from launcher.probe import http_status
 from launcher.restart import RestartPolicy
 from launcher.supervisor import Ended, Event, Running, Serving, Supervisor, Wrote
 from tests.launcher.specs import ROOT, alive, program_spec, wait_until
 
 GRACE_S = 20.0
 QUICK = RestartPolicy(first_s=0.05, cap_s=0.2)
+IMPATIENT = Patience(every_s=0.1, questions=3)
 
 
 class Watched:
@@ -24,7 +28,9 @@ class Watched:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._told = asyncio.Event()
-        self.supervisor = Supervisor(self._observe, policy=QUICK, ready_timeout_s=60, grace_s=GRACE_S)
+        self.supervisor = Supervisor(
+            self._observe, policy=QUICK, patience=IMPATIENT, ready_timeout_s=60, grace_s=GRACE_S
+        )
 
     def _observe(self, event: Event) -> None:
         self.events.append(event)
@@ -78,6 +84,22 @@ async def test_a_killed_process_comes_back_as_another_one_on_the_port_it_keeps(w
     assert after.restarts == 1
     [ended] = [one for one in watched.events if isinstance(one, Ended)]
     assert ended.reason == "killed by SIGKILL"
+
+
+async def test_a_process_that_stops_answering_is_replaced(watched: Watched) -> None:
+    async def answers(announced: Announcement) -> bool:
+        return await http_status("127.0.0.1", int(announced["http_port"]), "/health", timeout_s=1.0) == 200
+
+    await watched.supervisor.start([replace(program_spec(name), health=answers) for name in ("one", "two")])
+    before = {name: watched.process(name).pid for name in ("one", "two")}
+    frozen = before["one"]
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
+    await watched.until_serving("one", 2)
+    assert not alive(frozen)
+    assert watched.process("two").pid == before["two"]
+    [ended] = [event for event in watched.events if isinstance(event, Ended)]
+    assert (ended.name, ended.reason) == ("one", "stopped answering and was killed")
 
 
 async def test_waits_longer_after_each_failure_in_a_row(watched: Watched) -> None:

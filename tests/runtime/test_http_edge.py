@@ -41,6 +41,18 @@ async def edge() -> AsyncIterator[Edge]:
     await http.close()
 
 
+async def test_a_program_that_is_stuck_says_so() -> None:
+    alive = True
+    ask = {"registry": CollectorRegistry(), "ready": lambda: True, "alive": lambda: alive}
+    http = await HttpEdge.start("127.0.0.1", 0, **ask)
+    try:
+        assert await Edge(http).get("/health") == (200, b"alive\n")
+        alive = False
+        assert await Edge(http).get("/health") == (503, b"stuck\n")
+    finally:
+        await http.close()
+
+
 async def test_health_ready_and_metrics(edge: Edge) -> None:
     assert await edge.get("/health") == (200, b"alive\n")
     assert (await edge.get("/ready"))[0] == 503
