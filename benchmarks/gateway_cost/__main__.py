@@ -11,6 +11,7 @@ from pathlib import Path
 import uvloop
 
 import benchmarks.gateway_cost as package
+from benchmarks.cpu_time import CpuTime
 from benchmarks.gateway_cost.measure import DOORS, Sample, by_turns
 from benchmarks.gateway_cost.report import markdown
 from benchmarks.gateway_cost.systems import SYSTEMS
@@ -20,9 +21,11 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     tables = []
     for system in options.system or list(SYSTEMS):
+        before = CpuTime.now()
         samples = uvloop.run(_measured(system, options))
         load = f"{options.streams} streams of {options.tokens} tokens"
         tables.append(markdown(samples, f"`{system}`: {load}, {os.cpu_count()} cores"))
+        tables[-1] += f"\n\n{before.stolen_till_now()}"
         print(tables[-1], end="\n\n", flush=True)
     if options.output is not None:
         options.output.write_text("\n\n".join(tables) + "\n")

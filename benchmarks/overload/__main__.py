@@ -17,6 +17,7 @@ import uvloop
 from benchmarks.backends import Unreachable
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.cpu_time import CpuTime
 from benchmarks.overload.phases import Plan, Played, play
 from benchmarks.overload.report import lines, table
 from benchmarks.peers.process import RunningServer, StartFailed
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 1 when the system fails or a figure is missed, 2 for wrong flags."""
     options = _parser().parse_args(argv)
     plan = Plan(options.seconds, options.input_len, options.output_len, seed=options.seed)
+    before = CpuTime.now()
     try:
         if options.address is not None:
             played = _played(options.address, plan)
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"benchmarks.overload: {error}", file=sys.stderr)
         return 1
     found = lines(played)
-    print(table(played, found))
+    print(f"{table(played, found)}\n\n{before.stolen_till_now()}")
     return 0 if all(line.met for line in found) else 1
 
 

@@ -76,8 +76,8 @@ def tell(result: Result, output: Path | None) -> int:
     """
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    stolen = f"{100 * CpuTime.now().steal_since(_BEGAN):.1f}% of their time stolen by the hypervisor"
-    text = f"{result.markdown()}\n{when}, {os.cpu_count()} cores, {stolen}, load average {load}.\n"
+    below = f"{when}, {os.cpu_count()} cores, load average {load}, {_BEGAN.stolen_till_now()}."
+    text = f"{result.markdown()}\n{below}\n"
     print(f"\n{text}", flush=True)
     if output is not None:
         with output.open("a") as file:
