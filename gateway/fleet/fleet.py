@@ -9,10 +9,9 @@ new. Nor does one that is suspected of hanging, or that is ejected for slowness,
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,12 +21,12 @@ from gateway.fleet.ejection import Ejections
 from gateway.fleet.flushes import Flushes
 from gateway.fleet.links import Link, LinkDown, LinkTiming
 from gateway.fleet.placement import BY_COST, WITHOUT_INDEX, Placement
+from gateway.fleet.prefixes import Prefixes, PrefixLookup
 from gateway.fleet.router import NoWorker, Route, RouteRequest, choose
 from gateway.fleet.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
 from gateway.fleet.worker import Worker, new_worker
 from gateway.session.session_events import Role
 from gateway.session.work import Job
-from runtime.block_hash import block_keys, namespace_key
 from runtime.directory.records import WorkerRecord
 
 RECONCILE_S = 0.25
@@ -36,13 +35,12 @@ UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs s
 _log = logging.getLogger(__name__)
 
 
-class Directory(Protocol):
+class Directory(PrefixLookup, Protocol):
     """The local mirror of the Redis directory; its lookups do no I/O."""
 
     @property
     def connected(self) -> bool: ...
     def workers(self) -> list[WorkerRecord]: ...
-    def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]: ...
 
 
 class FleetListener(Protocol):
@@ -93,7 +91,7 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self.flushes = Flushes()
         self.ejections = Ejections()
-        self._namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
+        self._prefixes = Prefixes(directory, identity.secret, identity.model_digest)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class Fleet:
         """Of the prompt, as predicted: what the decode worker that holds most of it does not hold."""
         prompt = job.request.prompt_ids
         decode = self.linked(Role.DECODE)
-        hits = self._prefix_hits(decode, job, prompt)
+        hits = self._prefixes.hits(decode, job, prompt)
         cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
         return max(len(prompt) - cached, 1)
 
@@ -218,7 +216,7 @@ class Fleet:
     def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker:
         """Choose the pair for an attempt, by load and by who has its prefix."""
         prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
-        hits = self._prefix_hits(decode, job, token_ids)
+        hits = self._prefixes.hits(decode, job, token_ids)
         route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
         if isinstance(route, NoWorker):  # slow is better than nothing
             route = self._choose(request, prefill, decode, hits)
@@ -228,7 +226,7 @@ class Fleet:
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
-            self._namespace(job.tenant, job.request.salt, target.kv_dtype),
+            self._prefixes.namespace(job, target.kv_dtype),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
 
@@ -331,26 +329,6 @@ class Fleet:
         if worker is None:
             raise LinkDown(worker_id)
         return worker
-
-    def _prefix_hits(self, decode: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
-        """Leading blocks per decode worker. Key chains differ by namespace and block size: one each."""
-        if not job.request.cache_read:
-            return {}
-        hits: dict[str, int] = {}
-        for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
-            keys = block_keys(self._namespace(job.tenant, job.request.salt, kv_dtype), token_ids, block_size)
-            if keys:
-                hits.update({w: n for w, n in self._directory.prefix_hits(keys).items() if n})
-        return hits
-
-    def _make_namespace(self, tenant: str, salt: str, kv_dtype: str) -> bytes:
-        return namespace_key(
-            self._identity.secret,
-            tenant=tenant,
-            salt=salt,
-            model_digest=self._identity.model_digest,
-            kv_dtype=kv_dtype,
-        )
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:
