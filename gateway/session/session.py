@@ -242,6 +242,7 @@ class Session:
         """Take it from its workers until it is clear whether those that it lost are dead."""
         self.setbacks.suspended = True
         if self.state is not State.ROUTING:
+            self.setbacks.failed(Cause.WORKER_LOST)
             return [*self._cancel_working(), *self._need_route(now)]
         return self._await_proof(now)
 

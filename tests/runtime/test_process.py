@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
-import asyncio, logging, sys
+import asyncio, gc, logging, sys
 from runtime.process import announce_ready, incarnation, run_program
 from runtime.settings import ProgramSettings
 
@@ -23,6 +23,7 @@ async def main(stop):
     assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     assert incarnation() == incarnation() and 0 < incarnation() < 2**63
     announce_ready(settings, {"grpc_port": 1, "http_port": 2})
+    assert gc.get_freeze_count() > len(gc.get_objects()), "a full collection would stop everything"
     if sys.argv[1] == "raise":
         raise ValueError("first line\\nsecond line")
     await stop.wait()
