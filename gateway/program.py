@@ -65,7 +65,9 @@ class Gateway:
             settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
         )
         self._changed = asyncio.Event()
-        self.fleet = Fleet(self.mirror, self.live, identity, on_change=self._workers_changed)
+        self.fleet = Fleet(
+            self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
+        )
         delay_s = settings.max_queue_delay_s
         patience = Patience(seconds=None if delay_s == "auto" else delay_s)
         self.gate = AdmissionGate(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -70,9 +69,9 @@ class Fleet:
         listener: FleetListener,
         identity: FleetIdentity,
         *,
+        clock: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
         timing: LinkTiming | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
         self._listener = listener
