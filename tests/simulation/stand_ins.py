@@ -1,7 +1,7 @@
 """What the programs reach outside themselves by, and what stands there in a run.
 
-The product's code runs as it is; only its edges are replaced: clocks, chance, channels and servers, sockets,
-shared memory, Redis, the engine's arithmetic, HTTP and metrics.
+The product's code runs as it is; only its edges are replaced: clocks, chance, process ids, channels and
+servers, sockets, shared memory, Redis, the engine's arithmetic, HTTP and metrics.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
     network = cluster.network
     found: dict[str, Any] = {
         "time.monotonic": cluster.loop.time,
+        "os.getpid": _pid,
         "secrets.token_hex": lambda size=16: chance.randbytes(size).hex(),
         "secrets.token_bytes": lambda size=16: chance.randbytes(size),
         "secrets.randbits": chance.getrandbits,
@@ -124,6 +125,12 @@ def _host() -> Any:
 
 def _incarnation() -> int:
     return _host().incarnation  # type: ignore[no-any-return]
+
+
+def _pid() -> int:
+    """Of the simulated process: it travels in messages, and a trace holds how long those are."""
+    host = current_host.get()
+    return 0 if host is None else host.incarnation
 
 
 def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
