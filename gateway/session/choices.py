@@ -40,6 +40,7 @@ from gateway.session.session_events import (
     StopMatched,
     TokensArrived,
     WaitOver,
+    WorkerGone,
 )
 from gateway.session.states import State
 from gateway.session.tally import Tally
@@ -105,6 +106,8 @@ class Choices:
                 return self._one(choice, event, now)
             case NoRoute():
                 return self._several(event.choices, event, now)
+            case WorkerGone(worker_id):
+                return self._several(self._nearest_first(worker_id), event, now)
         return self._several(range(len(self.sessions)), event, now)
 
     def settle(self) -> list[Action]:
@@ -129,6 +132,11 @@ class Choices:
             session = self.sessions[choice]
             actions += self._noted(session, session.state, session.handle(event, now))
         return [*actions, *self._spread_failure(now)]
+
+    def _nearest_first(self, worker_id: str) -> list[int]:
+        """Choices that have this worker come before the others, which are to know of a death by then."""
+        having = {s.choice for s in self.sessions if worker_id in s.working.values()}
+        return sorted(range(len(self.sessions)), key=lambda choice: choice not in having)
 
     def _noted(self, session: Session, before: State, actions: list[Action]) -> list[Action]:
         """What is left to do at once; the rest waits for `settle`."""

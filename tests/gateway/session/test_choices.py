@@ -143,6 +143,19 @@ def test_a_choice_that_nobody_asked_for_is_a_bug_of_the_worker() -> None:
     assert any(isinstance(action, Fail) and isinstance(action.error, Internal) for action in actions)
 
 
+def test_two_deaths_under_one_choice_take_the_others_from_their_workers_too() -> None:
+    choices = started(2)
+    moment(choices, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
+    moment(choices, Routed("p2", "d2", (0,)))
+    moment(choices, WorkerGone("d"))
+    moment(choices, Routed("p3", "d3", (1,)))
+    actions = moment(choices, WorkerGone("d3"))
+    assert [a.choice for a in actions if isinstance(a, AwaitWorker)] == [1, 0]
+    cancelled = {(a.worker_id, a.attempt) for a in actions if isinstance(a, Cancel)}
+    assert cancelled == {("d2", 2), ("p2", 2), ("p3", 3)}
+    assert not any(session.working for session in choices.sessions)
+
+
 @pytest.mark.parametrize("event", [TimeLimitReached(), CancelAsked()])
 def test_what_ends_a_request_well_ends_all_its_choices(event: Event) -> None:
     choices = started(2)
@@ -202,6 +215,7 @@ class ChoicesMachine(RuleBasedStateMachine):
             case Attach(worker, attempt):
                 assert attempt.number == len(self.decode_ever) + 1
                 self.decode_ever.add(attempt.number)
+                self.waiting = {c: wait for c, wait in self.waiting.items() if c not in attempt.choices}
                 self.decode[attempt.number] = (worker, set(attempt.choices))
             case Dispatch(worker, _, attempt):
                 self.prefill[attempt.number] = worker
@@ -237,7 +251,6 @@ class ChoicesMachine(RuleBasedStateMachine):
     def route(self, found: int) -> None:
         wanted = self.asked.pop(0)
         if found:
-            self.waiting = {c: wait for c, wait in self.waiting.items() if c not in wanted.choices}
             self.feed(Routed(f"p{found}", f"d{found}", wanted.choices))
         else:
             self.feed(NoRoute(Role.DECODE, wanted.choices))
