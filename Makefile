@@ -1,7 +1,7 @@
 # One command each; every target creates .venv when it is missing.
 #   make demo       install, start everything, stream one answer, show where its time went, stop
 #   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
-#   make test       the suite (up to three failures run once more, alone)   make test-full   the suite in its long forms
+#   make test       the suite (up to ten failures run once more, alone)   make test-full   the suite in its long forms
 #   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible door, in an environment of its own
 #   make sanitize   the native step under AddressSanitizer and UBSan, through its tests and fuzzers
 #   make check      lint, types, import arrows, stubs current, protocol lint
@@ -62,7 +62,7 @@ test: install clients
 	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m tests.suite $(ARGS)
 
 test-full: install clients
-	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest -m "full or not full" $(ARGS)
+	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest -m "full or not full" --hypothesis-profile searching $(ARGS)
 
 # Triton is in its interpreter or on the GPU, for a whole process: these tests run by themselves.
 test-gpu: install
@@ -80,7 +80,7 @@ $(CLIENTS_VENV)/.installed: | $(BIN)/python
 
 # FUZZ_MESSAGES=… is another number of them.
 fuzz: install
-	$(BIN)/python -m pytest tests/end_to_end/public_api/test_fuzz.py -m full $(ARGS)
+	$(BIN)/python -m pytest tests/end_to_end/public_api/test_fuzz.py -m full --hypothesis-profile searching $(ARGS)
 
 # atheris is built for a few Pythons only and wanted here alone: it gets a folder of its own.
 ATHERIS := build/atheris

@@ -1,10 +1,14 @@
-"""`python -m tests.suite`: the tests, then those few that failed once more by themselves.
+"""`python -m tests.suite`: the tests in two lanes at once, then the few that failed once more, alone.
 
-Many tests run whole systems on real time, and a starved machine can fail one of them for no fault of the
-code. So up to `FEW` failures get a second run alone. What fails there too fails the suite; what passes is
-named at the end: a test that fails only in company is a defect, if only of the test.
+One lane is for what starts systems of many processes, one system after the other; the other for everything
+that stays in its own process and mostly keeps one core busy. Each is a pytest of its own, and its lines carry
+its name. Where tests are named on the command line there is one lane.
 
-Arguments are pytest's. Exit status as pytest's.
+Many tests run on real time, and a starved machine can fail one of them for no fault of the code. So up to
+`FEW` failures get a second run, with nothing beside them. What fails there too fails the suite; what passes
+is named at the end: a test that fails only in company is a defect, if only of the test.
+
+Arguments are pytest's. The exit status is pytest's, that of the worse lane.
 """
 
 from __future__ import annotations
@@ -13,30 +17,101 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
-FEW = 3
+FEW = 10
 ROOT = Path(__file__).parents[1]
-LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
-FAILED = 1  # pytest's status when tests ran and some failed
+SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/launcher")
+FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
+
+
+class Lane:
+    """One pytest process over a part of the tests, whose record of failures is its own."""
+
+    def __init__(self, name: str, selection: list[str], root: Path = ROOT) -> None:
+        self.name = name
+        self.status = 0
+        self._selection = selection
+        self._root = root
+        self._cache = f".pytest_cache/{name}"
+
+    @property
+    def failed(self) -> list[str]:
+        record = self._root / self._cache / "v/cache/lastfailed"
+        return sorted(json.loads(record.read_text())) if record.exists() else []
+
+    def forget(self) -> None:
+        """Else failures of an earlier, smaller run would count as this one's."""
+        (self._root / self._cache / "v/cache/lastfailed").unlink(missing_ok=True)
+
+    def run(self, arguments: list[str]) -> None:
+        """Print what pytest says, line by line, and note its status."""
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *self._selection,
+            "-o",
+            f"cache_dir={self._cache}",
+            *arguments,
+        ]
+        with subprocess.Popen(
+            command,
+            cwd=self._root,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"{self.name}| {line}", end="", flush=True)
+        self.status = process.returncode
+
+
+def lanes(arguments: list[str], root: Path = ROOT) -> list[Lane]:
+    """Two, or one if the arguments say themselves where the tests are."""
+    named = any((root / argument.partition("::")[0]).exists() for argument in arguments)
+    systems = [path for path in SYSTEMS if (root / path).exists()]
+    if named or not systems:
+        return [Lane("tests", [], root)]
+    return [
+        Lane("systems", systems, root),
+        Lane("parts", [f"--ignore={path}" for path in systems], root),
+    ]
 
 
 def run(arguments: list[str], root: Path = ROOT) -> int:
     """The tests under `root` with pytest's `arguments`; returns the exit status."""
-    record = root / LAST_FAILED
-    record.unlink(missing_ok=True)  # else failures of an earlier, smaller run would count as this one's
-    status = _pytest(arguments, root)
-    failed = sorted(json.loads(record.read_text())) if record.exists() else []
+    chosen = lanes(arguments, root)
+    for lane in chosen:
+        lane.forget()
+    threads = [Thread(target=lane.run, args=(arguments,)) for lane in chosen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = _worst(chosen)
+    failed = [name for lane in chosen for name in lane.failed]
     if status != FAILED or not 0 < len(failed) <= FEW:
         return status
     print(f"\n{len(failed)} failed; once more, alone:", *failed, sep="\n  ", flush=True)
-    status = _pytest([*arguments, "--last-failed"], root)
+    for lane in chosen:
+        if lane.status == FAILED:
+            lane.run([*arguments, "--last-failed"])
+    status = _worst(chosen)
     if status == 0:
         print("\nfailed in company, passed alone:", *failed, sep="\n  ", flush=True)
     return status
 
 
-def _pytest(arguments: list[str], root: Path) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=root, check=False).returncode
+def _worst(chosen: list[Lane]) -> int:
+    """A lane without tests is no fault as long as the other one has some; broken is worse than failed."""
+    statuses = {lane.status for lane in chosen}
+    if statuses == {NONE_FOUND}:
+        return NONE_FOUND
+    others = sorted(statuses - {0, FAILED, NONE_FOUND}, key=abs)
+    return others[-1] if others else FAILED if FAILED in statuses else 0
 
 
 if __name__ == "__main__":

@@ -36,6 +36,23 @@ def test_only_what_passes_alone_is_forgiven(files: dict[str, str], status: int, 
     assert suite.run(["-q"], tmp_path) == status
 
 
+def test_systems_run_beside_the_parts_and_both_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("tests/faults", "tests/engine"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "tests/faults/test_system.py").write_text("def test_system(): pass\n")
+    (tmp_path / "tests/engine/test_part.py").write_text(IN_COMPANY)
+    assert suite.run(["-q"], tmp_path) == 0
+    out = capfd.readouterr().out
+    assert "systems| 1 passed" in out
+    assert "parts| 1 failed" in out
+    assert "passed alone" in out
+    assert suite.run(["-q", "-k", "nothing"], tmp_path) == suite.NONE_FOUND
+    assert suite.run(["-q", "tests/engine/test_part.py"], tmp_path) == 0
+    assert "tests| 1 passed" in capfd.readouterr().out
+
+
 def test_many_failures_are_not_run_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for n in range(suite.FEW + 1):
         (tmp_path / f"test_{n}.py").write_text(f"def test_{n}(): assert False\n")

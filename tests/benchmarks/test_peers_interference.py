@@ -74,7 +74,7 @@ async def test_sees_the_stalls_that_prompts_cause() -> None:
     server = Stalling()
     began = time.monotonic()
     watched = await watch(server.connect, seed=3, alone_s=0.2, beside_s=0.4)
-    assert time.monotonic() - began < 2  # the streams are left in the middle
+    assert time.monotonic() - began < 10  # the streams are left in the middle
     figures = watched.figures()
     assert (figures["p99_itl_beside_ms"] or 0) > 25 > (figures["median_itl_alone_ms"] or 0) > 0
     assert len(watched.streams) == STREAMS

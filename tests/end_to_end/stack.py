@@ -59,7 +59,7 @@ class Stack:
         """The sum over labels of one metric of a process."""
         process = self.account[role] if role == "gateway" else self.account[role][index]
         url = f"http://127.0.0.1:{process['http_port']}/metrics"
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
         if not values:

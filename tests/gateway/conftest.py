@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from gateway.model.served_model import ServedModel
 from tests.runtime.tokenizer.bundled import bundled_path, oracle
 
 __all__ = ["bundled_path", "oracle"]
-
-# On a machine shared with other builds a first example can take any time; pytest-timeout bounds the test.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

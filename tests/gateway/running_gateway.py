@@ -45,7 +45,7 @@ def valkey() -> Iterator[str]:
         process.wait()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for what nothing announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -74,7 +74,7 @@ class Stack:
 
     async def until_idle(self) -> None:
         """Nothing of any request is left in the gateway."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.gateway.live.idle()
         queue = self.gateway.gate.queue
         queue.invariants()

@@ -33,7 +33,7 @@ def test_start_serve_and_stop() -> None:
     try:
         with os.fdopen(reader) as pipe:
             ports = json.loads(pipe.readline())
-        with urllib.request.urlopen(f"http://127.0.0.1:{ports['http_port']}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['http_port']}/health", timeout=60) as answer:
             assert answer.status == 200
         with grpc.insecure_channel(f"127.0.0.1:{ports['grpc_port']}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -42,7 +42,7 @@ def test_start_serve_and_stop() -> None:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in maps
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

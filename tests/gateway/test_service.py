@@ -44,8 +44,8 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
 
 def http(stack: Stack, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{stack.gateway.http_port}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{stack.gateway.http_port}{path}", timeout=60) as got:
+            return got.status, got.read().decode()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()

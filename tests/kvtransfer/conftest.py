@@ -42,7 +42,7 @@ FINGERPRINT = Fingerprint(
 INCARNATION = 7
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that another task or process will bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - it waits for other processes and for the kernel too

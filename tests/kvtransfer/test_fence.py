@@ -40,7 +40,7 @@ async def writer_process(address: str, transport: str) -> AsyncIterator[asyncio.
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await process.stdout.readline() == b"granted\n"
         yield process
     finally:

@@ -51,7 +51,7 @@ async def test_its_grants_and_asks_are_over(transport, how):
         await asyncio.sleep(0.05)
         process.send_signal(how)
         fill(granted, 50, 1)  # a mapped pool outlives its owner
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await peer.push(granted, 49)
             with pytest.raises(PeerLost):
                 await waiting

@@ -22,6 +22,6 @@ async def test_only_questions_in_a_row_count(answers: str, asked: int) -> None:
         count += 1
         return next(said) == "y"
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await silence(answer, Patience(every_s=0.001, questions=3))
     assert count == asked

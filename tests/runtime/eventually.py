@@ -7,7 +7,7 @@ from collections.abc import Callable
 _STEP_S = 0.005
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> float:
     """Waits until `condition` holds and returns how long that took, in seconds; else TimeoutError."""
     start = time.monotonic()
     for _ in range(int(timeout_s / _STEP_S)):

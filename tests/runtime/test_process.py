@@ -54,7 +54,7 @@ class Child:
             self.ready = pipe.read()  # to the end: the program closes its end after the line
 
     def finish(self) -> tuple[int, str]:
-        _, stderr = self.process.communicate(timeout=10)
+        _, stderr = self.process.communicate(timeout=60)
         return self.process.returncode, stderr.decode()
 
 

@@ -69,7 +69,7 @@ class Caller:
     async def fail(self, error: BaseException) -> grpc.aio.AioRpcError:
         self.error = error
         with pytest.raises(grpc.aio.AioRpcError) as info:
-            await self.call(b"", timeout=10)
+            await self.call(b"", timeout=60)
         return info.value
 
 

@@ -57,7 +57,7 @@ class Walk:
                 await request(f"r{number}")
 
         trouble = asyncio.create_task(self.trouble())
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(250):
             await asyncio.gather(*(one(number) for number in range(REQUESTS)))
         trouble.cancel()
         await asyncio.gather(trouble, return_exceptions=True)

@@ -60,7 +60,7 @@ class Walk:
                 await self.request(plan(number, self.rng), gateways)
 
         trouble = asyncio.create_task(self.trouble(gateways))
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(250):
             await asyncio.gather(*(one(number) for number in range(REQUESTS)))
         trouble.cancel()
         await asyncio.gather(trouble, return_exceptions=True)

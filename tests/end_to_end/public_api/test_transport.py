@@ -34,7 +34,7 @@ def still_whole(stack: Stack) -> Iterator[None]:
     stack.wait_idle()
     with grpc.insecure_channel(stack.address) as channel:
         good = pb.GenerateRequest(model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=2))
-        assert rpc.InferenceServiceStub(channel).Generate(good, timeout=20).usage.completion_tokens == 2
+        assert rpc.InferenceServiceStub(channel).Generate(good, timeout=60).usage.completion_tokens == 2
 
 
 def resident_kib(stack: Stack) -> int:
@@ -156,8 +156,8 @@ def test_metadata_at_its_limit_is_read_and_above_it_refused(stack: Stack) -> Non
     request = pb.GenerateRequest(model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=1))
     with grpc.insecure_channel(stack.address) as channel:
         stub = rpc.InferenceServiceStub(channel)
-        assert stub.Generate(request, metadata=(("x-big", "x" * 15_000),), timeout=20)
+        assert stub.Generate(request, metadata=(("x-big", "x" * 15_000),), timeout=60)
         for size in (17_000, 65_536):
             with pytest.raises(grpc.RpcError) as caught:
-                stub.Generate(request, metadata=(("x-big", "x" * size),), timeout=20)
+                stub.Generate(request, metadata=(("x-big", "x" * size),), timeout=60)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -283,7 +283,7 @@ async def test_keys_are_taken_back_while_the_gateway_runs(
         await stack.stub.Generate(stack.request(), metadata=bearer(key))
         keys.remove(key)
         code = Code.OK
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while code is Code.OK:
                 call = stack.stub.Generate(stack.request(), metadata=bearer(key))
                 code = await call.code()

@@ -152,7 +152,7 @@ async def test_clients_need_certificates_and_probes_do_not(
 
 def served_by(port: int, files: Files) -> str:
     """The certificate that a new connection is shown."""
-    return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=10)
+    return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=60)
 
 
 async def test_a_renewed_certificate_is_served_without_a_restart(
