@@ -83,6 +83,10 @@ class RunningServer:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def park(self) -> None:
         """Takes it off the cores; its memory stays."""
         self._signal(signal.SIGSTOP)

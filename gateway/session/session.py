@@ -243,8 +243,17 @@ class Session:
         self.setbacks.suspended = True
         if self.state is not State.ROUTING:
             self.setbacks.failed(Cause.WORKER_LOST)
+            if (error := self._unpaid(now)) is not None:
+                return self._fail(error, now)
             return [*self._cancel_working(), *self._need_route(now)]
         return self._await_proof(now)
+
+    def _unpaid(self, now: float) -> DiptychError | None:
+        """A fault makes us compute it again: the error, if the gateway's budget for that is spent."""
+        budget = self._tally.budget
+        if budget is None or budget.spend(now):
+            return None
+        return over_budget(self.history, budget.wait_s(now))
 
     def _worker_up(self, worker_id: str, returned: bool, now: float) -> list[Action]:
         """One that is there again, or a new one in its place: who waits may have an answer now."""
@@ -272,9 +281,8 @@ class Session:
         verdict = decide(cause, self.history, phase=self.state.value)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
-        budget = self._tally.budget
-        if verdict.fault and budget is not None and not budget.spend(now):
-            return self._fail(over_budget(self.history, budget.wait_s(now)), now)
+        if verdict.fault and (error := self._unpaid(now)) is not None:
+            return self._fail(error, now)
         self.setbacks.follow(verdict, worker_id)
         return [*self._cancel_working(), *self._need_route(now)]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.session.choices import Choices
+from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_events import (
     Action,
     Admitted,
@@ -43,7 +44,7 @@ from gateway.session.session_events import (
     WorkerUp,
 )
 from gateway.session.states import State
-from runtime.errors import DeadlineExceeded, Internal
+from runtime.errors import DeadlineExceeded, Internal, WorkerLost
 
 PROMPT = (7, 8, 9)
 
@@ -56,9 +57,9 @@ def moment(choices: Choices, *events: Event) -> list[Action]:
     return actions + choices.settle()
 
 
-def started(count: int) -> Choices:
+def started(count: int, budget: RetryBudget | None = None) -> Choices:
     """All of them in attempt 1, on workers p and d."""
-    choices = Choices(PROMPT, 10, count, now=0.0)
+    choices = Choices(PROMPT, 10, count, now=0.0, budget=budget)
     (route,) = moment(choices, Admitted())
     assert isinstance(route, ChooseRoute)
     moment(choices, Routed("p", "d", route.choices))
@@ -143,17 +144,30 @@ def test_a_choice_that_nobody_asked_for_is_a_bug_of_the_worker() -> None:
     assert any(isinstance(action, Fail) and isinstance(action.error, Internal) for action in actions)
 
 
-def test_two_deaths_under_one_choice_take_the_others_from_their_workers_too() -> None:
-    choices = started(2)
+def under_two_deaths(choices: Choices) -> list[Action]:
+    """The second death, under choice 1 alone; choice 0 has other workers by then."""
     moment(choices, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
     moment(choices, Routed("p2", "d2", (0,)))
     moment(choices, WorkerGone("d"))
     moment(choices, Routed("p3", "d3", (1,)))
-    actions = moment(choices, WorkerGone("d3"))
+    return moment(choices, WorkerGone("d3"))
+
+
+def test_two_deaths_under_one_choice_take_the_others_from_their_workers_too() -> None:
+    choices = started(2)
+    actions = under_two_deaths(choices)
     assert [a.choice for a in actions if isinstance(a, AwaitWorker)] == [1, 0]
     cancelled = {(a.worker_id, a.attempt) for a in actions if isinstance(a, Cancel)}
     assert cancelled == {("d2", 2), ("p2", 2), ("p3", 3)}
     assert not any(session.working for session in choices.sessions)
+
+
+@pytest.mark.parametrize("prefills", [3, 4])
+def test_whoever_is_taken_from_its_workers_pays_for_its_next_prefill(prefills: int) -> None:
+    choices = started(2, budget=RetryBudget(prefills))
+    (failed,) = [a for a in under_two_deaths(choices) if isinstance(a, Fail)] or (None,)
+    assert choices.over == (prefills == 3)
+    assert (failed is not None and isinstance(failed.error, WorkerLost)) == choices.over
 
 
 @pytest.mark.parametrize("event", [TimeLimitReached(), CancelAsked()])
