@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cpu_time import CpuTime
 from benchmarks.percentile import percentile
 from diptych.client import AsyncClient
 from tests.end_to_end import tiny_model
@@ -189,11 +190,15 @@ def test_first_tokens_come_as_before(house: House) -> None:
     rows = []
     for name in FAULTS:
         # Each beside a calm time of its own: the machine may have more to do later.
+        began = CpuTime.now()
         calm = asyncio.run(first_tokens(house.stack.address, 12.0))
-        rows.append((name, calm, disturbed(house, name, 8.0)))  # longer than a lease
+        found = disturbed(house, name, 8.0)  # longer than a lease
+        rows.append((name, calm, found, CpuTime.now().steal_since(began)))
         wait_connected(house)
-    print("\n| Redis is | requests | failed | TTFT p99 | before | added |\n|---|---|---|---|---|---|")
-    for name, calm, found in rows:
+    print("\n| Redis is | requests | failed | TTFT p99 | before | added | stolen |")
+    print("|---|---|---|---|---|---|---|")
+    for name, calm, found, stolen in rows:
         p99, base = 1000 * percentile(found, 99), 1000 * percentile(calm, 99)
-        print(f"| {name} | {len(found)} | 0 | {p99:.0f} ms | {base:.0f} ms | {p99 - base:+.0f} ms |")
-    assert all(len(found) > 50 for _, _, found in rows)
+        times = f"{p99:.0f} ms | {base:.0f} ms | {p99 - base:+.0f} ms"
+        print(f"| {name} | {len(found)} | 0 | {times} | {stolen:.0%} |")
+    assert all(len(found) > 50 for _, _, found, _ in rows)
