@@ -1,11 +1,10 @@
-"""Every run ends with a collection of garbage: what was there before is left out of it.
+"""Every run ends with a collection of garbage: what was there before is left out of it, from here on.
 
-What a run changes in this process is set back: other tests follow, some of which look at traces.
+What else a run changes in this process is set back: other tests follow, some of which look at traces.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,5 +20,4 @@ def prepared() -> Iterator[None]:
         patch.setenv("OTEL_SDK_DISABLED", "true")
         prepare()
         yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
