@@ -1,13 +1,16 @@
-"""What the cores did, from /proc/stat: who else ran, and what the hypervisor took."""
+"""What the cores did, from /proc: who else ran, what the hypervisor took, and what a process used."""
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_STAT = Path("/proc/stat")
+_PROC = Path("/proc")
+_STAT = _PROC / "stat"
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SAMPLE_S = 0.5
 
 
@@ -55,3 +58,33 @@ def busy_now() -> float:
     before = CpuTime.now()
     time.sleep(_SAMPLE_S)
     return CpuTime.now().busy_since(before)
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, all its threads. Raises OSError when it has ended."""
+    return cpu_ticks(pid) * _TICK_S
+
+
+def cpu_ticks(pid: int, proc: Path = _PROC) -> int:
+    """The same in clock ticks."""
+    fields = _stat_of(pid, proc)
+    return int(fields[11]) + int(fields[12])
+
+
+def family_of(pid: int, proc: Path = _PROC) -> list[int]:
+    """A process and all its living descendants, parents before their children."""
+    parents: dict[int, int] = {}
+    for entry in proc.glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int(_stat_of(int(entry.name), proc)[1])
+        except OSError:
+            continue  # it ended while we looked
+    family = [pid]
+    for member in family:
+        family += [child for child, parent in parents.items() if parent == member]
+    return family
+
+
+def _stat_of(pid: int, proc: Path) -> list[str]:
+    """The fields of proc(5) after the command's name, which may hold spaces and parentheses of its own."""
+    return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()

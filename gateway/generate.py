@@ -104,7 +104,7 @@ class Generator:
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
-            limit = min(self._fleet.token_limit() or self._context, self._context)
+            limit = min(self._fleet.roster.token_limit() or self._context, self._context)
             request = await self._parse(message, call, report, limit)
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""
@@ -179,7 +179,7 @@ class Generator:
         request = job.request
         if self.draining:
             raise Draining()
-        missing = self._fleet.missing_role()
+        missing = self._fleet.roster.missing_role()
         if missing is not None:
             raise NoReadyWorker(missing.value)
         self._live.reserve(job.tenant, request.request_id)

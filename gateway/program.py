@@ -16,7 +16,7 @@ from gateway.access.caller import Scope
 from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission.admission import AdmissionQueue, Patience
-from gateway.admission.gate import AdmissionGate, Capacity
+from gateway.admission.gate import AdmissionGate
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet.fleet import Fleet, FleetIdentity
@@ -86,7 +86,10 @@ class Gateway:
             clock=time.monotonic,
         )
         self._text = TextRpcs(
-            model, self.live, token_limit=self.fleet.token_limit, block_size=self.fleet.block_size
+            model,
+            self.live,
+            token_limit=self.fleet.roster.token_limit,
+            block_size=self.fleet.roster.block_size,
         )
         self._access = Access(settings.api_keys_file)
         self._server: grpc.aio.Server | None = None
@@ -103,10 +106,10 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether a request that comes now has workers to run on."""
-        return not self._leaving and self.fleet.missing_role() is None
+        return not self._leaving and self.fleet.roster.missing_role() is None
 
     def _gives_work(self, worker_id: str) -> bool:
-        return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.linked_workers())
+        return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.roster.linked())
 
     async def start(self) -> None:
         """Bind all ports and serve. Raises OSError or UnsafeBindError."""
@@ -181,7 +184,7 @@ class Gateway:
     async def _workers_or_timeout(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.fleet.missing_role() is not None:
+                while self.fleet.roster.missing_role() is not None:
                     self._changed.clear()
                     await self._changed.wait()
 
@@ -203,7 +206,7 @@ class Gateway:
 
     def _workers_changed(self) -> None:
         self._changed.set()
-        self.gate.resize(self.fleet.capacity() if self.fleet.missing_role() is None else Capacity(0, 0))
+        self.gate.resize(self.fleet.roster.capacity())
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""
@@ -234,11 +237,11 @@ class Gateway:
         self.metrics.waiting.set_function(lambda: queue.waiting)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":
-            name, fleet = self._model.card.name, self.fleet
-            self.registry.register(VllmMetrics(self.metrics, name, lambda: fleet.linked(Role.DECODE)))
+            name, roster = self._model.card.name, self.fleet.roster
+            self.registry.register(VllmMetrics(self.metrics, name, lambda: roster.serving(Role.DECODE)))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
-                lambda role=role: len(self.fleet.linked(role))  # type: ignore[misc]
+                lambda role=role: len(self.fleet.roster.serving(role))  # type: ignore[misc]
             )
 
 

@@ -34,29 +34,21 @@ class Lane:
         self._selection = selection
         self._root = root
         self._cache = f".pytest_cache/{name}"
+        self._record = root / self._cache / "v/cache/lastfailed"
 
     @property
     def failed(self) -> list[str]:
-        record = self._root / self._cache / "v/cache/lastfailed"
-        return sorted(json.loads(record.read_text())) if record.exists() else []
+        return sorted(json.loads(self._record.read_text())) if self._record.exists() else []
 
     def forget(self) -> None:
         """Else failures of an earlier, smaller run would count as this one's."""
-        (self._root / self._cache / "v/cache/lastfailed").unlink(missing_ok=True)
+        self._record.unlink(missing_ok=True)
 
     def run(self, arguments: list[str]) -> None:
         """Print what pytest says, line by line, and note its status."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *self._selection,
-            "-o",
-            f"cache_dir={self._cache}",
-            *arguments,
-        ]
+        options = [*self._selection, "-o", f"cache_dir={self._cache}", *arguments]
         with subprocess.Popen(
-            command,
+            [sys.executable, "-m", "pytest", *options],
             cwd=self._root,
             text=True,
             errors="replace",

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
 from benchmarks.backends.kserve import KServeBackend
 from benchmarks.backends.openai_http import OpenAIBackend
+from benchmarks.cpu_time import cpu_s
 from benchmarks.gateway_cost.systems import Target
 from benchmarks.percentile import percentile
 from benchmarks.request import BenchRequest
@@ -24,7 +23,6 @@ PROMPT_TOKENS = 32
 TOKEN_IDS = range(1000, 40_000)
 WARM_UP_TOKENS = 16
 IDLE_S = 2.0
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 DOORS: dict[str, Callable[[Target], Any]] = {
     "grpc": lambda target: GrpcBackend(f"127.0.0.1:{target.grpc_port}", Asking()),
@@ -99,9 +97,3 @@ def _requests(seed: str, streams: int, tokens: int) -> list[BenchRequest]:
     """Prompts of their own for each door and round: nobody finds another's prefix in the cache."""
     rng = random.Random(seed)
     return [BenchRequest(tuple(rng.choices(TOKEN_IDS, k=PROMPT_TOKENS)), tokens) for _ in range(streams)]
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process, all its threads (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.gateway_cost.measure import Sample
+from benchmarks.spread import median_and_range
 
 _COLUMNS = (
     ("tokens/s", "tokens_per_s", 0),
@@ -28,11 +29,9 @@ def markdown(samples: Sequence[Sample], title: str) -> str:
         f"|---{'|---' * (len(_COLUMNS) + 1)}|",
     ]
     for door, ones in by_door.items():
-        cells = [_cell([getattr(one, name) for one in ones], digits) for _, name, digits in _COLUMNS]
+        cells = [
+            median_and_range([getattr(one, name) for one in ones], digits) for _, name, digits in _COLUMNS
+        ]
         share = f"{100 * speed[door] / speed[REFERENCE]:.1f}%" if REFERENCE in speed else ""
         lines.append(f"| {door} | {' | '.join(cells)} | {share} |")
     return "\n".join(lines)
-
-
-def _cell(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"

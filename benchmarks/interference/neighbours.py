@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from benchmarks.cpu_time import cpu_ticks, family_of
 
 _PROC = Path("/proc")
 
@@ -27,9 +30,7 @@ class Ticks:
         except OSError:
             return cls(time.monotonic(), 0, 0)
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-        return cls(
-            time.monotonic(), user + nice + system + irq + softirq + steal, _of_tree(proc, os.getpid())
-        )
+        return cls(time.monotonic(), user + nice + system + irq + softirq + steal, _of_family(proc))
 
     def others_since(self, earlier: Ticks, cores: int) -> float:
         """Share of all cores, 0 .. 1, that neither idled nor worked for us; what other guests took counts."""
@@ -38,27 +39,9 @@ class Ticks:
         return max(0.0, ticks / os.sysconf("SC_CLK_TCK") / seconds / cores)
 
 
-def _of_tree(proc: Path, root: int) -> int:
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in proc.iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The command's name, in parentheses, may hold spaces and parentheses of its own.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it ended while we looked
-            continue
-        pid = int(entry.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-    return sum(used for pid, used in ticks.items() if _descends(pid, root, parents))
-
-
-def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
-    seen: set[int] = set()
-    while pid not in seen and pid:
-        if pid == root:
-            return True
-        seen.add(pid)
-        pid = parents.get(pid, 0)
-    return False
+def _of_family(proc: Path) -> int:
+    ticks = 0
+    for pid in family_of(os.getpid(), proc):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            ticks += cpu_ticks(pid, proc)
+    return ticks

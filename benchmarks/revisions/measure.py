@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvloop
 
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.cpu_time import cpu_s, family_of
 from benchmarks.datasets.synthetic import RandomLengths
 from benchmarks.drive import Run, drive
-from benchmarks.gateway_cost.measure import cpu_s
 from benchmarks.load import Load
 from benchmarks.peers.process import RunningServer
 
@@ -84,17 +83,3 @@ async def _load(system: RunningServer, size: Size, seed: int) -> Run:
     if failed is not None:
         raise RuntimeError(f"{system.server.name}: {failed}")
     return run
-
-
-def family_of(pid: int) -> list[int]:
-    """A process and all its descendants (proc(5))."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has ended
-    family = [pid]
-    for member in family:
-        family += [child for child, parent in parents.items() if parent == member]
-    return family

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.revisions.measure import Turn
 from benchmarks.revisions.tree import Tree
+from benchmarks.spread import median_and_range
 
 _COLUMNS = (("tokens/s", "tokens_per_s", 1), ("CPU ms a token", "cpu_ms_per_token", 3))
 
@@ -20,9 +21,12 @@ def markdown(trees: Sequence[Tree], rounds: Sequence[Sequence[Turn]], title: str
         "|---|---|---|",
     ]
     for index, tree in enumerate(trees):
-        cells = [_cell([getattr(r[index], name) for r in rounds], digits) for _, name, digits in _COLUMNS]
+        cells = [
+            median_and_range([getattr(r[index], name) for r in rounds], digits)
+            for _, name, digits in _COLUMNS
+        ]
         lines.append(f"| {tree.name} ({tree.commit}) | {' | '.join(cells)} |")
-    ratios = [_cell([ratio(r, name) for r in rounds], 3) for _, name, _ in _COLUMNS]
+    ratios = [median_and_range([ratio(r, name) for r in rounds], 3) for _, name, _ in _COLUMNS]
     lines.append(f"| second ÷ first, within each round | {' | '.join(ratios)} |")
     stolen = statistics.median(turn.steal_share for r in rounds for turn in r)
     return "\n".join(
@@ -33,7 +37,3 @@ def markdown(trees: Sequence[Tree], rounds: Sequence[Sequence[Turn]], title: str
 def ratio(turns: Sequence[Turn], name: str) -> float:
     first, second = (float(getattr(turn, name)) for turn in turns)
     return second / first
-
-
-def _cell(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"

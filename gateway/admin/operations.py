@@ -63,7 +63,7 @@ class Operations:
             model=card.name,
             model_digest=self._identity.model_digest,
             max_context_length=card.max_context,
-            kv_block_size=self._fleet.block_size() or 0,
+            kv_block_size=self._fleet.roster.block_size() or 0,
             ready=ready,
             draining=draining,
             directory_connected=connected,
@@ -104,7 +104,7 @@ class Operations:
                 raise InvalidParameter("worker_id", "is a prefill worker's: only decode workers have a cache")
             chosen = [self._linked(worker)]
         else:
-            chosen = [w for w in self._fleet.linked_workers() if w.record.role == Role.DECODE.value]
+            chosen = [w for w in self._fleet.roster.linked() if w.record.role == Role.DECODE.value]
         counts = await asyncio.gather(*(self._flush(worker) for worker in chosen))
         return pb.FlushPrefixCacheResponse(blocks=sum(counts))
 
@@ -122,12 +122,12 @@ class Operations:
     def _survey(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()
         slow = partial(self._fleet.ejections.reason, now=time.monotonic())
-        return survey(self._fleet.workers(), self._fleet.strangers(), now, slow)
+        return survey(self._fleet.roster, self._fleet.strangers(), now, slow)
 
     def _find(self, worker_id: str) -> Worker:
         if not worker_id:
             raise InvalidParameter("worker_id", "is required")
-        for worker in self._fleet.workers():
+        for worker in self._fleet.roster:
             if worker.record.worker_id == worker_id:
                 return worker
         raise UnknownWorker(worker_id)

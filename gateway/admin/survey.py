@@ -16,7 +16,7 @@ _ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
 
 
 def survey(
-    workers: Sequence[Worker],
+    workers: Iterable[Worker],
     strangers: Iterable[WorkerRecord],
     now: float,
     slow: Callable[[str], str] = lambda _: "",
@@ -29,7 +29,8 @@ def survey(
         now: on the event loop's clock, as `Link.heard_at`.
         slow: why a worker is ejected or on probation, or an empty text.
     """
-    infos = [_info(worker, workers, now, slow) for worker in workers]
+    everybody = list(workers)
+    infos = [_info(worker, everybody, now, slow) for worker in everybody]
     infos += [_stranger(record) for record in strangers]
     return sorted(infos, key=lambda info: (info.role, info.worker_id))
 

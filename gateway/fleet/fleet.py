@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
-from gateway.admission.gate import Capacity
 from gateway.fleet.ejection import Ejections
 from gateway.fleet.flushes import Flushes
-from gateway.fleet.links import Link, LinkDown, LinkTiming
+from gateway.fleet.links import Link, LinkTiming
 from gateway.fleet.placement import BY_COST, WITHOUT_INDEX, Placement
 from gateway.fleet.prefixes import Prefixes, PrefixLookup
+from gateway.fleet.roster import Roster
 from gateway.fleet.router import NoWorker, Route, RouteRequest, choose
 from gateway.fleet.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
 from gateway.fleet.worker import Worker, new_worker
@@ -29,8 +29,6 @@ from gateway.session.work import Job
 from runtime.directory.records import WorkerRecord
 
 RECONCILE_S = 0.25
-PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
-UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +81,7 @@ class Fleet:
             "prefill": PrefillWire(identity.gateway_id, identity.incarnation),
             "decode": DecodeWire(identity.gateway_id, identity.incarnation),
         }
-        self._workers: dict[str, Worker] = {}
+        self.roster = Roster()
         self._met: dict[str, int] = {}  # by name, the incarnation that was linked last
         self._refused: set[tuple[str, int]] = set()  # said once in the log
         self._task: asyncio.Task[None] | None = None
@@ -101,8 +99,8 @@ class Fleet:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for worker_id in list(self._workers):
-            self._remove(worker_id)
+        for worker in self.roster:
+            self._remove(worker)
         if self._closing:
             await asyncio.wait(self._closing)
 
@@ -117,14 +115,14 @@ class Fleet:
     def reconcile(self) -> None:
         """Make the links match the directory's records."""
         records = {r.worker_id: r for r in self._directory.workers() if self._is_ours(r)}
-        for worker_id, worker in list(self._workers.items()):
-            record = records.get(worker_id)
+        for worker in self.roster:
+            record = records.get(worker.record.worker_id)
             worker.leased = record is not None
             replaced = record is not None and _identity(record) != _identity(worker.record)
             if replaced or (record is None and not worker.link.up):
-                self._remove(worker_id)
+                self._remove(worker)
         for worker_id, record in records.items():
-            if worker_id not in self._workers:
+            if worker_id not in self.roster:
                 self._add(record)
 
     def _is_ours(self, record: WorkerRecord) -> bool:
@@ -145,11 +143,12 @@ class Fleet:
             address=record.address,
             timing=self._timing,
         )
-        self._workers[record.worker_id] = new_worker(record, link)
+        self.roster.add(new_worker(record, link))
         link.start()
 
-    def _remove(self, worker_id: str) -> None:
-        worker = self._workers.pop(worker_id)
+    def _remove(self, worker: Worker) -> None:
+        worker_id = worker.record.worker_id
+        self.roster.remove(worker_id)
         self.ejections.forget(worker_id)
         if worker.link.up:
             self._listener.worker_gone(worker_id, worker.leaving)
@@ -159,69 +158,30 @@ class Fleet:
 
     # --- what is there --------------------------------------------------------------------------------
 
-    def linked(self, role: Role) -> list[Worker]:
-        """Workers of a role whose link is up; only those that are welcome, as long as there are any."""
-        linked = [w for w in self.linked_workers() if w.record.role == role.value]
-        return [w for w in linked if w.welcome] or [w for w in linked if w.leased] or linked
-
-    def linked_workers(self) -> list[Worker]:
-        """All workers whose link is up."""
-        return [w for w in self._workers.values() if w.link.up]
-
-    def workers(self) -> list[Worker]:
-        """All that this gateway wants to work with, linked or not."""
-        return list(self._workers.values())
-
     def strangers(self) -> list[WorkerRecord]:
         """Workers of the directory that serve another model than this gateway."""
         return [record for record in self._directory.workers() if not self._is_ours(record)]
 
-    def missing_role(self) -> Role | None:
-        """The role that has no worker, None when a request can be served: one compatible pair is linked."""
-        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
-        if not prefill:
-            return Role.PREFILL
-        formats = {w.kv_format for w in prefill}
-        return None if any(w.kv_format in formats for w in decode) else Role.DECODE
-
-    def capacity(self) -> Capacity:
-        """Beside the sequences in decode batches there are the few whose prompts are being computed."""
-        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
-        batches = [w.load.max_running or UNKNOWN_BATCH for w in decode]
-        return Capacity(
-            sum(batches) + PREFILLING_SEQUENCES * len(prefill),
-            len(prefill),
-            kv_tokens=sum(w.kv_tokens for w in decode),
-            block_size=self.block_size() or 1,
-        )
-
-    def token_limit(self) -> int | None:
-        """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
-        return max((w.max_tokens for w in self.linked(Role.DECODE)), default=None)
-
     def tokens_to_compute(self, job: Job) -> int:
         """Of the prompt, as predicted: what the decode worker that holds most of it does not hold."""
         prompt = job.request.prompt_ids
-        decode = self.linked(Role.DECODE)
+        decode = self.roster.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, prompt)
         cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
         return max(len(prompt) - cached, 1)
-
-    def block_size(self) -> int | None:
-        return next((w.record.block_size for w in self.linked(Role.DECODE)), None)
 
     # --- gateway.session.conversation.Workers ------------------------------------------------------------
 
     def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker:
         """Choose the pair for an attempt, by load and by who has its prefix."""
-        prefill, decode = self.linked(Role.PREFILL), self.linked(Role.DECODE)
+        prefill, decode = self.roster.serving(Role.PREFILL), self.roster.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, token_ids)
         route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
         if isinstance(route, NoWorker):  # slow is better than nothing
             route = self._choose(request, prefill, decode, hits)
         if isinstance(route, NoWorker):
             return route
-        target = self._workers[route.decode_id].record
+        target = self.roster.listed(route.decode_id).record
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
@@ -247,12 +207,12 @@ class Fleet:
         return [w for w in workers if not self.ejections.ejected(w.record.worker_id, now)]
 
     def attach(self, worker_id: str, work: work_pb2.Work) -> None:
-        worker = self._linked(worker_id)
+        worker = self.roster.listed(worker_id)
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
         worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), len(work.choices))
 
     def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
-        worker, target = self._linked(worker_id), self._linked(decode_id).record
+        worker, target = self.roster.listed(worker_id), self.roster.listed(decode_id).record
         worker.link.send(
             prefill_pb2.PrefillServiceLinkRequest(
                 dispatch=prefill_pb2.Dispatch(
@@ -271,7 +231,7 @@ class Fleet:
         """Without ``choices``: all that the worker still has of the attempt. Losing a link cancels what came
         over it, so a worker that is gone needs no message.
         """
-        worker = self._workers.get(worker_id)
+        worker = self.roster.get(worker_id)
         if worker is None:
             return
         worker.done(work_id, attempt, len(choices) or None)
@@ -281,7 +241,7 @@ class Fleet:
     # --- gateway.fleet.links.LinkListener -------------------------------------------------------------
 
     def on_up(self, worker_id: str) -> None:
-        worker = self._workers.get(worker_id)
+        worker = self.roster.get(worker_id)
         if worker is not None:
             returned = self._met.get(worker_id) == worker.record.incarnation
             self._met[worker_id] = worker.record.incarnation
@@ -289,7 +249,7 @@ class Fleet:
         self._on_change()
 
     def on_down(self, worker_id: str) -> None:
-        worker = self._workers.get(worker_id)
+        worker = self.roster.get(worker_id)
         left = worker is not None and worker.leaving
         if worker is not None:
             worker.lost()
@@ -299,7 +259,7 @@ class Fleet:
         self._on_change()
 
     def on_load(self, worker_id: str, load: Load) -> None:
-        worker = self._workers.get(worker_id)
+        worker = self.roster.get(worker_id)
         if worker is None:
             return
         before = worker.load
@@ -310,7 +270,7 @@ class Fleet:
             self._on_change()
 
     def on_news(self, worker_id: str, news: list[News]) -> None:
-        worker = self._workers.get(worker_id)
+        worker = self.roster.get(worker_id)
         for item in news:
             if item.last_word and worker is not None:
                 worker.done(item.work_id, item.attempt, 1)
@@ -320,14 +280,6 @@ class Fleet:
 
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
         self.flushes.answered(worker_id, flushed)
-
-    # --- inside ---------------------------------------------------------------------------------------
-
-    def _linked(self, worker_id: str) -> Worker:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            raise LinkDown(worker_id)
-        return worker
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:

@@ -17,22 +17,24 @@ from collections.abc import Iterable
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session import Session
-from gateway.session.session_events import (
+from gateway.session.session_actions import (
     Action,
     Attach,
     Attempt,
-    AttemptFailed,
-    Broken,
     Cancel,
-    Cause,
     ChooseRoute,
-    DecodeFinished,
     Dispatch,
     Emit,
-    Event,
     Fail,
-    Launched,
     NeedRoute,
+)
+from gateway.session.session_events import (
+    AttemptFailed,
+    Broken,
+    Cause,
+    DecodeFinished,
+    Event,
+    Launched,
     NoRoute,
     Restored,
     Role,

@@ -27,21 +27,23 @@ from gateway.session.outgoing import Outgoing
 from gateway.session.phase_times import PhaseBook, Phases
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session_events import (
+from gateway.session.session_actions import (
     Action,
     Attach,
     AwaitWorker,
-    Broken,
     Cancel,
     ChooseRoute,
+    Dispatch,
+    Emit,
+    Fail,
+    Finish,
+)
+from gateway.session.session_events import (
+    Broken,
     ClientGone,
     DeadlinePassed,
     DecodeFinished,
-    Dispatch,
-    Emit,
     Event,
-    Fail,
-    Finish,
     FinishReason,
     NoRoute,
     PrefillCommitted,

@@ -1,4 +1,4 @@
-"""What goes into a session and what comes out of it: plain frozen values, no protobuf, no clock.
+"""What goes into a session: plain frozen values, no protobuf, no clock. What comes out is in session_actions.
 
 Everything about an attempt carries its number. A message of an attempt that is no longer the current one is
 recognised by that number and dropped, however late it comes. What concerns one choice of a request carries
@@ -53,9 +53,6 @@ class TokenScore:
     logprob: float
     rank: int  # 1 = the likeliest
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
-
-
-# --- events ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,98 +229,3 @@ Event = (
     | ClientGone
     | Broken
 )
-
-# --- actions --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class NeedRoute:
-    """A choice needs an attempt."""
-
-    choice: int
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitWorker:
-    """Nobody can take the choice now. Say `WaitOver` after ``seconds``, and `WorkerUp` when one comes."""
-
-    choice: int
-    attempt: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ChooseRoute:
-    """Pick a prefill and a decode worker for these tokens; answer with `Routed` or `NoRoute`."""
-
-    token_ids: tuple[int, ...] = field(repr=False)  # prompt, then what was delivered
-    avoid: frozenset[str]  # workers that refused this request, or failed it
-    choices: tuple[int, ...] = (0,)  # that share the attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """The work of one attempt, the same for both workers."""
-
-    number: int  # 1, 2, …
-    token_ids: tuple[int, ...] = field(repr=False)
-    reserve_worst_case: bool
-    choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
-    uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """Tell the decode worker to expect this attempt."""
-
-    worker_id: str
-    attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Tell the prefill worker to compute this attempt and hand it to ``decode_id``."""
-
-    worker_id: str
-    decode_id: str
-    attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Tell a worker to drop (some choices of) an attempt that it may still be working on."""
-
-    role: Role
-    worker_id: str
-    attempt: int
-    choices: tuple[int, ...] = ()  # empty = all that it still has
-
-
-class Emit(NamedTuple):
-    """New tokens of a choice for the client, each exactly once and in order."""
-
-    position: int
-    token_ids: tuple[int, ...]
-    choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"Emit({self.position}, {len(self.token_ids)} ids, {self.choice})"
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """A choice is complete."""
-
-    reason: FinishReason
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request ends with this error."""
-
-    error: DiptychError
-
-
-Action = NeedRoute | AwaitWorker | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail

@@ -13,7 +13,7 @@ class Setbacks:
     """Of one choice.
 
     `failures`: of its attempts, by cause. `lost_by`: why its last one ended; None before the second one.
-    `reserve`, `uncached`: what its next one needs (see `gateway.session.session_events.Attempt`).
+    `reserve`, `uncached`: what its next one needs (see `gateway.session.session_actions.Attempt`).
     `suspended`: it gets no worker before it is clear whether those that it lost are dead.
     `waits`: for a worker that may take it, for a limited time. `waiting_for`: the role of which none could.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from diptych.worker.v1 import work_pb2
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
-from gateway.session.session_events import Attempt
+from gateway.session.session_actions import Attempt
 from runtime.grammar.grammar import Kind
 
 _KINDS = {

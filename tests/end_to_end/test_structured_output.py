@@ -118,42 +118,61 @@ LANGUAGES = {
 
 def oracle(language: Language) -> tuple[list[int], bool]:
     """The tokens, and whether the text is complete; by transformers and by trying."""
-    model, words = reference_model(), tokenizer()
-    (eos,) = words.eos_token_ids
+    model = reference_model()
+    (eos,) = tokenizer().eos_token_ids
     given, cache, output, data = list(chat_ids(language.question)), None, list[int](), b""
+    after = After(language, data)
     while len(output) < MAX_TOKENS:
         with torch.inference_mode():
             step = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
         cache = step.past_key_values
         order = torch.argsort(step.logits[0, -1], descending=True, stable=True).tolist()
-        fits = (token for token in order if _fits(language, data, token, eos))
-        chosen = next(fits)
+        chosen = next(token for token in order if after.fits(token))
         if chosen == eos:
             return output, True
         output.append(chosen)
-        data += words.piece(chosen)
-        given = [chosen]
-        if language.whole(data.decode("utf-8", "replace")) and not any(
-            _fits(language, data, token, eos) for token in order if token != eos
-        ):
+        data += tokenizer().piece(chosen)
+        given, after = [chosen], After(language, data)
+        if after.fits(eos) and not any(after.fits(token) for token in order if token != eos):
             return output, True
     return output, False
 
 
-def _fits(language: Language, data: bytes, token: int, eos: int) -> bool:
-    words = tokenizer()
-    if token == eos:
-        return language.whole(data.decode("utf-8", "replace"))
-    piece = words.piece(token)
-    if not piece or words.is_special(token):
-        return False
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(data + piece)
-    except UnicodeDecodeError:
-        return False
-    complete = len(text.encode()) == len(data + piece)
-    # Half a character may become any: one that every text here takes in a string, and nowhere else.
-    return language.may_begin(text if complete else text + "é")
+class After:
+    """Which tokens may follow what was written, tried one by one.
+
+    Where a text may not go on with a character it may not go on with the thousands of tokens that begin with
+    it either: one look at each character spares most of the others.
+    """
+
+    def __init__(self, language: Language, data: bytes) -> None:
+        self._language, self._data = language, data
+        self._words = tokenizer()
+        (self._eos,) = self._words.eos_token_ids
+        self._begins: dict[int, bool] = {}
+
+    def fits(self, token: int) -> bool:
+        if token == self._eos:
+            return self._language.whole(self._data.decode("utf-8", "replace"))
+        piece = self._words.piece(token)
+        if not piece or self._words.is_special(token):
+            return False
+        first = piece[0]
+        if first < 0x80:  # a character of its own
+            if first not in self._begins:
+                self._begins[first] = self._may_be(self._data + piece[:1])
+            if not self._begins[first]:
+                return False
+        return self._may_be(self._data + piece)
+
+    def _may_be(self, data: bytes) -> bool:
+        try:
+            text = codecs.getincrementaldecoder("utf-8")().decode(data)
+        except UnicodeDecodeError:
+            return False
+        complete = len(text.encode()) == len(data)
+        # Half a character may become any: one that every text here takes in a string, and nowhere else.
+        return self._language.may_begin(text if complete else text + "é")
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,13 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.cpu_time import family_of
 from diptych.client import CallFailed, Client
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import START_TIMEOUT_S
 from tests.faults.conftest import FLAGS
 from tests.faults.figures import Figure, Result, add_output, count, tell
-from tests.faults.system import PAIRS, alive, eventually, family
+from tests.faults.system import PAIRS, alive, eventually
 
 GONE_WITHIN_S = 2.0
 
@@ -52,7 +53,7 @@ def kill_group(model: Path) -> tuple[int, list[str]]:
         try:
             eventually(ready.exists, START_TIMEOUT_S, "the system is ready")
             streaming = _stream(f"127.0.0.1:{json.loads(ready.read_text())['gateway']['grpc_port']}")
-            pids = family(process.pid)
+            pids = family_of(process.pid)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

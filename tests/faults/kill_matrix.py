@@ -26,6 +26,7 @@ from pathlib import Path
 
 import grpc
 
+from benchmarks.cpu_time import family_of
 from diptych.client import AsyncClient, CallFailed, Completion
 from tests.end_to_end.stack import StackFailed
 from tests.faults.armory import kill
@@ -39,7 +40,6 @@ from tests.faults.system import (
     alive,
     breakable_system,
     eventually,
-    family,
     flush_prefixes,
     holding,
     settle,
@@ -107,7 +107,7 @@ def strike(system: Breakable, model: Path, state: State, victim: Victim) -> floa
         asked = other.submit(ask, system.address, MIX)
         stopped = system.armory.wait_taken(state.failpoint)
         target = stopped if state.role == victim else _pid(system, victim)
-        doomed = family(target)
+        doomed = family_of(target)
         kill(target)
         if stopped != target:
             signal_if_alive(stopped, signal.SIGCONT)
@@ -123,7 +123,7 @@ def _strike_gateway(system: Breakable, model: Path, state: State) -> float:
         with ThreadPoolExecutor(1) as other:
             asked = other.submit(asyncio.run, _resumed([second.address, system.address]))
             stopped = system.armory.wait_taken(state.failpoint)
-            doomed = family(second.pid)
+            doomed = family_of(second.pid)
             kill(second.pid)
             if stopped != second.pid:
                 signal_if_alive(stopped, signal.SIGCONT)

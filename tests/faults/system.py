@@ -90,16 +90,6 @@ def holding(stack: Stack, gone: int = 0) -> dict[str, float]:
     return held
 
 
-def family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += family(int(child))
-    return found
-
-
 def alive(pids: list[int]) -> list[int]:
     """Those that are still there; a zombie is one that nobody has reaped."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 import pytest
@@ -27,9 +26,10 @@ from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import Stack, running_stack
+from tests.faults.system import eventually
 
-T = TypeVar("T")
 TOKENS = 400
+PATIENCE_S = 120.0
 PROMPT = tiny_model.prompt(5, 40)
 
 
@@ -47,13 +47,8 @@ def workers(stack: Stack) -> list[pb.WorkerInfo]:
         return list(stub.ListWorkers(pb.ListWorkersRequest(), timeout=5).workers)
 
 
-def eventually(look: Callable[[], T], timeout_s: float = 120.0) -> T:
-    """What `look` sees once it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not (seen := look()):
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.05)
-    return seen
+def all_ready(stack: Stack) -> bool:
+    return all(worker.state == pb.WORKER_STATE_READY for worker in workers(stack))
 
 
 async def stream(address: str, on_token: Callable[[int], None] = lambda _: None) -> list[int]:
@@ -81,7 +76,9 @@ def stopped_at_token(stack: Stack, wanted: int) -> tuple[list[int], float]:
         nonlocal gap, last
         if count >= wanted and not stopped:
             busy = eventually(
-                lambda: [w for w in workers(stack) if w.role == pb.WORKER_ROLE_DECODE and w.load.running]
+                lambda: [w for w in workers(stack) if w.role == pb.WORKER_ROLE_DECODE and w.load.running],
+                PATIENCE_S,
+                "a decode worker runs something",
             )
             pid = pid_of(stack, busy[0].worker_id)
             os.kill(pid, signal.SIGSTOP)
@@ -107,7 +104,7 @@ def test_a_stream_goes_on_when_its_worker_is_stopped(house: tuple[Stack, Path]) 
     ids, gap = stopped_at_token(stack, 20)
     assert ids == undisturbed
     print(f"\nfrom SIGSTOP to the next token: {gap:.2f} s")
-    eventually(lambda: all(w.state == pb.WORKER_STATE_READY for w in workers(stack)))
+    eventually(lambda: all_ready(stack), PATIENCE_S, "all workers are ready")
     stack.wait_idle(timeout_s=60)
 
 
@@ -121,7 +118,7 @@ def test_how_soon_streams_go_on(house: tuple[Stack, Path]) -> None:
         ids, gap = stopped_at_token(stack, 5 + 7 * turn)
         assert ids == undisturbed
         gaps.append(gap)
-        eventually(lambda: all(w.state == pb.WORKER_STATE_READY for w in workers(stack)))
+        eventually(lambda: all_ready(stack), PATIENCE_S, "all workers are ready")
     gaps.sort()
     print(f"\nfrom SIGSTOP to the next token: p50 {percentile(gaps, 50):.2f} s, most {gaps[-1]:.2f} s")
 
@@ -150,8 +147,11 @@ def slow_worker(stack: Stack, folder: Path) -> Iterator[str]:
 def test_a_slow_worker_is_ejected_and_says_why(house: tuple[Stack, Path]) -> None:
     stack, folder = house
 
-    def snail() -> pb.WorkerInfo | None:
-        return next((w for w in workers(stack) if w.worker_id == "snail"), None)
+    def snail() -> pb.WorkerInfo:
+        return next((w for w in workers(stack) if w.worker_id == "snail"), pb.WorkerInfo())
+
+    def ejected() -> bool:
+        return "ejected" in snail().detail
 
     async def load_until_ejected() -> None:
         """Streams all the time, so that every worker has steps to report."""
@@ -166,18 +166,16 @@ def test_a_slow_worker_is_ejected_and_says_why(house: tuple[Stack, Path]) -> Non
             for _ in range(6):
                 group.create_task(client())
             try:
-                await asyncio.to_thread(eventually, lambda: "ejected" in (snail() or pb.WorkerInfo()).detail)
+                await asyncio.to_thread(eventually, ejected, PATIENCE_S, "the slow worker is ejected")
             finally:
                 over.set()
 
     with slow_worker(stack, folder):
-        eventually(lambda: (snail() or pb.WorkerInfo()).state == pb.WORKER_STATE_READY, 60)
+        eventually(lambda: snail().state == pb.WORKER_STATE_READY, PATIENCE_S, "the slow worker is ready")
         asyncio.run(load_until_ejected())
-        found = snail()
-        assert found is not None
-        assert "times as long as its peers'" in found.detail
-        eventually(lambda: (snail() or pb.WorkerInfo()).load.running == 0)
+        assert "times as long as its peers'" in snail().detail
+        eventually(lambda: snail().load.running == 0, PATIENCE_S, "nothing runs on the slow worker")
         started = time.monotonic()
         asyncio.run(stream(stack.address))  # none of it on the slow one: that would take a minute
-        assert (snail() or pb.WorkerInfo()).load.running == 0
+        assert snail().load.running == 0
         assert time.monotonic() - started < TOKENS * 0.15

@@ -12,7 +12,8 @@ from decode_worker.attempts import Attempts
 from engine.block_pool import BlockPool
 from gateway.admission.admission import AdmissionQueue
 from gateway.session.session import Session
-from gateway.session.session_events import Emit, TokensArrived
+from gateway.session.session_actions import Emit
+from gateway.session.session_events import TokensArrived
 from gateway.session.work import build_work
 from kvtransfer.attempt_book import AttemptBook
 from kvtransfer.receiver import Receiver

@@ -11,25 +11,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.session.choices import Choices
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session_events import (
+from gateway.session.session_actions import (
     Action,
-    Admitted,
     Attach,
-    AttemptFailed,
     AwaitWorker,
-    Broken,
     Cancel,
+    ChooseRoute,
+    Dispatch,
+    Emit,
+    Fail,
+    Finish,
+)
+from gateway.session.session_events import (
+    Admitted,
+    AttemptFailed,
+    Broken,
     CancelAsked,
     Cause,
-    ChooseRoute,
     ClientGone,
     DeadlinePassed,
     DecodeFinished,
-    Dispatch,
-    Emit,
     Event,
-    Fail,
-    Finish,
     FinishReason,
     NoRoute,
     PrefillCommitted,

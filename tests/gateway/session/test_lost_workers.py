@@ -47,7 +47,7 @@ async def whoever_has_it(*workers: ScriptedWorker) -> ScriptedWorker:
 
 
 async def linked(stack: Stack, count: int) -> None:
-    await until(lambda: len(stack.gateway.fleet.linked_workers()) == count)
+    await until(lambda: len(stack.gateway.fleet.roster.linked()) == count)
 
 
 @pytest.mark.parametrize("tokens_first", [0, 3])

@@ -10,18 +10,13 @@ from gateway.session.casualties import Casualties
 from gateway.session.recovery import LOSSES_RECOVERED, REFUSALS_REROUTED, WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session import Session
+from gateway.session.session_actions import Action, AwaitWorker, Cancel, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
-    Action,
     Admitted,
     AttemptFailed,
-    AwaitWorker,
-    Cancel,
     Cause,
-    Fail,
-    Finish,
     FinishReason,
     Launched,
-    NeedRoute,
     NoRoute,
     Restored,
     Role,

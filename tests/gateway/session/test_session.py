@@ -10,24 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.session.session import Session
+from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
-    Action,
     Admitted,
     AttemptFailed,
-    AwaitWorker,
-    Cancel,
     CancelAsked,
     Cause,
     ClientGone,
     DeadlinePassed,
     DecodeFinished,
-    Emit,
     Event,
-    Fail,
-    Finish,
     FinishReason,
     Launched,
-    NeedRoute,
     NoRoute,
     PrefillCommitted,
     Role,

@@ -1,0 +1,11 @@
+"""A figure of several rounds in words."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def median_and_range(values: Sequence[float], digits: int) -> str:
+    """As `12.5 (11.0–14.1)`: the median, the smallest and the largest."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
