@@ -25,6 +25,11 @@ class DecodeSettings(WorkerSettings):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="share of a GPU's memory that this worker may take, KV blocks included"
     )
+    itl_stretch: Annotated[float, Field(ge=1, le=10)] = Field(
+        1.5,
+        description="while prompts queue for cores that they share with this worker, a step begins this many "
+        "times its length after the one before, and prefill has the cores in between; 1 = at once",
+    )
     max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 
     def num_blocks(self, bytes_per_block: int) -> int:

@@ -7,11 +7,13 @@ the event loop goes on reading streams.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode_worker.attempts import Attempts, Listeners
 from decode_worker.gang import Gang
+from decode_worker.pace import Pace
 from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
@@ -44,11 +46,13 @@ class EngineLoop:
         max_batch: int,
         max_context: int,
         listeners: Listeners,
+        pace: Pace | None = None,
     ) -> None:
         self._runner = runner
         self._memory = memory
         self._pool = pool
         self._max_batch = max_batch
+        self._pace = pace if pace is not None else Pace(1.0)
         self._step: StepThread[Gang] = StepThread()
         self._wake = asyncio.Event()
         self.attempts = Attempts(
@@ -127,13 +131,24 @@ class EngineLoop:
     async def run(self) -> None:
         """Step until cancelled; sleeps while there is nothing to do."""
         while True:
+            await self._make_way()
             self._wake.clear()
             batch = self._schedule()
             if not batch:
                 self._runner.rest()
                 await self._wake.wait()
                 continue
+            self._pace.begin(time.monotonic())
+            self._runner.own()
             await self._pipeline.run(batch)
+            self._pace.end(time.monotonic())
+
+    async def _make_way(self) -> None:
+        """Leave the cores to prompts that wait for them, as long as the streams can do without a step."""
+        pause = self._pace.pause_s(time.monotonic())
+        if pause and self._runner.others_wait():
+            self._runner.rest()
+            await asyncio.sleep(pause)
 
     def _schedule(self) -> list[Gang]:
         """Pick the batch of the next step and give it its blocks."""

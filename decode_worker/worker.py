@@ -9,6 +9,7 @@ import grpc
 from decode_worker.attempts import Listeners
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
+from decode_worker.pace import Pace
 from decode_worker.pool import make_pool
 from decode_worker.request import DecodeRequest, State
 from decode_worker.service import DecodeServicer, gateway_links
@@ -50,6 +51,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
+            pace=Pace(settings.itl_stretch),
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,

@@ -38,6 +38,15 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class Assisted(Backend, Protocol):
+    """A backend whose steps take in cores of others as they become free, and let go of them at once."""
+
+    def assist(self, states: int, cores: Sequence[int]) -> None:
+        """From the next step on. `states` is the address of a byte a core, see engine/core_share.py."""
+        ...
+
+
+@runtime_checkable
 class DrawingBackend(Backend, Protocol):
     """A backend on a device of its own, which draws tokens there: logits of 128,000 floats a row are too much
     to bring to the host at every step.

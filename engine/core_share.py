@@ -1,18 +1,24 @@
-"""Cores that several worker processes of one machine lend each other, step by step.
+"""Cores that several worker processes of one machine lend each other.
 
-A worker has home cores, enough for its work when everybody is busy. While it has work it holds them; a
-worker that starts a step also takes, for that step, whatever core nobody holds. So an idle core does not
-stay idle, and a busy neighbour loses nothing: what is lent comes back when the borrower's step ends.
+A worker has home cores, enough for its work when everybody is busy. While it has work it owns them; while it
+has none, steps of the others are computed on them, too: an idle core does not stay idle. Natively a step
+looks at every phase which cores are free (`engine.backend.Assisted`), so that a core is lent in the middle of
+a step and back with its owner within a part of a millisecond. Backends that cannot do that look once, when a
+step begins.
 
-The cores are bytes of one file, held by POSIX record locks: the kernel drops them with the process, so a
-killed worker keeps no core, and taking one costs a system call of about a microsecond.
+The share is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another one
+by which its owner says that work is waiting. A worker that is killed leaves its bytes as they are; it is
+started again, and sets them right. Until then nobody borrows its cores, which costs speed and nothing else.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import ctypes
+import mmap
+import os
 from collections.abc import Collection
+
+FREE, OWNED = 0, 1
 
 
 class CoreShare:
@@ -25,41 +31,46 @@ class CoreShare:
         """
         if not home or not all(0 <= core < cores for core in home):
             raise ValueError(f"home cores {sorted(home)} of {cores}")
-        self._fd = fd
-        self._home = frozenset(home)
-        self._others = [core for core in range(cores) if core not in self._home]
-        self._held: set[int] = set()
+        size = 2 * cores
+        if os.fstat(fd).st_size < size:  # whoever comes first; a file never shrinks here
+            os.ftruncate(fd, size)
+        self._map = mmap.mmap(fd, size)
+        self._bytes = (ctypes.c_uint8 * size).from_buffer(self._map)
+        self._home = sorted(home)
+        self._waiting = range(cores, size)
+        self._says = cores + self._home[0]
+        self.others = [core for core in range(cores) if core not in self._home]
+        self.rest()
+        self.wait(False)
 
-    def begin_step(self) -> int:
-        """Hold the home cores, borrow what is free, and return how many threads the step may use.
+    @property
+    def address(self) -> int:
+        """Of the states of all cores, for native code. They stay there as long as this object does."""
+        return ctypes.addressof(self._bytes)
 
-        A home core that is lent out at this moment counts all the same: its borrower is gone within a step.
-        """
-        for core in self._home - self._held:
-            self._try_hold(core)
-        borrowed = sum(self._try_hold(core) for core in self._others)
-        return len(self._home) + borrowed
+    @property
+    def home(self) -> int:
+        """How many cores are this worker's own."""
+        return len(self._home)
 
-    def end_step(self) -> None:
-        """Give back what was borrowed; the home cores stay held, for there may be a next step."""
-        for core in self._held - self._home:
-            self._release(core)
+    def own(self) -> None:
+        """There is work: the home cores are needed here. Who has borrowed one is on its way out."""
+        for core in self._home:
+            self._bytes[core] = OWNED
 
     def rest(self) -> None:
-        """No work is left: the home cores may be borrowed."""
-        for core in tuple(self._held):
-            self._release(core)
+        """No work is left, or none for now: the home cores may be borrowed."""
+        for core in self._home:
+            self._bytes[core] = FREE
 
-    def _try_hold(self, core: int) -> bool:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, core)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            raise
-        self._held.add(core)
-        return True
+    def free(self) -> int:
+        """How many cores of others are free at this moment."""
+        return sum(self._bytes[core] == FREE for core in self.others)
 
-    def _release(self, core: int) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, core)
-        self._held.discard(core)
+    def wait(self, waiting: bool) -> None:
+        """Say whether more work waits here than a step takes: others may let go of a core now and then."""
+        self._bytes[self._says] = waiting
+
+    def others_wait(self) -> bool:
+        """Whether another worker has more to do than its cores can."""
+        return any(self._bytes[place] for place in self._waiting if place != self._says)

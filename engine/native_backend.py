@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -75,6 +76,11 @@ class NativeBackend:
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
         self._threads = threads
+
+    def assist(self, states: int, cores: Sequence[int]) -> None:
+        """See `Assisted.assist`. `states` must stay valid as long as this backend lives."""
+        numbers = (ctypes.c_int32 * len(cores))(*cores)
+        self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.

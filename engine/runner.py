@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from engine.backend import DrawingBackend
+from engine.backend import Assisted, DrawingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
 from engine.drawn import Drawn, Launched
@@ -34,6 +34,9 @@ class Runner:
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._share = share
+        self._assisted = share is not None and isinstance(model.backend, Assisted)
+        if share is not None and isinstance(model.backend, Assisted):
+            model.backend.assist(share.address, share.others)
         self._last_end = 0.0  # of the step before
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
@@ -105,6 +108,22 @@ class Runner:
         if self._share is not None:
             self._share.rest()
 
+    def own(self) -> None:
+        """A step is about to be made. Said early, by the thread that passes messages: the one that computes
+        may have to wait for the core itself.
+        """
+        if self._share is not None:
+            self._share.own()
+
+    def wait(self, waiting: bool) -> None:
+        """Tell the others of this machine whether more work waits here than a step takes."""
+        if self._share is not None:
+            self._share.wait(waiting)
+
+    def others_wait(self) -> bool:
+        """Whether another worker of this machine has more to do than its cores can."""
+        return self._share is not None and self._share.others_wait()
+
     def _compute(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]
     ) -> _Result:
@@ -112,13 +131,10 @@ class Runner:
         self._check(sequences, abort)
         if any(step.follows is not None for step in sequences):
             raise ValueError("a step that follows another one is launched")
-        self._use(self.threads if self._share is None else self._share.begin_step())
+        self.own()
+        self._use(self._cores())
         started = time.perf_counter()
-        try:
-            result = forward()
-        finally:
-            if self._share is not None:
-                self._share.end_step()
+        result = forward()
         self._tell(started, sum(len(s.token_ids) for s in sequences))
         return result
 
@@ -133,6 +149,12 @@ class Runner:
         started, self._last_end = max(started, self._last_end), now
         if self.on_step is not None:
             self.on_step(now - started, tokens)
+
+    def _cores(self) -> int:
+        """How many a step is to begin with."""
+        if self._share is None:
+            return self.threads
+        return self._share.home + (0 if self._assisted else self._share.free())
 
     def _use(self, threads: int) -> None:
         # OpenMP keeps the number of threads per calling thread.

@@ -184,12 +184,15 @@ class EngineLoop:
             self._ask()
             chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk)
             if not chunks:
+                self._runner.wait(False)
                 self._runner.rest()
                 await self._wake.wait()
                 continue
             rows = [(self._requests[chunk.key], chunk) for chunk in chunks]
             batch = [request for request, _ in rows]
             tokens = sum(chunk.tokens for chunk in chunks)
+            self._runner.own()
+            self._runner.wait(self.waiting_tokens > tokens)
             self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
     def close(self) -> None:

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 4
+#define DIPTYCH_ABI_VERSION 5
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -108,9 +108,21 @@ int32_t diptych_set_window(DiptychModel *model, int32_t layer, int32_t window); 
 int32_t diptych_set_embedding(DiptychModel *model, const void *rows);            // [vocab, hidden]
 int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions);
 
-// Computes one step on `threads` cores: writes keys and values of all tokens into the blocks, and the logits
-// after the last logit_rows[s] tokens of each sequence s into `logits` [sum of logit_rows, vocab]. Rows of
-// aborted sequences are NaN. One call at a time per model.
+// What becomes of a core that several processes of a machine share: a byte in memory of all of them.
+enum DiptychCoreState : uint8_t {
+    DIPTYCH_CORE_FREE = 0,     // its owner has nothing to compute
+    DIPTYCH_CORE_OWNED = 1,    // its owner computes, or is about to
+    DIPTYCH_CORE_CLAIMED = 2,  // a guest of another process is on it
+};
+
+// From the next step on a guest helps wherever one of these cores is free, phase by phase, and leaves within a part
+// of a millisecond when its owner claims it. `states` [cores of the machine] must outlive the model, `cores` the
+// call. What is computed does not depend on it.
+int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count);
+
+// Computes one step on `threads` cores, and on those of guests: writes keys and values of all tokens into the
+// blocks, and the logits after the last logit_rows[s] tokens of each sequence s into `logits` [sum of logit_rows,
+// vocab]. Rows of aborted sequences are NaN. One call at a time per model.
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits);
 }
 #pragma GCC visibility pop

@@ -176,13 +176,27 @@ int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const floa
     return DIPTYCH_OK;
 }
 
+int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count) {
+    try {
+        std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
+        if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "a step of this model is running");
+        if (count < 0 || count > 1024) return fail(DIPTYCH_INVALID, "guests must be 0 .. 1024");
+        static_assert(std::atomic<uint8_t>::is_always_lock_free && sizeof(std::atomic<uint8_t>) == 1,
+                      "states are shared between processes");
+        model->team.invite(reinterpret_cast<std::atomic<uint8_t> *>(states), cores, count);
+        return DIPTYCH_OK;
+    } catch (const std::exception &error) {
+        return fail(DIPTYCH_FAILED, error.what());
+    }
+}
+
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits) {
     try {
         std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
         if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "another step of this model is running");
         std::string found = refusal(*model, *batch, threads);
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
-        prepare(*model->step, *model, *batch, threads, logits);
+        prepare(*model->step, *model, *batch, model->team.ranks(threads), logits);
         model->team.run(threads, model->kernels->body[model->shape.dtype], model->step.get());
         return model->step->stopped ? DIPTYCH_ALL_ABORTED : DIPTYCH_OK;
     } catch (const std::exception &error) {

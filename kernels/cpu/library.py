@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -72,6 +72,7 @@ FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
 DENSE, Q4_0, Q4_1, Q8_0, I8 = 0, 1, 2, 3, 4
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
+CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2
 INPUT_NORM, POST_NORM, QUERY_NORM, KEY_NORM, FINAL_NORM = 0, 1, 2, 3, 4
 
 _SIGNATURES = {
@@ -85,6 +86,7 @@ _SIGNATURES = {
     "diptych_set_window": (c_int32, (c_void_p, c_int32, c_int32)),
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
     "diptych_set_rotary": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
+    "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_void_p)),
 }
 

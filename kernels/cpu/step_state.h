@@ -1,6 +1,7 @@
 // One step as all ranks see it: who the rows are, and the buffers between the phases.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -31,7 +32,7 @@ struct StepState {
     std::vector<const int32_t *> tables;  // per sequence
     std::vector<int32_t> wanted;          // rows whose logits are wanted
     std::vector<uint8_t> live;            // per sequence; written between barriers by rank 0 only
-    bool stopped = false;                 // likewise
+    std::atomic<bool> stopped{false};     // likewise; guests on their way through the phases look at any time
 
     // Leading dimensions are padded to kDepth or kColumns and the padding stays zero. Inputs of matrices are
     // bf16 where the kernels multiply bf16 pairs, else fp32.
@@ -45,7 +46,7 @@ struct StepState {
     int64_t entry_stride = 0;
     int64_t row_capacity = 0;
 
-    std::vector<Buffer> scores;  // per rank: queries and probabilities of one attention task
+    std::vector<Buffer> scores;  // per rank, guests included: queries and probabilities of one attention task
     int64_t score_floats = 0;    // of each
 
     float *hidden_row(int64_t row) const { return static_cast<float *>(hidden.get()) + row * hidden_stride; }

@@ -1,62 +1,60 @@
 #include "thread_team.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include <limits>
 
 namespace diptych {
 
 namespace {
 
-// About 10 µs of looking (a pause is some 40 ns), then about as long of offering the core to others. A barrier
-// between balanced phases opens within a microsecond when both cores are ours.
-constexpr int kSpins = 256;
-constexpr int kYields = 32;
-
 constexpr int kRankBits = 16;
 constexpr uint64_t kRankMask = (1u << kRankBits) - 1;
+constexpr int64_t kNoTicket = std::numeric_limits<int64_t>::max() / 2;
 
-void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
+// A phase in one word, so that joining, being through and being the last are decided by single exchanges:
+// its number, then 12 bits of those that take part, then 12 of those that are through.
+constexpr int kCountBits = 12;
+constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
+
+uint64_t phase_word(uint64_t number, int part) {
+    return number << (2 * kCountBits) | static_cast<uint64_t>(part) << kCountBits;
 }
+uint64_t number_of(uint64_t word) { return word >> (2 * kCountBits); }
+uint64_t part_of(uint64_t word) { return word >> kCountBits & kCountMask; }
+uint64_t through_of(uint64_t word) { return word & kCountMask; }
+
+// Where the calling thread is in the run that it works for.
+struct Place {
+    uint64_t phase = 0;
+    bool part = true;                      // in this phase
+    std::atomic<uint8_t> *core = nullptr;  // of a guest: what it stays for
+};
+thread_local Place place;
 
 }  // namespace
-
-void ThreadTeam::Epoch::publish(uint64_t value) {
-    value_.store(value, std::memory_order_seq_cst);
-    // Sleepers announce themselves before they look at the value for the last time (both sequentially
-    // consistent): either they see the new value or we see them.
-    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
-    { std::lock_guard<std::mutex> lock(mutex_); }
-    wake_.notify_all();
-}
-
-uint64_t ThreadTeam::Epoch::wait_beyond(uint64_t seen) {
-    for (int i = 0; i < kSpins + kYields; i++) {
-        uint64_t now = value();
-        if (now != seen) return now;
-        if (i < kSpins) {
-            relax();
-        } else {
-            std::this_thread::yield();
-        }
-    }
-    std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    uint64_t now = seen;
-    wake_.wait(lock, [&] { return (now = value_.load(std::memory_order_seq_cst)) != seen; });
-    sleepers_.fetch_sub(1, std::memory_order_relaxed);
-    return now;
-}
 
 ThreadTeam::~ThreadTeam() {
     closing_.store(true);
     jobs_.publish(((jobs_.value() >> kRankBits) + 1) << kRankBits);
     for (std::thread &helper : helpers_) helper.join();
+    dismiss_guests();
+}
+
+void ThreadTeam::dismiss_guests() {
+    closing_.store(true);
+    for (auto &guest : guests_) guest->calls.advance();
+    for (auto &guest : guests_) guest->thread.join();
+    guests_.clear();
+}
+
+void ThreadTeam::invite(std::atomic<uint8_t> *states, const int32_t *cores, int count) {
+    dismiss_guests();
+    closing_.store(false);
+    for (int i = 0; i < count; i++) {
+        auto guest = std::make_unique<Guest>();
+        guest->core = states + cores[i];
+        guest->thread = std::thread([this, i, made = guest.get()] { attend(*made, i); });
+        guests_.push_back(std::move(guest));
+    }
 }
 
 void ThreadTeam::run(int threads, Body body, void *state) {
@@ -67,26 +65,19 @@ void ThreadTeam::run(int threads, Body body, void *state) {
     }
     body_ = body;
     state_ = state;
-    ranks_.store(threads, std::memory_order_relaxed);
+    members_ = threads;
+    first_phase_ = phases_.value();
     tickets_.store(0, std::memory_order_relaxed);
+    phase_.store(phase_word(first_phase_, threads), std::memory_order_relaxed);
+    place = {first_phase_};
     if (threads > 1) jobs_.publish((((job >> kRankBits) + 1) << kRankBits) | static_cast<uint64_t>(threads));
+    open_.store(!guests_.empty(), std::memory_order_seq_cst);
     body(state, 0);
-    barrier();  // nobody still works in `state` when we return
-}
-
-void ThreadTeam::barrier() {
-    int ranks = ranks_.load(std::memory_order_relaxed);
-    if (ranks == 1) {
-        tickets_.store(0, std::memory_order_relaxed);
-        return;
-    }
-    uint64_t seen = barriers_.value();
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == ranks) {
-        arrived_.store(0, std::memory_order_relaxed);
-        tickets_.store(0, std::memory_order_relaxed);
-        barriers_.publish(seen + 1);
-    } else {
-        barriers_.wait_beyond(seen);
+    barrier();  // no member still works in `state` when we return
+    if (guests_.empty()) return;
+    open_.store(false, std::memory_order_seq_cst);
+    for (uint64_t seen = departures_.value(); present_.load(std::memory_order_seq_cst) != 0;) {
+        seen = departures_.wait_beyond(seen);
     }
 }
 
@@ -95,10 +86,85 @@ void ThreadTeam::serve(int rank, uint64_t seen) {
         seen = jobs_.wait_beyond(seen);
         if (closing_.load()) return;
         if (static_cast<uint64_t>(rank) < (seen & kRankMask)) {
+            place = {first_phase_};
             body_(state_, rank);
             barrier();
         }
     }
+}
+
+void ThreadTeam::attend(Guest &guest, int index) {
+    for (uint64_t seen = 0;;) {
+        seen = guest.calls.wait_beyond(seen);
+        if (closing_.load()) return;
+        guest.called.store(false, std::memory_order_relaxed);
+        visit(guest, index);
+    }
+}
+
+// From the run's first phase on, through those that are over, into the present one, and on while the core is ours.
+void ThreadTeam::visit(Guest &guest, int index) {
+    present_.fetch_add(1, std::memory_order_seq_cst);
+    uint8_t free = DIPTYCH_CORE_FREE;
+    if (open_.load(std::memory_order_seq_cst) && guest.core->compare_exchange_strong(free, DIPTYCH_CORE_CLAIMED)) {
+        place = {first_phase_, false, guest.core};
+        body_(state_, members_ + index);
+        if (place.part) arrive();
+        uint8_t claimed = DIPTYCH_CORE_CLAIMED;
+        guest.core->compare_exchange_strong(claimed, DIPTYCH_CORE_FREE);
+    }
+    present_.fetch_sub(1, std::memory_order_seq_cst);
+    departures_.advance();
+}
+
+// By a member, at every ticket: a core that becomes free in the middle of a long phase is used at once.
+void ThreadTeam::call_guests() {
+    for (auto &guest : guests_) {
+        if (guest->core->load(std::memory_order_relaxed) != DIPTYCH_CORE_FREE) continue;
+        if (guest->called.load(std::memory_order_relaxed) || guest->called.exchange(true)) continue;
+        guest->calls.advance();
+    }
+}
+
+// A guest's try to take part in the phase that it has come to.
+bool ThreadTeam::join() {
+    if (place.core->load(std::memory_order_relaxed) != DIPTYCH_CORE_CLAIMED) return false;
+    // Who came to the last phase when all were through is ahead, but for a moment.
+    for (uint64_t seen = phases_.value(); seen < place.phase;) seen = phases_.wait_beyond(seen);
+    uint64_t word = phase_.load(std::memory_order_acquire);
+    while (number_of(word) == place.phase && through_of(word) < part_of(word)) {
+        uint64_t joined = word + (uint64_t{1} << kCountBits);
+        if (phase_.compare_exchange_weak(word, joined, std::memory_order_acq_rel)) return place.part = true;
+    }
+    return false;
+}
+
+int64_t ThreadTeam::take(int64_t chunk) {
+    if (!place.part && !join()) return kNoTicket;
+    if (place.core == nullptr) {
+        if (!guests_.empty()) call_guests();
+    } else if (place.core->load(std::memory_order_relaxed) != DIPTYCH_CORE_CLAIMED) {
+        return kNoTicket;
+    }
+    return tickets_.fetch_add(chunk, std::memory_order_relaxed);
+}
+
+// The last to be through opens the next phase: for the members, and whoever joins it.
+void ThreadTeam::arrive() {
+    uint64_t word = phase_.fetch_add(1, std::memory_order_acq_rel) + 1;
+    if (through_of(word) < part_of(word)) return;
+    tickets_.store(0, std::memory_order_relaxed);
+    phase_.store(phase_word(place.phase + 1, members_), std::memory_order_release);
+    phases_.publish(place.phase + 1);
+}
+
+void ThreadTeam::barrier() {
+    if (place.part) {
+        arrive();
+        for (uint64_t seen = phases_.value(); seen <= place.phase;) seen = phases_.wait_beyond(seen);
+    }
+    place.phase++;
+    place.part = place.core == nullptr;
 }
 
 }  // namespace diptych

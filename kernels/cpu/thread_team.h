@@ -3,14 +3,20 @@
 // Why not OpenMP: a prefill and a decode process share the same few cores, and a team that spins at its
 // barriers while the other process holds the core would starve it. Waiting here spins for some microseconds
 // (a step has hundreds of short phases), then yields, then sleeps in the kernel.
+//
+// Beside its members a team may have guests, one for each core that belongs to another process: they take part
+// while that core is free, from any phase on, and leave it after the ticket that they are at once its owner
+// claims it. A phase is over when all that take part in it are; nobody waits for a guest that does not.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
+#include <memory>
 #include <thread>
 #include <vector>
+
+#include "abi.h"
+#include "epoch.h"
 
 namespace diptych {
 
@@ -23,45 +29,60 @@ class ThreadTeam {
     ThreadTeam(const ThreadTeam &) = delete;
     ThreadTeam &operator=(const ThreadTeam &) = delete;
 
-    // Runs body(state, rank) for ranks 0 .. threads-1, rank 0 on the caller, and returns when all are done.
-    // Throws std::system_error, with nothing run, if a thread cannot be started.
+    // From the next run on there is a guest for each of these cores, and for no other. `states` [cores of the
+    // machine], each a DiptychCoreState, must outlive the team. Throws std::system_error if a thread cannot be started.
+    void invite(std::atomic<uint8_t> *states, const int32_t *cores, int count);
+
+    // How many ranks a run on so many threads may have: guests come after the members.
+    int ranks(int threads) const { return threads + static_cast<int>(guests_.size()); }
+
+    // Runs body(state, rank) for ranks 0 .. threads-1, rank 0 on the caller, and for guests that find the time, and
+    // returns when all are done. All that is computed must be taken by tickets: a guest walks through the phases
+    // that it has no part in. Throws std::system_error, with nothing run, if a thread cannot be started.
     void run(int threads, Body body, void *state);
 
-    // All ranks of the present run wait for each other; what they wrote before is seen by all after. Also
+    // All that take part in the phase wait for each other; what they wrote before is seen by all after. Also
     // starts the tickets at 0 again.
     void barrier();
 
-    // The first of `chunk` tickets in a row that nobody else has. Work split by tickets balances itself when
-    // another process holds one of the cores; results do not depend on who computes what.
-    int64_t take(int64_t chunk) { return tickets_.fetch_add(chunk, std::memory_order_relaxed); }
+    // The first of `chunk` tickets in a row that nobody else has; more than there can be for who has no part in this
+    // phase. Work split by tickets balances itself when another process holds one of the cores; results do not
+    // depend on who computes what.
+    int64_t take(int64_t chunk);
 
   private:
-    // A number that grows, and threads that wait for it to leave a value.
-    class Epoch {
-      public:
-        uint64_t value() const { return value_.load(std::memory_order_acquire); }
-        void publish(uint64_t value);
-        uint64_t wait_beyond(uint64_t seen);  // the value that was found instead
-
-      private:
-        std::atomic<uint64_t> value_{0};
-        std::atomic<int> sleepers_{0};
-        std::mutex mutex_;
-        std::condition_variable wake_;
+    struct Guest {
+        std::atomic<uint8_t> *core = nullptr;
+        std::thread thread;
+        Epoch calls;
+        std::atomic<bool> called{false};  // and not awake yet
     };
 
     void serve(int rank, uint64_t seen);
+    void attend(Guest &guest, int index);
+    void visit(Guest &guest, int index);
+    void call_guests();
+    void dismiss_guests();
+    bool join();
+    void arrive();
 
     std::vector<std::thread> helpers_;
+    std::vector<std::unique_ptr<Guest>> guests_;
     // Number of the job above 16 bits of its ranks: a helper learns both in one look, so that it cannot join a
     // job that it has no part in. A job that it has a part in cannot end, nor body_ and state_ change, without it.
     Epoch jobs_;
-    Epoch barriers_;
     Body body_ = nullptr;
     void *state_ = nullptr;
-    std::atomic<int> ranks_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    int members_ = 0;           // of the present run
+    uint64_t first_phase_ = 0;  // likewise
+    // The number of the phase, who takes part in it, and how many of these are through; see thread_team.cpp.
+    alignas(64) std::atomic<uint64_t> phase_{0};
+    Epoch phases_;  // its number alone, to wait for
     alignas(64) std::atomic<int64_t> tickets_{0};
+    // Guests between entering and leaving a run. A run is over when it is closed to them and none is left.
+    alignas(64) std::atomic<int> present_{0};
+    std::atomic<bool> open_{false};
+    Epoch departures_;
     std::atomic<bool> closing_{false};
 };
 

@@ -1,4 +1,4 @@
-"""Lending cores between real processes: record locks belong to a process, so one process proves nothing."""
+"""Lending cores between processes: what one says, the other sees at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ NEIGHBOUR = """
 import sys
 from engine.core_share import CoreShare
 share = CoreShare(int(sys.argv[1]), home=[1, 2], cores=3)
+print("here", flush=True)
 for line in sys.stdin:
     match line.strip():
-        case "begin": print(share.begin_step(), flush=True)
-        case "end": share.end_step(); print("ok", flush=True)
+        case "own": share.own(); print("ok", flush=True)
         case "rest": share.rest(); print("ok", flush=True)
+        case "wait": share.wait(True); print("ok", flush=True)
+        case "free": print(share.free(), share.others_wait(), flush=True)
 """
 
 
@@ -37,11 +39,19 @@ class Neighbour:
             text=True,
             cwd=Path(__file__).parents[2],
         )
+        assert self._said() == "here"
 
     def do(self, word: str) -> str:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(word, file=self.process.stdin, flush=True)
+        return self._said()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _said(self) -> str:
+        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
 
@@ -56,46 +66,45 @@ def fd() -> Iterator[int]:
 def neighbour(fd: int) -> Iterator[Neighbour]:
     other = Neighbour(fd)
     yield other
-    other.process.kill()
-    other.process.communicate()
+    other.end()
 
 
-def test_idle_cores_are_borrowed_and_given_back_after_the_step(fd: int, neighbour: Neighbour) -> None:
+def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
-    assert ours.begin_step() == 3
-    assert neighbour.do("begin") == "2"  # its own count although they are lent out
-    ours.end_step()
-    assert neighbour.do("begin") == "2"  # now it really holds them
-    assert ours.begin_step() == 1
+    assert (ours.home, ours.others) == (1, [1, 2])
+    assert ours.free() == 2
+    neighbour.do("own")
+    assert ours.free() == 0
+    assert neighbour.do("free") == "1 False"
+    ours.own()
+    assert neighbour.do("free") == "0 False"
+    neighbour.do("rest")
+    assert ours.free() == 2
 
 
-def test_a_busy_neighbour_keeps_its_cores_between_its_steps(fd: int, neighbour: Neighbour) -> None:
+def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
-    assert neighbour.do("begin") == "3"
-    assert neighbour.do("end") == "ok"
-    assert ours.begin_step() == 1
-    ours.end_step()
-    assert neighbour.do("begin") == "2"  # ours is held too: we may have a next step
+    assert not ours.others_wait()
+    neighbour.do("wait")
+    assert ours.others_wait()
+    ours.wait(True)
+    assert neighbour.do("free") == "1 True"
+    ours.wait(False)
+    assert neighbour.do("free") == "1 False"  # of its own word it takes no notice
 
 
-def test_who_rests_lends_everything(fd: int, neighbour: Neighbour) -> None:
+def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
-    assert ours.begin_step() == 3
-    ours.end_step()
-    ours.rest()
-    assert neighbour.do("begin") == "3"
-    assert neighbour.do("rest") == "ok"
-    assert ours.begin_step() == 3
-
-
-def test_a_killed_neighbour_holds_nothing(fd: int, neighbour: Neighbour) -> None:
-    ours = CoreShare(fd, home=[0], cores=CORES)
-    assert neighbour.do("begin") == "3"
-    assert ours.begin_step() == 1
-    ours.end_step()
-    neighbour.process.kill()
-    neighbour.process.wait()
-    assert ours.begin_step() == 3
+    neighbour.do("own")
+    neighbour.do("wait")
+    neighbour.end()
+    assert ours.free() == 0
+    successor = Neighbour(fd)
+    try:
+        assert ours.free() == 2
+        assert not ours.others_wait()
+    finally:
+        successor.end()
 
 
 @pytest.mark.parametrize("home", [[], [3], [-1]])

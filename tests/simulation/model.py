@@ -90,7 +90,15 @@ class SimulatedRunner:
         rows = self.step(sequences, abort)
         return Drawn([None] * len(rows), rows)
 
+    def own(self) -> None: ...
+
     def rest(self) -> None: ...
+
+    def wait(self, waiting: bool) -> None: ...
+
+    def others_wait(self) -> bool:
+        """Every process has cores of its own here."""
+        return False
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Nothing is recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ import torch
 
 from decode_worker.attempts import Listeners
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
+from decode_worker.pace import Pace
 from decode_worker.request import DecodeRequest
 from diptych.worker.v1 import handoff_pb2_grpc
 from engine.batch import SequenceStep
 from engine.block_pool import BlockPool
+from engine.core_share import CoreShare
 from engine.kv_memory import KVLayout, KVMemory
 from engine.model import Model
 from engine.runner import Runner
@@ -131,6 +134,7 @@ class House:
 
     decodes: list[Decode] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
+    shares: list[CoreShare] = field(default_factory=list)
 
     def leftovers(self) -> list[str]:
         return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
@@ -154,17 +158,27 @@ async def house(
     scratch: int = 24,
     chunk: int = 8,
     launching: bool = False,
+    stretch: float | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With `launching` the decode workers launch steps ahead.
+    With `launching` the decode workers launch steps ahead. With a `stretch` each worker has a core that it
+    lends to the others, and decode steps make way by that much (`decode_worker.pace`).
     """
     made = House()
     async with AsyncExitStack() as stack:
+        cores = os.memfd_create("cores")
+        stack.callback(os.close, cores)
+        workers = decodes + prefills
+        if stretch is not None:
+            made.shares = [CoreShare(cores, home=[n], cores=workers) for n in range(workers)]
+        shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            made.decodes.append(await _decode(stack, transport, number, blocks, launching))
+            runner = Runner(launching_model() if launching else model(), 1, next(shares))
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, Pace(stretch or 1.0)))
         for number in range(prefills):
-            made.prefills.append(_prefill(stack, transport, number, scratch, chunk))
+            runner = Runner(model(), 1, next(shares))
+            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
         yield made
 
 
@@ -183,10 +197,11 @@ def _fingerprint() -> Fingerprint:
     )
 
 
-async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: int, launching: bool) -> Decode:
+async def _decode(
+    stack: AsyncExitStack, transport: str, number: int, blocks: int, runner: Runner, pace: Pace
+) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
-    runner = Runner(launching_model() if launching else model(), 1)
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
     loop = DecodeLoop(
@@ -196,6 +211,7 @@ async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: in
         max_batch=MAX_BATCH,
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
+        pace=pace,
     )
     handoff = HandoffServer(
         worker_id=f"decode-{number}",
@@ -222,11 +238,13 @@ async def _decode(stack: AsyncExitStack, transport: str, number: int, blocks: in
     return Decode(pool, memory.memory, loop, handoff, f"127.0.0.1:{port}", 100 + number, ended)
 
 
-def _prefill(stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int) -> Prefill:
+def _prefill(
+    stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int, runner: Runner
+) -> Prefill:
     pool = BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
-        Runner(model(), 1),
+        runner,
         block_size=BLOCK,
         chunk=chunk,
         max_prompts=6,

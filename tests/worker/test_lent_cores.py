@@ -1,0 +1,82 @@
+"""Decode steps make way for prompts that queue, and for nothing else; the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from engine.core_share import CoreShare
+from tests.worker.asker import Gateway, work
+from tests.worker.house import House, greedy, house
+
+PROMPT = (5, 9, 2)
+TOKENS = 30
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[CoreShare]:
+    """Grows by a share whenever its owner lets go of its cores."""
+    seen: list[CoreShare] = []
+    rest = CoreShare.rest
+
+    def counting(share: CoreShare) -> None:
+        seen.append(share)
+        rest(share)
+
+    monkeypatch.setattr(CoreShare, "rest", counting)
+    return seen
+
+
+async def streamed(made: House, name: str) -> tuple[int, ...]:
+    gateway = Gateway(made)
+    heard = gateway.start(made.decodes[0], made.prefills[0], work((name, 1), PROMPT, TOKENS))
+    await heard.ended.wait()
+    assert await made.empty() == []
+    await gateway.close()
+    return tuple(heard.tokens)
+
+
+@contextlib.contextmanager
+def prompts_waiting(share: CoreShare) -> Iterator[None]:
+    share.wait(True)
+    yield
+    share.wait(False)
+
+
+async def test_steps_make_way_while_prompts_wait(rests: list[CoreShare]) -> None:
+    async with house("shared_memory", stretch=1.5, prefills=2) as made:
+        decode, _, other_prefill = made.shares
+        assert await streamed(made, "alone") == greedy(PROMPT, TOKENS)
+        alone = rests.count(decode)
+        with prompts_waiting(other_prefill):
+            assert await streamed(made, "beside") == greedy(PROMPT, TOKENS)
+        beside = rests.count(decode) - alone
+    assert alone < TOKENS / 2, "between steps its core stays its own"
+    assert beside >= TOKENS - 3, "after each step but the last"
+
+
+async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[CoreShare]) -> None:
+    async with house("shared_memory", stretch=1.0, prefills=2) as made:
+        decode, _, other_prefill = made.shares
+        with prompts_waiting(other_prefill):
+            assert await streamed(made, "beside") == greedy(PROMPT, TOKENS)
+        assert rests.count(decode) < TOKENS / 2
+
+
+async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
+    async with house("shared_memory", stretch=1.0, chunk=8) as made:
+        decode, _ = made.shares
+        gateway, heard_waiting = Gateway(made), False
+        long = tuple(range(2, 50))
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
+        while not heard.ended.is_set():
+            heard_waiting = heard_waiting or decode.others_wait()
+            await asyncio.sleep(0)
+        assert heard_waiting
+        assert await made.empty() == []
+        assert not decode.others_wait()
+        assert decode.free() == 1
+        await gateway.close()
