@@ -3,7 +3,7 @@
 #   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
 #   make test       the suite (up to ten failures run once more, alone)   make test-full   the suite in its long forms
 #   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible door, in an environment of its own
-#   make sanitize   the native step under AddressSanitizer and UBSan, through its tests and fuzzers
+#   make sanitize   the native step under AddressSanitizer and UBSan, its threads under ThreadSanitizer
 #   make check      lint, types, import arrows, stubs current, protocol lint
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
@@ -117,9 +117,14 @@ $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
 test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
+TEAM_RACES := tests/kernels/cpu/team_races.cpp kernels/cpu/thread_team.cpp kernels/cpu/epoch.cpp
+
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.
 # Left out are the tests of equal bits: thousands of steps that touch no memory that the fuzzers do not.
 sanitize: install
+	@mkdir -p $(SANITIZED)
+	$(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu $(TEAM_RACES) -o $(SANITIZED)/team_races -pthread
+	$(SANITIZED)/team_races
 	DIPTYCH_NATIVE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) \
 		--build-temp $(SANITIZED)/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

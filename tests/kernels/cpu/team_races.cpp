@@ -1,0 +1,92 @@
+// Members and guests of a thread team, under ThreadSanitizer (`make sanitize`): every ticket of every phase is worked
+// on once, and all that was done in a phase is seen in the next, while owners take their cores back at any moment.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "thread_team.h"
+
+using namespace diptych;
+
+namespace {
+
+constexpr int kTeams = 1500, kRuns = 12, kPhases = 40, kCores = 4;
+
+struct Job {
+    ThreadTeam *team;
+    int members;
+    int stop_at;  // an even phase, or none
+    std::vector<int> counts;  // by item: plain numbers, so that an unordered access is a race
+    std::atomic<bool> stopped{false};
+    std::atomic<int64_t> by_guests{0};
+};
+
+void work(Job &job, int64_t item, int phase, bool guest) {
+    int &count = job.counts[static_cast<size_t>(item)];
+    if (count != phase) {
+        std::printf("item %d was worked on %d times before phase %d\n", static_cast<int>(item), count, phase);
+        std::abort();
+    }
+    count++;
+    if (guest) job.by_guests.fetch_add(1, std::memory_order_relaxed);
+    for (volatile int spin = 0; spin < 200; spin = spin + 1) {
+    }
+}
+
+// As a step: rank 0 may end it at the begin of a layer of two phases, the others look after the first.
+void body(void *state, int rank) {
+    Job &job = *static_cast<Job *>(state);
+    auto items = static_cast<int64_t>(job.counts.size());
+    for (int phase = 0; phase < kPhases; phase++) {
+        if (rank == 0 && phase == job.stop_at) job.stopped = true;
+        for (int64_t begin; (begin = job.team->take(2)) < items;) {
+            for (int64_t i = begin; i < begin + 2 && i < items; i++) work(job, i, phase, rank >= job.members);
+        }
+        job.team->barrier();
+        if (phase % 2 == 0 && job.stopped) return;
+    }
+}
+
+bool run_team(std::atomic<uint8_t> *states, std::mt19937 &chooser, int64_t &by_guests) {
+    ThreadTeam team;
+    const int32_t others[kCores - 1] = {1, 2, 3};
+    team.invite(states, others, static_cast<int>(chooser() % kCores));
+    for (int run = 0; run < kRuns; run++) {
+        Job job{&team, 1 + static_cast<int>(chooser() % 3), -1, std::vector<int>(1 + chooser() % 60)};
+        if (chooser() % 3 == 0) job.stop_at = 2 * static_cast<int>(chooser() % (kPhases / 2));
+        team.run(job.members, body, &job);
+        int phases = job.stop_at < 0 ? kPhases : job.stop_at + 1;
+        for (int count : job.counts) {
+            if (count != phases) {
+                std::printf("an item was worked on %d times in %d phases\n", count, phases);
+                return false;
+            }
+        }
+        by_guests += job.by_guests;
+    }
+    return true;
+}
+
+}  // namespace
+
+int main() {
+    std::atomic<uint8_t> states[kCores] = {};
+    std::atomic<bool> over{false};
+    std::thread owners([&] {
+        std::mt19937 chooser(1);
+        while (!over) {
+            states[1 + chooser() % (kCores - 1)] = chooser() % 2 ? DIPTYCH_CORE_FREE : DIPTYCH_CORE_OWNED;
+            std::this_thread::sleep_for(std::chrono::microseconds(chooser() % 300));
+        }
+    });
+    std::mt19937 chooser(2);
+    int64_t by_guests = 0;
+    bool right = true;
+    for (int team = 0; right && team < kTeams; team++) right = run_team(states, chooser, by_guests);
+    over = true;
+    owners.join();
+    std::printf("%d teams, %lld items by guests\n", kTeams, static_cast<long long>(by_guests));
+    return right && by_guests > 0 ? 0 : 1;
+}
