@@ -8,7 +8,8 @@ step begins.
 
 The share is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another one
 by which its owner says that work is waiting. A worker that is killed leaves its bytes as they are; it is
-started again, and sets them right. Until then nobody borrows its cores, which costs speed and nothing else.
+started again, and sets them right. Until then nobody borrows its cores, or one that it had borrowed until the
+owner has worked and rested: that costs speed and nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import mmap
 import os
 from collections.abc import Collection
 
-FREE, OWNED = 0, 1
+from kernels.cpu.library import CORE_FREE, CORE_OWNED
 
 
 class CoreShare:
-    """One process's hand in the share. All calls come from one thread at a time."""
+    """One process's hand in the share. Any thread may call: all is single bytes."""
 
     def __init__(self, fd: int, *, home: Collection[int], cores: int) -> None:
         """`fd` is open for writing on the file that all workers share; cores are `0 .. cores - 1`.
@@ -40,7 +41,8 @@ class CoreShare:
         self._waiting = range(cores, size)
         self._says = cores + self._home[0]
         self.others = [core for core in range(cores) if core not in self._home]
-        self.rest()
+        for core in self._home:  # whatever a predecessor that was killed left there
+            self._bytes[core] = CORE_FREE
         self.wait(False)
 
     @property
@@ -56,16 +58,17 @@ class CoreShare:
     def own(self) -> None:
         """There is work: the home cores are needed here. Who has borrowed one is on its way out."""
         for core in self._home:
-            self._bytes[core] = OWNED
+            self._bytes[core] = CORE_OWNED
 
     def rest(self) -> None:
-        """No work is left, or none for now: the home cores may be borrowed."""
+        """No work is left, or none for now: the home cores may be borrowed. Those that are stay so."""
         for core in self._home:
-            self._bytes[core] = FREE
+            if self._bytes[core] == CORE_OWNED:
+                self._bytes[core] = CORE_FREE
 
     def free(self) -> int:
         """How many cores of others are free at this moment."""
-        return sum(self._bytes[core] == FREE for core in self.others)
+        return sum(self._bytes[core] == CORE_FREE for core in self.others)
 
     def wait(self, waiting: bool) -> None:
         """Say whether more work waits here than a step takes: others may let go of a core now and then."""

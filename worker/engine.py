@@ -70,7 +70,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
         # Weights are converted in torch: more threads than this worker has cores wait for one another.
         torch.set_num_threads(settings.threads)
     model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
-    runner = Runner(model, settings.threads, _core_share(settings))
+    runner = Runner(model, settings.threads, _core_share(settings, device))
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
     probe(runner, layout)
@@ -97,8 +97,9 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
     )
 
 
-def _core_share(settings: WorkerSettings) -> CoreShare | None:
-    if settings.cores_fd is None:
+def _core_share(settings: WorkerSettings, device: torch.device) -> CoreShare | None:
+    """None where steps are computed on no core of this machine: nobody would gain by theirs waiting."""
+    if settings.cores_fd is None or device.type != "cpu":
         return None
     home = [int(core) for core in settings.home_cores.split(",") if core]
     return CoreShare(settings.cores_fd, home=home, cores=settings.machine_cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.core_share import CoreShare
+from kernels.cpu.library import CORE_CLAIMED
 
 CORES = 3
 NEIGHBOUR = """
@@ -80,6 +82,17 @@ def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: N
     assert neighbour.do("free") == "0 False"
     neighbour.do("rest")
     assert ours.free() == 2
+
+
+def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    claimed = (ctypes.c_uint8 * CORES).from_address(ours.address)
+    claimed[0] = CORE_CLAIMED
+    ours.rest()
+    assert (claimed[0], theirs.free()) == (CORE_CLAIMED, 0)
+    ours.own()
+    ours.rest()
+    assert theirs.free() == 1
 
 
 def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -32,3 +33,14 @@ async def test_weights_are_converted_on_the_workers_own_threads(
         await engine.load_engine(settings)
     assert seen == [threads]
     torch.set_num_threads(before)
+
+
+def test_only_who_computes_on_cores_shares_them() -> None:
+    """A worker on a GPU must not make its streams wait for prompts that its cores cannot compute."""
+    fd = os.memfd_create("cores")
+    settings = DecodeSettings.from_argv([f"--cores-fd={fd}", "--home-cores=1", "--machine-cores=2"])
+    share = engine._core_share(settings, torch.device("cpu"))
+    assert share is not None
+    assert (share.home, share.others) == (1, [0])
+    assert engine._core_share(settings, torch.device("cuda")) is None
+    os.close(fd)
