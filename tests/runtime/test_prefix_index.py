@@ -21,6 +21,17 @@ def test_leading_hits_are_the_common_prefix(held: int, asked: int) -> None:
     assert index.leading_hits("other", LIFE, KEYS[:asked]) == 0
 
 
+def test_an_update_that_was_lost_is_noticed() -> None:
+    index = PrefixIndex()
+    index.load(PrefixSnapshot("w", LIFE, 1, KEYS[:2]))
+    lost, heard = (PrefixEvent("w", LIFE, seq, added=(KEYS[seq],)) for seq in (2, 3))
+    assert not index.apply(heard), "the next snapshot is wanted"
+    assert index.leading_hits("w", LIFE, KEYS) == 2
+    assert index.apply(lost)
+    assert index.apply(heard)
+    assert index.leading_hits("w", LIFE, KEYS) == 4
+
+
 def test_updates_of_another_life() -> None:
     index = PrefixIndex()
     assert not index.apply(PrefixEvent("w", LIFE, 1))
