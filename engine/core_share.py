@@ -2,8 +2,8 @@
 
 A worker has home cores, enough for its work when everybody is busy. While it has work it owns them; while it
 has none, steps of the others are computed on them, too: an idle core does not stay idle. Natively a step
-looks at every phase which cores are free (`engine.backend.Assisted`), so that a core is lent in the middle of
-a step and back with its owner within a part of a millisecond. Backends that cannot do that look once, when a
+looks at every piece of work which cores are free (`engine.backend.Assisted`), so that a core is lent in the
+middle of a step and back with its owner after one such piece. Backends that cannot do that look once, when a
 step begins.
 
 The share is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another one

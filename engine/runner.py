@@ -34,9 +34,10 @@ class Runner:
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._share = share
-        self._assisted = share is not None and isinstance(model.backend, Assisted)
+        self._assisted = False
         if share is not None and isinstance(model.backend, Assisted):
             model.backend.assist(share.address, share.others)
+            self._assisted = True
         self._last_end = 0.0  # of the step before
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
