@@ -51,6 +51,7 @@ class EngineLoop:
         *,
         block_size: int,
         chunk: int,
+        enough: int,
         max_prompts: int,
         max_context: int,
         on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
@@ -58,6 +59,7 @@ class EngineLoop:
         self._runner = runner
         self._block_size = block_size
         self._chunk = chunk
+        self._enough = enough
         self._max_prompts = max_prompts
         self._max_context = max_context
         self._on_ended = on_ended
@@ -182,7 +184,7 @@ class EngineLoop:
         while True:
             self._wake.clear()
             self._ask()
-            chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk)
+            chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk, self._enough)
             if not chunks:
                 self._runner.wait(False)
                 self._runner.rest()

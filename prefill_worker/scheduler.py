@@ -37,20 +37,29 @@ class Chunk:
     last: bool
 
 
-def plan_chunks(granted: Sequence[Prompt], budget: int) -> list[Chunk]:
-    """Fill one step of at most `budget` tokens.
+ENOUGH_ON_CPU = 192
+"""Tokens that keep a CPU's arithmetic busy: a step of more computes no more of them a second."""
+
+
+def plan_chunks(granted: Sequence[Prompt], budget: int, enough: int) -> list[Chunk]:
+    """Fill one step of at most `budget` tokens; prompts join it only as long as it has fewer than `enough`.
+
+    All prompts of a step have their first tokens when it ends. Where more of them make the step longer and
+    nothing else, those that came first need not wait for those that came after.
 
     Only its last chunk may leave a prompt unfinished, and those whose chunks are limited.
     """
     chunks = []
+    enough = min(enough, budget)
+    filled = 0
     for prompt in _in_order(granted):
-        if budget <= 0:
+        if filled >= enough:
             break
-        tokens = min(prompt.tokens, budget)
+        tokens = min(prompt.tokens, budget - filled)
         if prompt.chunk_limit is not None:
             tokens = min(tokens, prompt.chunk_limit)
         chunks.append(Chunk(prompt.key, tokens, last=tokens == prompt.tokens))
-        budget -= tokens
+        filled += tokens
     return chunks
 
 

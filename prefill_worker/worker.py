@@ -14,6 +14,7 @@ from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scheduler import ENOUGH_ON_CPU
 from prefill_worker.service import PrefillServicer, gateway_links
 from prefill_worker.spans import attempt_span
 from runtime.metrics import PrefillMetrics, new_registry
@@ -45,6 +46,7 @@ class PrefillWorker:
             engine.runner,
             block_size=settings.block_size,
             chunk=settings.prefill_chunk,
+            enough=ENOUGH_ON_CPU if engine.model.device.type == "cpu" else settings.prefill_chunk,
             max_prompts=settings.max_batch_requests,
             max_context=engine.model.shape.max_context,
             on_ended=self._ended,

@@ -15,13 +15,20 @@ def prompt(name: str, tokens: int, arrived: int, *, decode: str = "d1", priority
 
 
 def test_a_step_mixes_prompts_up_to_the_budget() -> None:
-    chunks = plan_chunks([prompt("a", 5, 1), prompt("b", 9, 2), prompt("c", 3, 3)], budget=10)
+    chunks = plan_chunks([prompt("a", 5, 1), prompt("b", 9, 2), prompt("c", 3, 3)], budget=10, enough=10)
     assert chunks == [Chunk(("a", 1), 5, last=True), Chunk(("b", 1), 5, last=False)]
 
 
 def test_priority_goes_before_arrival() -> None:
-    chunks = plan_chunks([prompt("early", 5, 1), prompt("urgent", 5, 2, priority=3)], budget=6)
+    chunks = plan_chunks([prompt("early", 5, 1), prompt("urgent", 5, 2, priority=3)], budget=6, enough=6)
     assert [chunk.key[0] for chunk in chunks] == ["urgent", "early"]
+
+
+def test_who_came_first_does_not_wait_for_those_that_would_only_make_the_step_longer() -> None:
+    waiting = [prompt("a", 128, 1), prompt("b", 128, 2), prompt("c", 128, 3)]
+    assert [chunk.key[0] for chunk in plan_chunks(waiting, 512, 192)] == ["a", "b"]
+    assert [chunk.key[0] for chunk in plan_chunks(waiting, 512, 100)] == ["a"]
+    assert plan_chunks([prompt("long", 900, 1)], 512, 192) == [Chunk(("long", 1), 512, last=False)]
 
 
 prompts = st.lists(st.tuples(st.integers(1, 50), st.integers(-2, 2)), max_size=10).map(
@@ -33,7 +40,7 @@ prompts = st.lists(st.tuples(st.integers(1, 50), st.integers(-2, 2)), max_size=1
 
 @given(prompts, st.integers(1, 40))
 def test_the_budget_is_used_and_never_exceeded(granted: list[Prompt], budget: int) -> None:
-    chunks = plan_chunks(granted, budget)
+    chunks = plan_chunks(granted, budget, budget)
     total = sum(prompt.tokens for prompt in granted)
     assert sum(chunk.tokens for chunk in chunks) == min(budget, total)
     tokens = {prompt.key: prompt.tokens for prompt in granted}
@@ -42,12 +49,22 @@ def test_the_budget_is_used_and_never_exceeded(granted: list[Prompt], budget: in
     assert all(chunk.last for chunk in chunks[:-1])
 
 
-@given(prompts, st.integers(1, 60))
-def test_repeated_steps_compute_every_token_once(granted: list[Prompt], budget: int) -> None:
+@given(prompts, st.integers(1, 40), st.integers(1, 60))
+def test_a_step_with_room_takes_everybody_until_it_has_enough(
+    granted: list[Prompt], budget: int, enough: int
+) -> None:
+    *before, last = [chunk.tokens for chunk in plan_chunks(granted, budget, enough)] or [0]
+    assert sum(before) < enough
+    assert sum(before) + last <= budget
+    assert sum(before) + last >= min(enough, budget, sum(prompt.tokens for prompt in granted))
+
+
+@given(prompts, st.integers(1, 60), st.integers(1, 60))
+def test_repeated_steps_compute_every_token_once(granted: list[Prompt], budget: int, enough: int) -> None:
     left = {prompt.key: prompt for prompt in granted}
     computed = dict.fromkeys(left, 0)
     while left:
-        for chunk in plan_chunks(list(left.values()), budget):
+        for chunk in plan_chunks(list(left.values()), budget, enough):
             computed[chunk.key] += chunk.tokens
             old = left.pop(chunk.key)
             if not chunk.last:
@@ -77,6 +94,6 @@ def test_the_number_of_prompts_is_bounded() -> None:
 
 @given(prompts, st.integers(1, 40), st.integers(1, 20))
 def test_a_limited_chunk_leaves_room_for_others(granted: list[Prompt], budget: int, limit: int) -> None:
-    chunks = plan_chunks([replace(prompt, chunk_limit=limit) for prompt in granted], budget)
+    chunks = plan_chunks([replace(prompt, chunk_limit=limit) for prompt in granted], budget, budget)
     assert all(chunk.tokens <= limit for chunk in chunks)
     assert sum(chunk.tokens for chunk in chunks) == min(budget, sum(min(p.tokens, limit) for p in granted))

@@ -247,6 +247,7 @@ def _prefill(
         runner,
         block_size=BLOCK,
         chunk=chunk,
+        enough=chunk,
         max_prompts=6,
         max_context=SHAPE.max_context,
         on_ended=lambda request, how: ended.append((request, how)),
