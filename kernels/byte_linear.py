@@ -72,7 +72,7 @@ def quantise_matrix(matrix: torch.Tensor) -> ByteMatrix:
     """The nearest whole numbers to `matrix [rows, columns]`, in steps of 1/127 of each segment's peak."""
     cut = _in_segments(matrix)
     scales = cut.abs().amax(dim=-1, keepdim=True) / 127.0
-    values = torch.where(scales > 0, cut / scales, 0.0).round_().clamp_(-127, 127).to(torch.int8)
+    values = (cut / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
     return ByteMatrix(values.flatten(1)[:, : matrix.shape[1]].contiguous(), scales.squeeze(-1))
 
 

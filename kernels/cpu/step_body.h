@@ -91,40 +91,55 @@ void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, 
     });
 }
 
-// Norms and rotates the heads of one row, and writes its keys and values into its block.
-template <class Kind>
-void place_row(StepState &step, const Layer &layer, int layer_index, int64_t row) {
-    using Stored = typename Kind::Stored;
+// Norms and rotates the heads of one row; its keys come after its queries, and its values after these.
+inline void turn_heads(const StepState &step, const Layer &layer, int64_t row) {
     const DiptychModel &model = *step.model;
     const DiptychShape &shape = model.shape;
-    const Row &where = step.rows[row];
-    int width = shape.head_dim, block_size = step.batch.block_size;
-    const float *cosines = model.cosines + static_cast<int64_t>(where.position) * (width / 2);
-    const float *sines = model.sines + static_cast<int64_t>(where.position) * (width / 2);
+    int width = shape.head_dim;
+    int64_t turn = static_cast<int64_t>(step.rows[row].position) * (width / 2);
     float *head = step.qkv_row(row);
-    for (int h = 0; h < shape.heads; h++, head += width) {
-        if (!layer.query_norm.empty()) rms_norm(head, layer.query_norm.data(), width, shape.rms_epsilon, head);
-        rotate(head, cosines, sines, width, shape.query_scale);
+    for (int h = 0; h < shape.heads + shape.kv_heads; h++, head += width) {
+        bool is_query = h < shape.heads;
+        const std::vector<float> &norm = is_query ? layer.query_norm : layer.key_norm;
+        if (!norm.empty()) rms_norm(head, norm.data(), width, shape.rms_epsilon, head);
+        rotate(head, model.cosines + turn, model.sines + turn, width, is_query ? shape.query_scale : 1.0f);
     }
+}
+
+// The key of one token into its lane of a block.
+template <class Stored>
+void place_key(const float *key, int width, Stored *to, int block_size) {
+    Stored part[kLanes];
+    auto spread = [&](int i, int count) {
+        for (int j = 0; j < count; j++) to[static_cast<int64_t>(i + j) * block_size] = part[j];
+    };
+    by_lanes(
+        width, [&](int i) { store(part, load(key + i)), spread(i, kLanes); },
+        [&](int i, int rest) { store_part(part, load_part(key + i, rest), rest), spread(i, rest); });
+}
+
+// Readies the heads of some neighbouring tokens of one block, and writes their keys and values there. Together: keys
+// of neighbours share cache lines, which would go to and fro between the cores.
+template <class Kind>
+void place_rows(StepState &step, const Layer &layer, int layer_index, RowTile tile) {
+    using Stored = typename Kind::Stored;
+    const DiptychModel &model = *step.model;
+    const Row &first = step.rows[tile.first];
+    int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.position % block_size;
+    for (int r = 0; r < tile.rows; r++) turn_heads(step, layer, tile.first + r);
     int64_t half = step.block_elements();
-    int64_t block = step.tables[where.sequence][where.position / block_size];
-    int lane = where.position % block_size;
-    auto *keys = reinterpret_cast<Stored *>(step.batch.memories[where.sequence]) +
-                 2 * half * (block * shape.layers + layer_index);
-    for (int h = 0; h < shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
-        if (!layer.key_norm.empty()) rms_norm(head, layer.key_norm.data(), width, shape.rms_epsilon, head);
-        rotate(head, cosines, sines, width, 1.0f);
-        const float *value = head + model.kv_width();
-        Stored *values = keys + half + static_cast<int64_t>(lane) * width;
-        by_lanes(
-            width, [&](int i) { store(values + i, load(value + i)); },
-            [&](int i, int rest) { store_part(values + i, load_part(value + i, rest), rest); });
-        for (int d = 0; d < width; d++) {
-            if constexpr (std::is_same<Stored, float>::value) {
-                keys[static_cast<int64_t>(d) * block_size + lane] = head[d];
-            } else {
-                keys[static_cast<int64_t>(d) * block_size + lane] = to_bf16(head[d]);
-            }
+    int64_t block = step.tables[first.sequence][first.position / block_size];
+    auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
+                 2 * half * (block * model.shape.layers + layer_index);
+    const float *head = step.qkv_row(tile.first) + model.query_width();
+    for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
+        for (int r = 0; r < tile.rows; r++) {
+            const float *key = head + r * step.qkv_stride, *value = key + model.kv_width();
+            place_key(key, width, keys + lane + r, block_size);
+            Stored *values = keys + half + static_cast<int64_t>(lane + r) * width;
+            by_lanes(
+                width, [&](int i) { store(values + i, load(value + i)); },
+                [&](int i, int rest) { store_part(values + i, load_part(value + i, rest), rest); });
         }
     }
 }
@@ -172,8 +187,9 @@ template <class Kind>
 void run_attention(StepState &step, const Layer &layer, int index, int rank) {
     ThreadTeam &team = step.model->team;
     int kv_heads = step.model->shape.kv_heads;
-    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
-        if (step.is_live(static_cast<int32_t>(row))) place_row<Kind>(step, layer, index, row);
+    share(step, static_cast<int64_t>(step.places.size()), 1, [&](int64_t i) {
+        RowTile tile = step.places[static_cast<size_t>(i)];
+        if (step.is_live(tile.first)) place_rows<Kind>(step, layer, index, tile);
     });
     team.barrier();
     auto *scratch = static_cast<float *>(step.scores[static_cast<size_t>(rank)].get());

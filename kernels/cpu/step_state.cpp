@@ -101,6 +101,16 @@ void add_tiles(StepState &step, int32_t first, int32_t count) {
     }
 }
 
+// No tile reaches beyond its block, nor beyond a border within it at which another tile begins.
+void add_places(StepState &step, int32_t first, int32_t start, int32_t count) {
+    int32_t block_size = step.batch.block_size;
+    for (int32_t row = 0, rows; row < count; row += rows) {
+        int32_t within = (start + row) % block_size;
+        rows = std::min({kPlaceRows - within % kPlaceRows, block_size - within, count - row});
+        step.places.push_back({first + row, rows});
+    }
+}
+
 }  // namespace
 
 std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_t threads) {
@@ -134,6 +144,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     step.stopped = false;
     step.rows.clear();
     step.tiles.clear();
+    step.places.clear();
     step.tables.clear();
     step.wanted.clear();
     step.live.assign(static_cast<size_t>(batch.sequences), 1);
@@ -143,6 +154,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         int32_t first = static_cast<int32_t>(step.rows.size()), count = batch.counts[s];
         for (int32_t i = 0; i < count; i++) step.rows.push_back({s, batch.starts[s] + i, tokens[i]});
         add_tiles(step, first, count);
+        add_places(step, first, batch.starts[s], count);
         for (int32_t i = count - batch.logit_rows[s]; i < count; i++) step.wanted.push_back(first + i);
         step.tables.push_back(table);
         int64_t end = static_cast<int64_t>(batch.starts[s]) + count;

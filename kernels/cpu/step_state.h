@@ -13,6 +13,9 @@ namespace diptych {
 // Queries that one attention task serves together: they share every load of keys and values.
 constexpr int kPairs = 12;
 
+// Tokens of one block whose keys and values are written together.
+constexpr int kPlaceRows = 16;
+
 struct Row {
     int32_t sequence, position, token;
 };
@@ -28,7 +31,8 @@ struct StepState {
     float *logits = nullptr;
 
     std::vector<Row> rows;
-    std::vector<RowTile> tiles;
+    std::vector<RowTile> tiles;           // whose queries are served together
+    std::vector<RowTile> places;          // whose keys and values are written together
     std::vector<const int32_t *> tables;  // per sequence
     std::vector<int32_t> wanted;          // rows whose logits are wanted
     std::vector<uint8_t> live;            // per sequence; written between barriers by rank 0 only
