@@ -15,7 +15,7 @@ from engine.shape import ModelShape, RopeScaling, UnsupportedModel
 from engine.weights.blocks import in_precision, is_matrix, kept_format, multiplied_together
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.gguf_header import GgufTensor, Scalar, read_header
-from kernels.quantised_linear import BlockMatrix
+from kernels.quantised_linear import BlockMatrix, dequantise
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
 _LAYER_NAMES = {
@@ -177,8 +177,11 @@ def _stored_name(name: str) -> str:
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:
+    kept = kept_format({tensor.kind})
+    if kept is not None:  # the same numbers, in a tenth of the time
+        return dequantise(BlockMatrix(kept, tensor.shape[-1], torch.from_numpy(np.array(tensor.data))))
     try:
-        values = gguf.quants.dequantize(tensor.data, tensor.kind)
+        values = gguf.quants.dequantize(np.asarray(tensor.data), tensor.kind)
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModel(f"tensor {tensor.name}: {error}") from error
     # A float32 tensor comes back as a read-only view of the file.
