@@ -85,11 +85,10 @@ def prefill_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, token
 def roof(work: Work, ceilings: Ceilings, precision: str, kv_itemsize: int) -> Roof:
     """The larger of both times: reading and computing may overlap wholly."""
     reading = work.read_bytes / ceilings.read_rate
-    for_kv: Format = "bf16" if kv_itemsize == 2 else "fp32"
-    computing = (
-        work.products / ceilings.peaks[FORMAT_OF[precision]].rate
-        + work.attention / ceilings.peaks[for_kv].rate
-    )
+    for_kv = ceilings.peaks["fp32"].rate
+    if kv_itemsize == 2:  # bf16 may be widened: where the CPU does not multiply it, that is faster
+        for_kv = max(for_kv, ceilings.peaks["bf16"].rate)
+    computing = work.products / ceilings.peaks[FORMAT_OF[precision]].rate + work.attention / for_kv
     return Roof(reading, "memory") if reading >= computing else Roof(computing, "arithmetic")
 
 

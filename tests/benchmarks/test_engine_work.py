@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,12 @@ def test_the_roof_is_the_larger_of_both_times() -> None:
     assert arithmetic.seconds == pytest.approx((many.products + many.attention) / 2000)
     mixed = roof(many, CEILINGS, "int8", 4)  # weights in int8, keys and values in fp32
     assert mixed.seconds == pytest.approx(many.products / 4000 + many.attention / 500)
+
+
+def test_keys_in_bf16_are_widened_where_that_is_faster() -> None:
+    slow = replace(CEILINGS, peaks={**CEILINGS.peaks, "bf16": Peak(50, "library")})
+    many = decode_work(SHAPE, weight_size(SHAPE, "int8"), 2, 50, 1)
+    assert roof(many, slow, "int8", 2).seconds == pytest.approx(many.products / 4000 + many.attention / 500)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
