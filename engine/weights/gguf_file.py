@@ -179,7 +179,8 @@ def _stored_name(name: str) -> str:
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:
     kept = kept_format({tensor.kind})
     if kept is not None:  # the same numbers, in a tenth of the time
-        return dequantise(BlockMatrix(kept, tensor.shape[-1], torch.from_numpy(np.array(tensor.data))))
+        rows = torch.from_numpy(np.array(tensor.data)).view(-1, tensor.data.shape[-1])
+        return dequantise(BlockMatrix(kept, tensor.shape[-1], rows)).view(tensor.shape)
     try:
         values = gguf.quants.dequantize(np.asarray(tensor.data), tensor.kind)
     except (NotImplementedError, ValueError) as error:

@@ -16,8 +16,9 @@ from engine.kv_memory import KVMemory
 from engine.model import load_model
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
-from engine.weights import BadModelFile, Matrix
+from engine.weights import BadModelFile, Matrix, gguf_file
 from engine.weights.checkpoint import is_quantised, read_checkpoint
+from engine.weights.gguf_header import read_header
 from kernels import byte_linear
 from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix, dequantise, quantise_matrix
@@ -140,6 +141,24 @@ def test_quantised_tensors_come_back_near(tmp_path: Path) -> None:
     down = read_checkpoint(path, "fp32").weights.layers[1].down
     exact = oracle.model.layers[1].mlp.down_proj.weight
     assert 0 < (down - exact).abs().max() < exact.abs().max() / 120
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q5_1"])
+def test_blocks_are_the_numbers_that_gguf_says_in_any_number_of_dimensions(
+    shape: tuple[int, ...], kind: str, tmp_path: Path
+) -> None:
+    packed = gguf.GGMLQuantizationType[kind]
+    numbers = np.random.default_rng(3).standard_normal(shape, dtype=np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("any", gguf.quants.quantize(numbers, packed), raw_dtype=packed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = read_header(tmp_path / "model.gguf").tensors["any"]
+    meant = gguf.quants.dequantize(np.asarray(tensor.data), packed)
+    assert torch.equal(gguf_file._dequantised(tensor), torch.from_numpy(meant))
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
