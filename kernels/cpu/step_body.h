@@ -114,8 +114,15 @@ void place_key(const float *key, int width, Stored *to, int block_size) {
         for (int j = 0; j < count; j++) to[static_cast<int64_t>(i + j) * block_size] = part[j];
     };
     by_lanes(
-        width, [&](int i) { store(part, load(key + i)), spread(i, kLanes); },
-        [&](int i, int rest) { store_part(part, load_part(key + i, rest), rest), spread(i, rest); });
+        width,
+        [&](int i) {
+            store(part, load(key + i));
+            spread(i, kLanes);
+        },
+        [&](int i, int rest) {
+            store_part(part, load_part(key + i, rest), rest);
+            spread(i, rest);
+        });
 }
 
 // Readies the heads of some neighbouring tokens of one block, and writes their keys and values there. Together: keys
