@@ -46,6 +46,8 @@ HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, i
             half, step.batch.block_size, model.shape.head_dim, cold};
 }
 
+constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see
+
 // What the pairs of a task may see: tokens begin[p] .. end[p]-1.
 template <int Pairs>
 struct Sight {
@@ -65,17 +67,80 @@ struct Sight {
     }
 };
 
-// The scores of one register of tokens: sums over the head, first to last.
-template <int Pairs, class Stored, class Load>
+// Two registers of neighbouring numbers. bf16 come as even and odd ones, which is one instruction a register instead
+// of two, until `in_order` puts them right.
+inline void load_two(const float *p, Lanes &a, Lanes &b) { a = load(p), b = load(p + kLanes); }
+inline void load_two(const bf16 *p, Lanes &a, Lanes &b) { a = load_even(p), b = load_odd(p); }
+template <class Stored>
+inline void in_order(Lanes &a, Lanes &b) {
+    if constexpr (std::is_same<Stored, bf16>::value) interleave(a, b);
+}
+
+// The scores of `Registers` of tokens: sums over the head, first to last.
+template <int Pairs, int Registers, class Stored, class Load>
 inline void dot(const float *queries, const Stored *keys, const HeadBlocks<Stored> &blocks, Load load_keys,
-                Lanes (&sum)[Pairs]) {
+                Lanes (&sum)[Registers][Pairs]) {
+#pragma GCC unroll 2
+    for (int r = 0; r < Registers; r++) {
 #pragma GCC unroll 16
-    for (int p = 0; p < Pairs; p++) sum[p] = splat(0.0f);
+        for (int p = 0; p < Pairs; p++) sum[r][p] = splat(0.0f);
+    }
     const float *end = queries + blocks.head_dim * Pairs;
     for (; queries != end; queries += Pairs, keys += blocks.block_size) {
-        Lanes k = load_keys(keys);
+        Lanes k[Registers];
+        load_keys(keys, k);
 #pragma GCC unroll 16
-        for (int p = 0; p < Pairs; p++) sum[p] = fma(splat(queries[p]), k, sum[p]);
+        for (int p = 0; p < Pairs; p++) {
+            Lanes query = splat(queries[p]);
+#pragma GCC unroll 2
+            for (int r = 0; r < Registers; r++) sum[r][p] = fma(query, k[r], sum[r][p]);
+        }
+    }
+}
+
+// Hides what pairs may not see of the `count` tokens from `token` on, keeps the scores and raises `top`.
+template <int Pairs>
+inline void keep_scores(const Sight<Pairs> &sight, int token, int count, Lanes (&sum)[Pairs], float *scores,
+                        Lanes (&top)[Pairs]) {
+    bool open = count == kLanes && token >= sight.common_begin && token + kLanes <= sight.common_end;
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) {
+        if (!open) {
+            int low = sight.begin[p] - token, high = sight.end[p] - token;
+            low = low < 0 ? 0 : low < kLanes ? low : kLanes;
+            high = high < 0 ? 0 : high < count ? high : count;
+            sum[p] = keep_range(sum[p], low, high, kHidden);
+        }
+        top[p] = max(top[p], sum[p]);
+        store(scores + p * kLanes, sum[p]);
+    }
+}
+
+// scores[chunk][pair][lane] of one block.
+template <int Pairs, class Stored>
+inline void score_block(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, int block, const float *queries,
+                        float *scores, Lanes (&top)[Pairs]) {
+    const Stored *keys = blocks.keys(block);
+    int c = 0, token = block * blocks.block_size, rest = blocks.block_size;
+    if constexpr (2 * Pairs <= kSums) {
+        for (; rest >= 2 * kLanes; c += 2, token += 2 * kLanes, rest -= 2 * kLanes) {
+            Lanes sum[2][Pairs];
+            dot<Pairs, 2>(queries, keys + c * kLanes, blocks, [](auto *k, auto &to) { load_two(k, to[0], to[1]); }, sum);
+#pragma GCC unroll 16
+            for (int p = 0; p < Pairs; p++) in_order<Stored>(sum[0][p], sum[1][p]);
+            keep_scores(sight, token, kLanes, sum[0], scores + c * Pairs * kLanes, top);
+            keep_scores(sight, token + kLanes, kLanes, sum[1], scores + (c + 1) * Pairs * kLanes, top);
+        }
+    }
+    for (; rest > 0; c++, token += kLanes, rest -= kLanes) {
+        Lanes sum[1][Pairs];
+        if (rest >= kLanes) {
+            dot<Pairs, 1>(queries, keys + c * kLanes, blocks, [](auto *k, auto &to) { to[0] = load(k); }, sum);
+        } else {
+            auto load_rest = [rest](auto *k, auto &to) { to[0] = load_part(k, rest); };
+            dot<Pairs, 1>(queries, keys + c * kLanes, blocks, load_rest, sum);
+        }
+        keep_scores(sight, token, rest < kLanes ? rest : kLanes, sum[0], scores + c * Pairs * kLanes, top);
     }
 }
 
@@ -83,7 +148,6 @@ inline void dot(const float *queries, const Stored *keys, const HeadBlocks<Store
 template <int Pairs, class Stored>
 void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *queries, float *scores,
            float *greatest) {
-    constexpr float kHidden = -std::numeric_limits<float>::infinity();
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
@@ -92,29 +156,8 @@ void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const fl
             if ((block + 1) * blocks.block_size < sight.last) blocks.fetch(blocks.keys(block + 1));
             blocks.fetch(blocks.value(block, 0));
         }
-        for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
-            const Stored *keys = blocks.keys(block) + c * kLanes;
-            int token = block * blocks.block_size + c * kLanes;
-            int count = blocks.block_size - c * kLanes < kLanes ? blocks.block_size - c * kLanes : kLanes;
-            Lanes sum[Pairs];
-            if (count == kLanes) {
-                dot<Pairs>(queries, keys, blocks, [](const Stored *k) { return load(k); }, sum);
-            } else {
-                dot<Pairs>(queries, keys, blocks, [count](const Stored *k) { return load_part(k, count); }, sum);
-            }
-            bool open = count == kLanes && token >= sight.common_begin && token + kLanes <= sight.common_end;
-#pragma GCC unroll 16
-            for (int p = 0; p < Pairs; p++) {
-                if (!open) {
-                    int low = sight.begin[p] - token, high = sight.end[p] - token;
-                    low = low < 0 ? 0 : low < kLanes ? low : kLanes;
-                    high = high < 0 ? 0 : high < count ? high : count;
-                    sum[p] = keep_range(sum[p], low, high, kHidden);
-                }
-                top[p] = max(top[p], sum[p]);
-                store(scores + p * kLanes, sum[p]);
-            }
-        }
+        score_block<Pairs>(blocks, sight, block, queries, scores, top);
+        scores += blocks.chunks() * Pairs * kLanes;
     }
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) greatest[p] = max_of(top[p]);
@@ -138,6 +181,60 @@ void weigh(float *scores, int64_t chunks, const float *greatest, float *scale) {
     for (int p = 0; p < Pairs; p++) scale[p] = 1.0f / sum_of(sum[p]);
 }
 
+// `Wide` registers of one token's values, as `load_two` gives them, or `rest` lanes.
+template <int Wide, class Stored>
+inline void load_values(const Stored *value, int rest, Lanes (&v)[Wide]) {
+    if constexpr (Wide == 1) {
+        v[0] = rest < kLanes ? load_part(value, rest) : load(value);
+    } else {
+#pragma GCC unroll 2
+        for (int j = 0; j < Wide; j += 2) load_two(value + j * kLanes, v[j], v[j + 1]);
+    }
+}
+
+// Adds `count` tokens of a block that all pairs see, from `lane` of a register of scores on; `weight` is that of lane 0
+// and pair 0. The sums are taken out of memory: in an array that is someone else's the compiler keeps them there.
+template <int Pairs, int Wide, class Stored>
+[[gnu::noinline]] void mix_seen(const Stored *value, int64_t width, const float *weight, int lane, int count, int rest,
+                                Lanes (&mixed)[Pairs][Wide]) {
+    Lanes sum[Pairs][Wide];
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < Wide; j++) sum[p][j] = mixed[p][j];
+    }
+    for (int end = lane + count; lane < end; lane = 0, end -= kLanes, weight += Pairs * kLanes) {
+        for (int stop = end < kLanes ? end : kLanes; lane < stop; lane++, value += width) {
+            Lanes v[Wide];
+            load_values<Wide>(value, rest, v);
+#pragma GCC unroll 16
+            for (int p = 0; p < Pairs; p++) {
+                Lanes w = splat(weight[p * kLanes + lane]);
+#pragma GCC unroll 4
+                for (int j = 0; j < Wide; j++) sum[p][j] = fma(w, v[j], sum[p][j]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < Pairs; p++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < Wide; j++) mixed[p][j] = sum[p][j];
+    }
+}
+
+// The same for one token that some pairs may not see. Not adding is not the same as adding 0 x value: the value may be
+// infinite.
+template <int Pairs, int Wide, class Stored>
+void mix_where_seen(const Sight<Pairs> &sight, int token, const Stored *value, const float *weight, int rest,
+                    Lanes (&mixed)[Pairs][Wide]) {
+    Lanes v[Wide];
+    load_values<Wide>(value, rest, v);
+    for (int p = 0; p < Pairs; p++) {
+        if (token < sight.begin[p] || token >= sight.end[p]) continue;
+        for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
+    }
+}
+
 // Mixes `Wide` registers of the values, lanes d .. of the head.
 template <int Pairs, int Wide, class Stored>
 void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *weights, int d, int rest,
@@ -147,35 +244,23 @@ void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const floa
 #pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) mixed[p][j] = splat(0.0f);
     }
-    int first_block = sight.first / blocks.block_size, padded = blocks.chunks() * kLanes;
-    for (int block = first_block; block * blocks.block_size < sight.last; block++) {
-        int base = block * blocks.block_size;
-        int begin = sight.first > base ? sight.first - base : 0;
-        int end = sight.last - base < blocks.block_size ? sight.last - base : blocks.block_size;
-        const float *row = weights + static_cast<int64_t>(block - first_block) * padded * Pairs;
-        const Stored *value = blocks.value(block, begin) + d;
-        for (int t = begin; t < end; t++, value += blocks.head_dim) {
-            const float *weight = row + (t / kLanes) * Pairs * kLanes + t % kLanes;
-            Lanes v[Wide];
-#pragma GCC unroll 4
-            for (int j = 0; j < Wide; j++) {
-                v[j] = rest < kLanes ? load_part(value, rest) : load(value + j * kLanes);
-            }
-            if (base + t >= sight.common_begin && base + t < sight.common_end) {
-#pragma GCC unroll 16
-                for (int p = 0; p < Pairs; p++) {
-#pragma GCC unroll 4
-                    for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
-                }
-                continue;
-            }
-#pragma GCC unroll 16
-            for (int p = 0; p < Pairs; p++) {
-                // Not adding is not the same as adding 0 x value: the value may be infinite.
-                if (base + t < sight.begin[p] || base + t >= sight.end[p]) continue;
-#pragma GCC unroll 4
-                for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
-            }
+    int first_block = sight.first / blocks.block_size, registers = blocks.chunks();
+    for (int token = sight.first, stop; token < sight.last; token = stop) {
+        int block = token / blocks.block_size, within = token % blocks.block_size, lane = within % kLanes;
+        stop = token - within + blocks.block_size;
+        for (int border : {sight.last, sight.common_begin, sight.common_end}) {
+            if (token < border && border < stop) stop = border;
+        }
+        const Stored *value = blocks.value(block, within) + d;
+        const float *weight =
+            weights + static_cast<int64_t>((block - first_block) * registers + within / kLanes) * Pairs * kLanes;
+        if (token >= sight.common_begin && stop <= sight.common_end) {
+            mix_seen<Pairs, Wide>(value, blocks.head_dim, weight, lane, stop - token, rest, mixed);
+            continue;
+        }
+        for (; token < stop; token++, value += blocks.head_dim) {
+            mix_where_seen(sight, token, value, weight + lane, rest, mixed);
+            if (++lane == kLanes) lane = 0, weight += Pairs * kLanes;
         }
     }
 }
@@ -187,6 +272,10 @@ void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, cons
     mix<Pairs, Wide>(blocks, sight, weights, d, rest, mixed);
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
+        if constexpr (Wide > 1) {
+#pragma GCC unroll 2
+            for (int j = 0; j < Wide; j += 2) in_order<Stored>(mixed[p][j], mixed[p][j + 1]);
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) {
             Lanes v = mul(mixed[p][j], splat(scale[p]));
@@ -204,7 +293,7 @@ void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, cons
 template <int Pairs, class Stored, class Out>
 void attend(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *const *query, float *scratch,
             Out *const *out) {
-    constexpr int kWide = Pairs <= 3 ? 4 : Pairs <= 6 ? 2 : 1;  // sums that fit beside each other
+    constexpr int kWide = 4 * Pairs <= kSums ? 4 : 2 * Pairs <= kSums ? 2 : 1;
     float *scores = scratch + blocks.head_dim * Pairs;
     for (int p = 0; p < Pairs; p++) {
         for (int d = 0; d < blocks.head_dim; d++) scratch[d * Pairs + p] = query[p][d];

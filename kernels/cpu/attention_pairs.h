@@ -65,7 +65,6 @@ inline void dot_pairs(const HeadBlocks<bf16> &blocks, const bf16 *queries, const
 template <int Pairs>
 void score_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const bf16 *queries, float *scores,
                  float *greatest) {
-    constexpr float kHidden = -std::numeric_limits<float>::infinity();
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);

@@ -27,7 +27,7 @@ inline __m256i load_weights(const uint8_t *p) {
 inline __m256i high_dot(const Segment &x, const uint8_t *weight) {
     __m256i dot = _mm256_setzero_si256();
     for (int n = 0; n < kWide; n++) {
-        dot = _mm256_add_epi32(dot, dot_line(same_four(x.high[n]), load_weights(weight + x.wide[n] * kLineBytes)));
+        dot = _mm256_add_epi32(dot, dot_line(same_four(x.high[n]), load_weights(weight + x.wide[n])));
     }
     return _mm256_slli_epi32(dot, 8);
 }

@@ -12,8 +12,8 @@ constexpr int kByteRows = 1;
 // out[Rows][32] += one segment of a panel of activations times its weights
 template <int Rows>
 inline void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales, float *out) {
-    auto dot_line = [weight](int line, const int8_t *four, int column) {
-        const uint8_t *of_column = weight + line * kLineBytes + kFour * column;
+    auto dot_line = [weight](int at, const int8_t *four, int column) {
+        const uint8_t *of_column = weight + at + kFour * column;
         int32_t dot = 0;
         for (int i = 0; i < kFour; i++) dot += (of_column[i] - 128) * four[i];
         return dot;
@@ -22,7 +22,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
         for (int c = 0; c < kColumns; c++) {
             int32_t dot = 0;
             for (int n = 0; n < kWide; n++) dot += 256 * dot_line(x[m].wide[n], x[m].high[n], c);
-            for (int line = 0; line < lines; line++) dot += dot_line(line, x[m].values + kFour * line, c);
+            for (int line = 0; line < lines; line++) dot += dot_line(line * kLineBytes, x[m].values + kFour * line, c);
             float &to = out[m * kColumns + c];
             to = static_cast<float>(dot) * (scales[c] * x[m].scale) + to;
         }

@@ -5,6 +5,7 @@
 
 #include "bytes.h"
 #include "gemm.h"
+#include "vnni.h"
 
 namespace diptych {
 namespace {
@@ -17,55 +18,44 @@ constexpr int kByteAhead = 8192;
     return _mm512_load_si512(line + strip * (kLineBytes / 2));
 }
 
-// to[Rows][32] = the low bytes of a segment times its weights, the offset included. A function of its own, which
-// leaves its sums in memory: else the compiler finds more to keep in registers than there are.
+// 256 times the high bytes' products, and the offset.
+[[gnu::always_inline]] inline void start_dots(const Segment &x, const uint8_t *weight, __m512i (&dot)[2]) {
+    dot[0] = dot[1] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int n = 0; n < kWide; n++) {
+        const uint8_t *line = weight + x.wide[n];
+        __m512i same = same_four(x.high[n]);
+        add_dots(dot[0], strip_of_line(line, 0), same);
+        add_dots(dot[1], strip_of_line(line, 1), same);
+    }
+    __m512i offset = _mm512_set1_epi32(x.minus_128_sum);
+    for (int i = 0; i < 2; i++) dot[i] = _mm512_add_epi32(_mm512_slli_epi32(dot[i], 8), offset);
+}
+
+[[gnu::always_inline]] inline void add_scaled(float *sums, __m512i dots, Lanes scale) {
+    store(sums, fma(_mm512_cvtepi32_ps(dots), scale, load(sums)));
+}
+
+// out[Rows][32] += one segment of a panel of activations times its weights. The high bytes come first, and the others
+// into the same registers.
 template <int Rows>
-[[gnu::noinline]] void low_dots(const Segment *x, const uint8_t *weight, int lines, int32_t *to) {
+[[gnu::noinline]] void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales,
+                                   float *out) {
     __m512i dot[Rows][2];
 #pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) dot[m][0] = dot[m][1] = _mm512_set1_epi32(x[m].minus_128_sum);
+    for (int m = 0; m < Rows; m++) start_dots(x[m], weight, dot[m]);
     for (int line = 0; line < lines; line++, weight += kLineBytes) {
         fetch<kByteAhead, 3>(weight);
         __m512i left = strip_of_line(weight, 0), right = strip_of_line(weight, 1);
 #pragma GCC unroll 16
-        for (int m = 0; m < Rows; m++) {
-            __m512i same = same_four(x[m].values + kFour * line);
-            dot[m][0] = _mm512_dpbusd_epi32(dot[m][0], left, same);
-            dot[m][1] = _mm512_dpbusd_epi32(dot[m][1], right, same);
-        }
+        for (int m = 0; m < Rows; m++) add_line(dot[m], left, right, m, x[m].values + kFour * line);
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) {
-        _mm512_store_si512(to + m * kColumns, dot[m][0]);
-        _mm512_store_si512(to + m * kColumns + kLanes, dot[m][1]);
-    }
-}
-
-inline void add_scaled(float *sums, __m512i dots, Lanes scale) {
-    store(sums, fma(_mm512_cvtepi32_ps(dots), scale, load(sums)));
-}
-
-// out[Rows][32] += one segment of a panel of activations times its weights. The high bytes come after the low ones,
-// which have brought the weights into the first cache.
-template <int Rows>
-inline void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales, float *out) {
-    alignas(64) int32_t low[Rows][kColumns];
-    low_dots<Rows>(x, weight, lines, low[0]);
     Lanes left_scale = load(scales), right_scale = load(scales + kLanes);
+#pragma GCC unroll 16
     for (int m = 0; m < Rows; m++, out += kColumns) {
-        __m512i left = _mm512_setzero_si512(), right = left;
-#pragma GCC unroll 4
-        for (int n = 0; n < kWide; n++) {
-            const uint8_t *line = weight + x[m].wide[n] * kLineBytes;
-            __m512i same = same_four(x[m].high[n]);
-            left = _mm512_dpbusd_epi32(left, strip_of_line(line, 0), same);
-            right = _mm512_dpbusd_epi32(right, strip_of_line(line, 1), same);
-        }
-        left = _mm512_add_epi32(_mm512_slli_epi32(left, 8), _mm512_load_si512(low[m]));
-        right = _mm512_add_epi32(_mm512_slli_epi32(right, 8), _mm512_load_si512(low[m] + kLanes));
         Lanes scale = splat(x[m].scale);
-        add_scaled(out, left, mul(left_scale, scale));
-        add_scaled(out + kLanes, right, mul(right_scale, scale));
+        add_scaled(out, dot[m][0], mul(left_scale, scale));
+        add_scaled(out + kLanes, dot[m][1], mul(right_scale, scale));
     }
 }
 

@@ -80,7 +80,7 @@ inline void quantise_segment(const float *x, int lines, Segment &to) {
     }
     for (int n = 0; n < kWide; n++) {
         int line = widest.line(n);
-        to.wide[n] = static_cast<uint8_t>(line);
+        to.wide[n] = static_cast<uint16_t>(line * kLineBytes);
         for (int i = 0; i < kFour; i++) {
             int32_t whole = nearest(x[kFour * line + i] * inverse);
             to.high[n][i] = static_cast<int8_t>((whole - static_cast<int8_t>(whole)) / 256);

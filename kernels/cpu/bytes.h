@@ -21,11 +21,11 @@ constexpr int kLines = kSegment / kFour;
 constexpr int kWide = 4;               // lines with 16 bits
 constexpr int kLineBytes = kFour * kColumns;  // a line of weights: four of the depth for each column of a block
 
-// A segment of activations: scale * values, and of line wide[n] scale * (values + 256 * high[n]).
+// A segment of activations: scale * values, and in the wide lines scale * (values + 256 * high).
 struct alignas(32) Segment {
     int8_t values[kSegment];  // -127 .. 127, in wide lines -128 .. 127
     int8_t high[kWide][kFour];
-    uint8_t wide[kWide];
+    uint16_t wide[kWide];     // where a block of columns has the weights of these lines: bytes from its first line
     float scale;              // NaN where an activation was not finite
     int32_t minus_128_sum;    // of all whole numbers
 };

@@ -5,6 +5,7 @@
 
 #include "gemm.h"
 #include "blocks.h"
+#include "vnni.h"
 
 namespace diptych {
 namespace {
@@ -80,9 +81,7 @@ template <int Format, int Rows, bool Fetch>
         __m512i right = load_line<Format>(group + kLine, i);
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; m++) {
-            __m512i x = same_four(bytes + m * static_cast<int64_t>(sizeof(Group)) + 4 * i);
-            dot[m][0] = _mm512_dpbusd_epi32(dot[m][0], left, x);
-            dot[m][1] = _mm512_dpbusd_epi32(dot[m][1], right, x);
+            add_line(dot[m], left, right, m, bytes + m * static_cast<int64_t>(sizeof(Group)) + 4 * i);
         }
     }
 }

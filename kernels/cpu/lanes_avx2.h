@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <limits>
+
 #include "numbers.h"
 
 namespace diptych {
@@ -10,6 +12,7 @@ namespace {
 
 constexpr int kLanes = 8;
 constexpr int kGemmRows = 3;  // of 32 columns: 12 sums and what feeds them in 16 registers
+constexpr int kSums = 12;  // that attention keeps beside each other
 
 using Lanes = __m256;
 
@@ -45,6 +48,13 @@ inline Lanes load_odd(const bf16 *p) {
     return _mm256_castsi256_ps(_mm256_and_si256(load_pairs(p), high));
 }
 
+// Numbers 0, 2, .. and 1, 3, .. of 16 put in order.
+inline void interleave(Lanes &even, Lanes &odd) {
+    Lanes low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+    even = _mm256_permute2f128_ps(low, high, 0x20);
+    odd = _mm256_permute2f128_ps(low, high, 0x31);
+}
+
 inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
 inline Lanes sub(Lanes a, Lanes b) { return _mm256_sub_ps(a, b); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
@@ -61,6 +71,19 @@ inline Lanes times_power_of_two(Lanes a, Lanes n) {
 }
 inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_LT_OQ), v);
+}
+// Lane i + lane i + 4, and so on by halves.
+inline float sum_of(Lanes v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// NaN if any lane is.
+inline float max_of(Lanes v) {
+    if (_mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0) return std::numeric_limits<float>::quiet_NaN();
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 // `outside` in all lanes but begin .. end-1.
 inline Lanes keep_range(Lanes v, int begin, int end, float outside) {

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <limits>
+
 #include "numbers.h"
 
 namespace diptych {
@@ -10,6 +12,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kGemmRows = 12;  // of 32 columns: 24 sums, 2 weights and 1 input in 32 registers
+constexpr int kSums = 24;  // that attention keeps beside each other
 
 using Lanes = __m512;
 
@@ -48,6 +51,15 @@ inline Lanes load_odd(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high));
 }
 
+// Numbers 0, 2, .. and 1, 3, .. of 32 put in order.
+inline void interleave(Lanes &even, Lanes &odd) {
+    const __m512i lower = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i upper = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    Lanes first = _mm512_permutex2var_ps(even, lower, odd);
+    odd = _mm512_permutex2var_ps(even, upper, odd);
+    even = first;
+}
+
 inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
 inline Lanes sub(Lanes a, Lanes b) { return _mm512_sub_ps(a, b); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
@@ -60,6 +72,18 @@ inline Lanes round(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEARE
 inline Lanes times_power_of_two(Lanes a, Lanes n) { return _mm512_scalef_ps(a, n); }
 inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
     return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+// Lane i + lane i + 8, and so on by halves.
+inline float sum_of(Lanes v) {
+    __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// NaN if any lane is.
+inline float max_of(Lanes v) {
+    if (_mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0) return std::numeric_limits<float>::quiet_NaN();
+    return _mm512_reduce_max_ps(v);
 }
 // `outside` in all lanes but begin .. end-1.
 inline Lanes keep_range(Lanes v, int begin, int end, float outside) {

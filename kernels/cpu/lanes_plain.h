@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kLanes = 4;
 constexpr int kGemmRows = 1;  // of 32 columns: 8 sums in 16 registers
+constexpr int kSums = 12;  // that attention keeps beside each other
 
 typedef float Lanes __attribute__((vector_size(16)));
 
@@ -45,6 +46,13 @@ inline Lanes load_even(const bf16 *p) {
 }
 inline Lanes load_odd(const bf16 *p) { return load_even(p + 1); }
 
+// Numbers 0, 2, .. and 1, 3, .. of 8 put in order.
+inline void interleave(Lanes &even, Lanes &odd) {
+    Lanes first = {even[0], odd[0], even[1], odd[1]};
+    odd = Lanes{even[2], odd[2], even[3], odd[3]};
+    even = first;
+}
+
 inline Lanes add(Lanes a, Lanes b) { return a + b; }
 inline Lanes sub(Lanes a, Lanes b) { return a - b; }
 inline Lanes mul(Lanes a, Lanes b) { return a * b; }
@@ -67,6 +75,14 @@ inline Lanes zero_where_below(Lanes v, Lanes x, float limit) {
         if (x[i] < limit) v[i] = 0.0f;
     }
     return v;
+}
+// Lane i + lane i + 2, and so on by halves.
+inline float sum_of(Lanes v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+// NaN if any lane is.
+inline float max_of(Lanes v) {
+    float result = v[0];
+    for (int i = 1; i < kLanes; i++) result = result > v[i] || result != result ? result : v[i];
+    return result;
 }
 // `outside` in all lanes but begin .. end-1.
 inline Lanes keep_range(Lanes v, int begin, int end, float outside) {

@@ -1,4 +1,4 @@
-// What the phases compute on registers, whatever their width. Reductions go in one fixed order.
+// What the phases compute on registers, whatever their width.
 #pragma once
 
 #include <cmath>
@@ -7,24 +7,6 @@
 
 namespace diptych {
 namespace {
-
-inline float sum_of(Lanes v) {
-    float lane[kLanes];
-    store(lane, v);
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    }
-    return lane[0];
-}
-
-// NaN if any lane is.
-inline float max_of(Lanes v) {
-    float lane[kLanes];
-    store(lane, v);
-    float result = lane[0];
-    for (int i = 1; i < kLanes; i++) result = result > lane[i] || result != result ? result : lane[i];
-    return result;
-}
 
 // e^x within 2 units in the last place; exactly 0 below -87, NaN stays NaN. Cephes' split of ln 2 and a
 // polynomial of degree 6.
