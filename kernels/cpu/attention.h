@@ -7,88 +7,26 @@
 // of a task of its own.
 #pragma once
 
-#include <limits>
-
-#include "gemm.h"
-#include "vector_math.h"
+#include "attention_blocks.h"
 
 namespace diptych {
 namespace {
 
-template <class Stored>
-struct HeadBlocks {
-    const int32_t *table;
-    const Stored *memory;    // this layer's keys of this head in block 0
-    int64_t block_stride;    // elements from one block to the next
-    int64_t values;          // from keys to the values of the same head
-    int block_size, head_dim;
-    bool cold;               // read once in this phase, so from memory: worth fetching ahead
-
-    const Stored *keys(int block) const { return memory + table[block] * block_stride; }
-    const Stored *value(int block, int lane) const {
-        return keys(block) + values + static_cast<int64_t>(lane) * head_dim;
-    }
-    // Keys and values of a head lie scattered in pieces of some 2 KiB, too short for the hardware to see coming.
-    void fetch(const Stored *piece) const {
-        auto *bytes = reinterpret_cast<const char *>(piece);
-        int64_t size = static_cast<int64_t>(head_dim) * block_size * static_cast<int64_t>(sizeof(Stored));
-        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(bytes + line, 0, 2);
-    }
-    int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
-};
-
-template <class Stored>
-HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head, bool cold) {
-    const DiptychModel &model = *step.model;
-    int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
-    auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
-    return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, 2 * half * model.shape.layers,
-            half, step.batch.block_size, model.shape.head_dim, cold};
-}
-
-constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see
-
-// What the pairs of a task may see: tokens begin[p] .. end[p]-1.
-template <int Pairs>
-struct Sight {
-    int begin[Pairs], end[Pairs];
-    int first, last;                  // of any
-    int common_begin, common_end;     // of all; empty if they meet nowhere
-
-    void close() {
-        first = begin[0], last = end[0], common_begin = begin[0], common_end = end[0];
-        for (int p = 1; p < Pairs; p++) {
-            first = begin[p] < first ? begin[p] : first;
-            last = end[p] > last ? end[p] : last;
-            common_begin = begin[p] > common_begin ? begin[p] : common_begin;
-            common_end = end[p] < common_end ? end[p] : common_end;
-        }
-        if (common_end < common_begin) common_end = common_begin;
-    }
-};
-
-// Two registers of neighbouring numbers. bf16 come as even and odd ones, which is one instruction a register instead
-// of two, until `in_order` puts them right.
-inline void load_two(const float *p, Lanes &a, Lanes &b) { a = load(p), b = load(p + kLanes); }
-inline void load_two(const bf16 *p, Lanes &a, Lanes &b) { a = load_even(p), b = load_odd(p); }
-template <class Stored>
-inline void in_order(Lanes &a, Lanes &b) {
-    if constexpr (std::is_same<Stored, bf16>::value) interleave(a, b);
-}
-
-// The scores of `Registers` of tokens: sums over the head, first to last.
+// The scores of `Registers` of tokens: sums over the head, first to last. load_keys(i, to) gives the keys that lie i
+// numbers behind those of the first lane.
 template <int Pairs, int Registers, class Stored, class Load>
-inline void dot(const float *queries, const Stored *keys, const HeadBlocks<Stored> &blocks, Load load_keys,
+inline void dot(const float *queries, const HeadBlocks<Stored> &blocks, Load load_keys,
                 Lanes (&sum)[Registers][Pairs]) {
+    int64_t row = blocks.block_size, end = row * blocks.head_dim;
 #pragma GCC unroll 2
     for (int r = 0; r < Registers; r++) {
 #pragma GCC unroll 16
         for (int p = 0; p < Pairs; p++) sum[r][p] = splat(0.0f);
     }
-    const float *end = queries + blocks.head_dim * Pairs;
-    for (; queries != end; queries += Pairs, keys += blocks.block_size) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < end; i += row, queries += Pairs) {
         Lanes k[Registers];
-        load_keys(keys, k);
+        load_keys(i, k);
 #pragma GCC unroll 16
         for (int p = 0; p < Pairs; p++) {
             Lanes query = splat(queries[p]);
@@ -98,10 +36,11 @@ inline void dot(const float *queries, const Stored *keys, const HeadBlocks<Store
     }
 }
 
-// Hides what pairs may not see of the `count` tokens from `token` on, keeps the scores and raises `top`.
-template <int Pairs>
-inline void keep_scores(const Sight<Pairs> &sight, int token, int count, Lanes (&sum)[Pairs], float *scores,
+// Hides what pairs may not see of a register of tokens, keeps the scores and raises `top`.
+template <int Pairs, class Stored>
+inline void keep_scores(const Sight<Pairs> &sight, Tokens<Stored> tokens, Lanes (&sum)[Pairs], float *scores,
                         Lanes (&top)[Pairs]) {
+    int token = tokens.first, count = tokens.count;
     bool open = count == kLanes && token >= sight.common_begin && token + kLanes <= sight.common_end;
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
@@ -116,48 +55,56 @@ inline void keep_scores(const Sight<Pairs> &sight, int token, int count, Lanes (
     }
 }
 
-// scores[chunk][pair][lane] of one block.
+// Scores `now` and, if it is a full one and there is room for its sums beside the others, `next`: what waits for one
+// sum has others to do. Returns how many they were.
 template <int Pairs, class Stored>
-inline void score_block(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, int block, const float *queries,
-                        float *scores, Lanes (&top)[Pairs]) {
-    const Stored *keys = blocks.keys(block);
-    int c = 0, token = block * blocks.block_size, rest = blocks.block_size;
+inline int score_some(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, Tokens<Stored> now,
+                      Tokens<Stored> next, const float *queries, float *scores, Lanes (&top)[Pairs]) {
     if constexpr (2 * Pairs <= kSums) {
-        for (; rest >= 2 * kLanes; c += 2, token += 2 * kLanes, rest -= 2 * kLanes) {
+        if (next.count == kLanes) {
+            const Stored *keys = now.keys, *more = next.keys;
             Lanes sum[2][Pairs];
-            dot<Pairs, 2>(queries, keys + c * kLanes, blocks, [](auto *k, auto &to) { load_two(k, to[0], to[1]); }, sum);
+            if (more == keys + kLanes) {
+                dot(queries, blocks, [=](int64_t i, auto &to) { load_two(keys + i, to[0], to[1]); }, sum);
 #pragma GCC unroll 16
-            for (int p = 0; p < Pairs; p++) in_order<Stored>(sum[0][p], sum[1][p]);
-            keep_scores(sight, token, kLanes, sum[0], scores + c * Pairs * kLanes, top);
-            keep_scores(sight, token + kLanes, kLanes, sum[1], scores + (c + 1) * Pairs * kLanes, top);
+                for (int p = 0; p < Pairs; p++) in_order<Stored>(sum[0][p], sum[1][p]);
+            } else {
+                dot(queries, blocks, [=](int64_t i, auto &to) { to[0] = load(keys + i), to[1] = load(more + i); }, sum);
+            }
+            keep_scores(sight, now, sum[0], scores, top);
+            keep_scores(sight, next, sum[1], scores + Pairs * kLanes, top);
+            return 2;
         }
     }
-    for (; rest > 0; c++, token += kLanes, rest -= kLanes) {
-        Lanes sum[1][Pairs];
-        if (rest >= kLanes) {
-            dot<Pairs, 1>(queries, keys + c * kLanes, blocks, [](auto *k, auto &to) { to[0] = load(k); }, sum);
-        } else {
-            auto load_rest = [rest](auto *k, auto &to) { to[0] = load_part(k, rest); };
-            dot<Pairs, 1>(queries, keys + c * kLanes, blocks, load_rest, sum);
-        }
-        keep_scores(sight, token, rest < kLanes ? rest : kLanes, sum[0], scores + c * Pairs * kLanes, top);
+    const Stored *keys = now.keys;
+    Lanes sum[1][Pairs];
+    if (now.count == kLanes) {
+        dot(queries, blocks, [=](int64_t i, auto &to) { to[0] = load(keys + i); }, sum);
+    } else {
+        dot(queries, blocks, [=, n = now.count](int64_t i, auto &to) { to[0] = load_part(keys + i, n); }, sum);
     }
+    keep_scores(sight, now, sum[0], scores, top);
+    return 1;
 }
 
-// scores[chunk][pair][lane] and the greatest of each pair; -inf where a pair may not see.
+// scores[register][pair][lane] and the greatest of each pair; -inf where a pair may not see.
 template <int Pairs, class Stored>
 void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *queries, float *scores,
            float *greatest) {
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
-    for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
-        if (blocks.cold) {
-            if ((block + 1) * blocks.block_size < sight.last) blocks.fetch(blocks.keys(block + 1));
-            blocks.fetch(blocks.value(block, 0));
+    Tokens<Stored> now = blocks.of_block(sight.first / blocks.block_size);
+    int fetched = now.block, last_block = (sight.last - 1) / blocks.block_size;
+    while (now.count > 0) {
+        Tokens<Stored> next = blocks.after(now, last_block);
+        for (; blocks.cold && fetched <= next.block; fetched++) {
+            if (fetched + 1 < last_block) blocks.fetch(blocks.keys(fetched + 2));
+            blocks.fetch(blocks.value(fetched, 0));
         }
-        score_block<Pairs>(blocks, sight, block, queries, scores, top);
-        scores += blocks.chunks() * Pairs * kLanes;
+        int done = score_some(blocks, sight, now, next, queries, scores, top);
+        now = done == 1 ? next : blocks.after(next, last_block);
+        scores += done * Pairs * kLanes;
     }
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) greatest[p] = max_of(top[p]);
@@ -192,24 +139,49 @@ inline void load_values(const Stored *value, int rest, Lanes (&v)[Wide]) {
     }
 }
 
-// Adds `count` tokens of a block that all pairs see, from `lane` of a register of scores on; `weight` is that of lane 0
-// and pair 0. The sums are taken out of memory: in an array that is someone else's the compiler keeps them there.
+// Where a token's weights lie (pair 0's; those of the others follow kLanes apart), and its values from lane d on.
+template <int Pairs, class Stored>
+struct Mixture {
+    const HeadBlocks<Stored> &blocks;
+    const float *weights;  // of the first register of block `first_block`
+    int first_block, d, rest;
+
+    const Stored *value(int token) const {
+        return blocks.value(token / blocks.block_size, token % blocks.block_size) + d;
+    }
+    const float *weight(int token) const {
+        int block = token / blocks.block_size, within = token % blocks.block_size;
+        int at = (block - first_block) * blocks.chunks() + within / kLanes;
+        return weights + static_cast<int64_t>(at) * Pairs * kLanes + within % kLanes;
+    }
+    // How many tokens from this one on, or up to `end`, lie beside each other in a block and in a register of weights.
+    int together(int token, int end) const {
+        int within = token % blocks.block_size, in_block = blocks.block_size - within, lanes = kLanes - within % kLanes;
+        int count = in_block < lanes ? in_block : lanes;
+        return end - token < count ? end - token : count;
+    }
+};
+
+// Adds tokens that all pairs see. The sums are taken out of memory: in an array that is someone else's the compiler
+// keeps them there.
 template <int Pairs, int Wide, class Stored>
-[[gnu::noinline]] void mix_seen(const Stored *value, int64_t width, const float *weight, int lane, int count, int rest,
-                                Lanes (&mixed)[Pairs][Wide]) {
+[[gnu::noinline]] void mix_seen(Mixture<Pairs, Stored> from, int token, int end, Lanes (&mixed)[Pairs][Wide]) {
     Lanes sum[Pairs][Wide];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
 #pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) sum[p][j] = mixed[p][j];
     }
-    for (int end = lane + count; lane < end; lane = 0, end -= kLanes, weight += Pairs * kLanes) {
-        for (int stop = end < kLanes ? end : kLanes; lane < stop; lane++, value += width) {
+    for (int count; token < end; token += count) {
+        const Stored *value = from.value(token);
+        const float *weight = from.weight(token);
+        count = from.together(token, end);
+        for (const float *stop = weight + count; weight != stop; weight++, value += from.blocks.head_dim) {
             Lanes v[Wide];
-            load_values<Wide>(value, rest, v);
+            load_values<Wide>(value, from.rest, v);
 #pragma GCC unroll 16
             for (int p = 0; p < Pairs; p++) {
-                Lanes w = splat(weight[p * kLanes + lane]);
+                Lanes w = splat(weight[p * kLanes]);
 #pragma GCC unroll 4
                 for (int j = 0; j < Wide; j++) sum[p][j] = fma(w, v[j], sum[p][j]);
             }
@@ -222,16 +194,19 @@ template <int Pairs, int Wide, class Stored>
     }
 }
 
-// The same for one token that some pairs may not see. Not adding is not the same as adding 0 x value: the value may be
+// The same for tokens that some pairs may not see. Not adding is not the same as adding 0 x value: the value may be
 // infinite.
 template <int Pairs, int Wide, class Stored>
-void mix_where_seen(const Sight<Pairs> &sight, int token, const Stored *value, const float *weight, int rest,
+void mix_where_seen(Mixture<Pairs, Stored> from, int token, int end, const Sight<Pairs> &sight,
                     Lanes (&mixed)[Pairs][Wide]) {
-    Lanes v[Wide];
-    load_values<Wide>(value, rest, v);
-    for (int p = 0; p < Pairs; p++) {
-        if (token < sight.begin[p] || token >= sight.end[p]) continue;
-        for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
+    for (; token < end; token++) {
+        const float *weight = from.weight(token);
+        Lanes v[Wide];
+        load_values<Wide>(from.value(token), from.rest, v);
+        for (int p = 0; p < Pairs; p++) {
+            if (token < sight.begin[p] || token >= sight.end[p]) continue;
+            for (int j = 0; j < Wide; j++) mixed[p][j] = fma(splat(weight[p * kLanes]), v[j], mixed[p][j]);
+        }
     }
 }
 
@@ -239,30 +214,13 @@ void mix_where_seen(const Sight<Pairs> &sight, int token, const Stored *value, c
 template <int Pairs, int Wide, class Stored>
 void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *weights, int d, int rest,
          Lanes (&mixed)[Pairs][Wide]) {
-#pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
-#pragma GCC unroll 4
         for (int j = 0; j < Wide; j++) mixed[p][j] = splat(0.0f);
     }
-    int first_block = sight.first / blocks.block_size, registers = blocks.chunks();
-    for (int token = sight.first, stop; token < sight.last; token = stop) {
-        int block = token / blocks.block_size, within = token % blocks.block_size, lane = within % kLanes;
-        stop = token - within + blocks.block_size;
-        for (int border : {sight.last, sight.common_begin, sight.common_end}) {
-            if (token < border && border < stop) stop = border;
-        }
-        const Stored *value = blocks.value(block, within) + d;
-        const float *weight =
-            weights + static_cast<int64_t>((block - first_block) * registers + within / kLanes) * Pairs * kLanes;
-        if (token >= sight.common_begin && stop <= sight.common_end) {
-            mix_seen<Pairs, Wide>(value, blocks.head_dim, weight, lane, stop - token, rest, mixed);
-            continue;
-        }
-        for (; token < stop; token++, value += blocks.head_dim) {
-            mix_where_seen(sight, token, value, weight + lane, rest, mixed);
-            if (++lane == kLanes) lane = 0, weight += Pairs * kLanes;
-        }
-    }
+    Mixture<Pairs, Stored> from = {blocks, weights, sight.first / blocks.block_size, d, rest};
+    mix_where_seen(from, sight.first, sight.common_begin, sight, mixed);
+    mix_seen(from, sight.common_begin, sight.common_end, mixed);
+    mix_where_seen(from, sight.common_end, sight.last, sight, mixed);
 }
 
 template <int Pairs, int Wide, class Stored, class Out>

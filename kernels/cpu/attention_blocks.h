@@ -1,0 +1,91 @@
+// Where attention finds keys and values, and what of them a query may see.
+#pragma once
+
+#include <limits>
+
+#include "gemm.h"
+#include "vector_math.h"
+
+namespace diptych {
+namespace {
+
+// A register of neighbouring tokens of one block, or fewer where the block ends. None: count is 0.
+template <class Stored>
+struct Tokens {
+    int block, first, count;
+    const Stored *keys;  // of the first lane of the head
+};
+
+template <class Stored>
+struct HeadBlocks {
+    const int32_t *table;
+    const Stored *memory;    // this layer's keys of this head in block 0
+    int64_t block_stride;    // elements from one block to the next
+    int64_t values;          // from keys to the values of the same head
+    int block_size, head_dim;
+    bool cold;               // read once in this phase, so from memory: worth fetching ahead
+
+    const Stored *keys(int block) const { return memory + table[block] * block_stride; }
+    const Stored *value(int block, int lane) const {
+        return keys(block) + values + static_cast<int64_t>(lane) * head_dim;
+    }
+    // Keys and values of a head lie scattered in pieces of some 2 KiB, too short for the hardware to see coming.
+    void fetch(const Stored *piece) const {
+        auto *bytes = reinterpret_cast<const char *>(piece);
+        int64_t size = static_cast<int64_t>(head_dim) * block_size * static_cast<int64_t>(sizeof(Stored));
+        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(bytes + line, 0, 2);
+    }
+    int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
+
+    Tokens<Stored> of_block(int block) const {
+        return {block, block * block_size, block_size < kLanes ? block_size : kLanes, keys(block)};
+    }
+    Tokens<Stored> after(Tokens<Stored> now, int last_block) const {
+        int first = now.first + now.count, rest = (now.block + 1) * block_size - first;
+        if (rest == 0 && now.block == last_block) return {};
+        if (rest == 0) return of_block(now.block + 1);
+        return {now.block, first, rest < kLanes ? rest : kLanes, now.keys + now.count};
+    }
+};
+
+template <class Stored>
+HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head, bool cold) {
+    const DiptychModel &model = *step.model;
+    int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
+    auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
+    return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, 2 * half * model.shape.layers,
+            half, step.batch.block_size, model.shape.head_dim, cold};
+}
+
+constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see
+
+// What the pairs of a task may see: tokens begin[p] .. end[p]-1.
+template <int Pairs>
+struct Sight {
+    int begin[Pairs], end[Pairs];
+    int first, last;                  // of any
+    int common_begin, common_end;     // of all; empty if they meet nowhere
+
+    void close() {
+        first = begin[0], last = end[0], common_begin = begin[0], common_end = end[0];
+        for (int p = 1; p < Pairs; p++) {
+            first = begin[p] < first ? begin[p] : first;
+            last = end[p] > last ? end[p] : last;
+            common_begin = begin[p] > common_begin ? begin[p] : common_begin;
+            common_end = end[p] < common_end ? end[p] : common_end;
+        }
+        if (common_end < common_begin) common_end = common_begin;
+    }
+};
+
+// Two registers of neighbouring numbers. bf16 come as even and odd ones, which is one instruction a register instead
+// of two, until `in_order` puts them right.
+inline void load_two(const float *p, Lanes &a, Lanes &b) { a = load(p), b = load(p + kLanes); }
+inline void load_two(const bf16 *p, Lanes &a, Lanes &b) { a = load_even(p), b = load_odd(p); }
+template <class Stored>
+inline void in_order(Lanes &a, Lanes &b) {
+    if constexpr (std::is_same<Stored, bf16>::value) interleave(a, b);
+}
+
+}  // namespace
+}  // namespace diptych
