@@ -55,13 +55,13 @@ inline void keep_scores(const Sight<Pairs> &sight, Tokens<Stored> tokens, Lanes 
     }
 }
 
-// Scores `now` and, if it is a full one and there is room for its sums beside the others, `next`: what waits for one
-// sum has others to do. Returns how many they were.
+// Scores `now` and, if both are full and there is room for so many sums, `next`: what waits for one sum has others to
+// do. Returns how many they were.
 template <int Pairs, class Stored>
 inline int score_some(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, Tokens<Stored> now,
                       Tokens<Stored> next, const float *queries, float *scores, Lanes (&top)[Pairs]) {
     if constexpr (2 * Pairs <= kSums) {
-        if (next.count == kLanes) {
+        if (now.count == kLanes && next.count == kLanes) {
             const Stored *keys = now.keys, *more = next.keys;
             Lanes sum[2][Pairs];
             if (more == keys + kLanes) {

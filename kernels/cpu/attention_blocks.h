@@ -37,12 +37,13 @@ struct HeadBlocks {
     }
     int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
 
+    // The first register of a block, and the one after another.
     Tokens<Stored> of_block(int block) const {
         return {block, block * block_size, block_size < kLanes ? block_size : kLanes, keys(block)};
     }
     Tokens<Stored> after(Tokens<Stored> now, int last_block) const {
         int first = now.first + now.count, rest = (now.block + 1) * block_size - first;
-        if (rest == 0 && now.block == last_block) return {};
+        if (rest == 0 && now.block == last_block) return {now.block, first, 0, nullptr};
         if (rest == 0) return of_block(now.block + 1);
         return {now.block, first, rest < kLanes ? rest : kLanes, now.keys + now.count};
     }

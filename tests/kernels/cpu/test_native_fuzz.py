@@ -85,7 +85,7 @@ def run(backend: Any, plan: Plan, layout: KVLayout, seed: int) -> tuple[torch.Te
 
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32]), seed=st.integers(0, 1 << 20))
+@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
 def test_any_shape_over_any_blocks(instructions: str, shape: ModelShape, block_size: int, seed: int) -> None:
     weights = weights_of(shape, torch.float32, seed)
     layout, plan = layout_of(shape, block_size, torch.float32), random_plan(shape, seed)
@@ -98,7 +98,7 @@ def test_any_shape_over_any_blocks(instructions: str, shape: ModelShape, block_s
 
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BF16))
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32]), seed=st.integers(0, 1 << 20))
+@given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
 def test_bf16_writes_where_it_should(
     instructions: str, shape: ModelShape, block_size: int, seed: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_bf16_writes_where_it_should(
 @given(
     shape=shapes(),
     format=st.sampled_from(list(BLOCK_BYTES)),
-    block_size=st.sampled_from([1, 3, 8, 16, 17, 32]),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),
 )
 def test_blocks_compute_and_write_what_they_should(
@@ -135,7 +135,7 @@ def test_blocks_compute_and_write_what_they_should(
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     shape=shapes(widest=600),
-    block_size=st.sampled_from([1, 3, 8, 16, 17, 32]),
+    block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),
 )
 def test_bytes_compute_and_write_what_they_should(
