@@ -73,22 +73,11 @@ void score_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, cons
         bool more = (block + 1) * blocks.block_size < sight.last;
         const bf16 *next = more ? blocks.keys(block + 1) : blocks.keys(block);
         for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
-            int token = block * blocks.block_size + c * kLanes;
+            int first = block * blocks.block_size + c * kLanes;
+            Tokens<bf16> tokens = {block, first, kLanes, blocks.keys(block) + c * kLanes};
             Lanes sum[Pairs];
-            const bf16 *ahead = next + c * (head / blocks.chunks());
-            dot_pairs<Pairs>(blocks, queries, blocks.keys(block) + c * kLanes, ahead, sum);
-            bool open = token >= sight.common_begin && token + kLanes <= sight.common_end;
-#pragma GCC unroll 16
-            for (int p = 0; p < Pairs; p++) {
-                if (!open) {
-                    int low = sight.begin[p] - token, high = sight.end[p] - token;
-                    low = low < 0 ? 0 : low < kLanes ? low : kLanes;
-                    high = high < 0 ? 0 : high < kLanes ? high : kLanes;
-                    sum[p] = keep_range(sum[p], low, high, kHidden);
-                }
-                top[p] = max(top[p], sum[p]);
-                store(scores + p * kLanes, sum[p]);
-            }
+            dot_pairs<Pairs>(blocks, queries, tokens.keys, next + c * (head / blocks.chunks()), sum);
+            keep_scores(sight, tokens, sum, scores, top);
         }
     }
 #pragma GCC unroll 16
