@@ -106,7 +106,7 @@ inline void add_products(const Group &x, const uint8_t *line, Lanes scale, Lanes
 
 // out[Rows][32] = a panel of activations x one block of columns
 template <int Format, int Rows>
-inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
+[[gnu::noinline]] void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
     for (int column = 0; column < kColumns; column += kLanes) {
         Lanes sum[Rows];
         for (int m = 0; m < Rows; m++) sum[m] = splat(0.0f);

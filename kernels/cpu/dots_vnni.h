@@ -137,7 +137,7 @@ template <int Format>
 // values, for weights are read but once; of more rows after these, by the list, for a branch for each row and group
 // would be guessed wrongly too often.
 template <int Format, int Rows>
-inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
+[[gnu::noinline]] void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
     constexpr bool kTogether = Rows <= 2;
     Lanes sum[Rows][2], left[Rows][2];
 #pragma GCC unroll 16

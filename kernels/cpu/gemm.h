@@ -4,6 +4,7 @@
 // register of its own, whatever the number of rows, threads or neighbours.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "numbers.h"
@@ -163,6 +164,9 @@ struct RowCut {
     }
 };
 
+// Rows x tickets of a run, at most: half a millisecond of work, which a guest ends before it leaves.
+constexpr int kRunRows = 2048;
+
 // All rows of a product. Calls done(row, first column, 32 sums) for every row and block of columns; the
 // biases are in the sums.
 template <class Kind, class Done>
@@ -172,7 +176,7 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
     RowCut cut = RowCut::of<Kind>(rows, Kind::input_bytes(matrix.depth));
     alignas(64) float out[Kind::kRows * kColumns];
     Kind::begin(rows);
-    for (int64_t ticket; (ticket = step.model->team.take(1)) < static_cast<int64_t>(matrix.blocks) * cut.blocks;) {
+    auto multiply = [&](int64_t ticket) {
         int64_t block = ticket % matrix.blocks;
         const float *bias = matrix.bias != nullptr ? matrix.bias + block * kColumns : nullptr;
         int first = static_cast<int>(ticket / matrix.blocks) * cut.block;
@@ -188,6 +192,11 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
                 done(row + m, static_cast<int>(block) * kColumns, sums);
             }
         }
+    };
+    ThreadTeam &team = step.model->team;
+    int64_t tickets = static_cast<int64_t>(matrix.blocks) * cut.blocks, longest = std::max(kRunRows / rows, 1);
+    for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
+        for (int64_t ticket = run.begin; ticket < run.end; ticket++) multiply(ticket);
     }
 }
 

@@ -139,14 +139,28 @@ bool ThreadTeam::join() {
     return false;
 }
 
+bool ThreadTeam::may_take() {
+    if (!place.part && !join()) return false;
+    if (place.core != nullptr) return place.core->load(std::memory_order_relaxed) == DIPTYCH_CORE_CLAIMED;
+    if (!guests_.empty()) call_guests();
+    return true;
+}
+
 int64_t ThreadTeam::take(int64_t chunk) {
-    if (!place.part && !join()) return kNoTicket;
-    if (place.core == nullptr) {
-        if (!guests_.empty()) call_guests();
-    } else if (place.core->load(std::memory_order_relaxed) != DIPTYCH_CORE_CLAIMED) {
-        return kNoTicket;
+    return may_take() ? tickets_.fetch_add(chunk, std::memory_order_relaxed) : kNoTicket;
+}
+
+// Guided self-scheduling (Polychronopoulos and Kuck 1987) with two thirds of an even share at a time: a core of half
+// the speed of another one still ends with it.
+ThreadTeam::Run ThreadTeam::take_run(int64_t count, int64_t longest) {
+    if (!may_take()) return {0, 0};
+    int64_t begin = tickets_.load(std::memory_order_relaxed);
+    while (begin < count) {
+        int64_t size = 2 * (count - begin) / (3 * ranks(members_));
+        size = size > longest ? longest : size < 1 ? 1 : size;
+        if (tickets_.compare_exchange_weak(begin, begin + size, std::memory_order_relaxed)) return {begin, begin + size};
     }
-    return tickets_.fetch_add(chunk, std::memory_order_relaxed);
+    return {0, 0};
 }
 
 // The last to be through opens the next phase: for the members, and whoever joins it.

@@ -50,6 +50,16 @@ class ThreadTeam {
     // depend on who computes what.
     int64_t take(int64_t chunk);
 
+    // Tickets begin .. end - 1; none where begin is end.
+    struct Run {
+        int64_t begin, end;
+    };
+
+    // Of the `count` tickets of this phase neighbours that nobody else has: many while many are left, at last one,
+    // and never more than `longest`. For work that lies in memory in the order of its tickets: who reads on fetches
+    // what it needs itself, and not what another core is about to read.
+    Run take_run(int64_t count, int64_t longest);
+
   private:
     struct Guest {
         std::atomic<uint8_t> *core = nullptr;
@@ -64,6 +74,7 @@ class ThreadTeam {
     void call_guests();
     void dismiss_guests();
     bool join();
+    bool may_take();
     void arrive();
 
     std::vector<std::thread> helpers_;

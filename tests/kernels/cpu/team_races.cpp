@@ -41,8 +41,15 @@ void body(void *state, int rank) {
     auto items = static_cast<int64_t>(job.counts.size());
     for (int phase = 0; phase < kPhases; phase++) {
         if (rank == 0 && phase == job.stop_at) job.stopped = true;
-        for (int64_t begin; (begin = job.team->take(2)) < items;) {
-            for (int64_t i = begin; i < begin + 2 && i < items; i++) work(job, i, phase, rank >= job.members);
+        bool guest = rank >= job.members;
+        if (phase % 3 == 0) {
+            for (auto run = job.team->take_run(items, 9); run.begin < run.end; run = job.team->take_run(items, 9)) {
+                for (int64_t i = run.begin; i < run.end; i++) work(job, i, phase, guest);
+            }
+        } else {
+            for (int64_t begin; (begin = job.team->take(2)) < items;) {
+                for (int64_t i = begin; i < begin + 2 && i < items; i++) work(job, i, phase, guest);
+            }
         }
         job.team->barrier();
         if (phase % 2 == 0 && job.stopped) return;
