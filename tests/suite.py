@@ -1,12 +1,13 @@
-"""`python -m tests.suite`: the tests in two lanes at once, then the few that failed once more, alone.
+"""`python -m tests.suite`: the tests in two lanes at once, then the few that failed again, alone.
 
 One lane is for what starts systems of many processes, one system after the other; the other for everything
 that stays in its own process and mostly keeps one core busy. Each is a pytest of its own, and its lines carry
 its name. Where tests are named on the command line there is one lane.
 
 Many tests run on real time, and a starved machine can fail one of them for no fault of the code. So up to
-`FEW` failures get a second run, with nothing beside them. What fails there too fails the suite; what passes
-is named at the end: a test that fails only in company is a defect, if only of the test.
+`FEW` failures get a second run, with nothing beside them, and what fails there a third. What fails in all of
+them fails the suite; what passes is named at the end: a test that fails only in company is a defect, if only
+of the test.
 
 Arguments are pytest's. The exit status is pytest's, that of the worse lane.
 """
@@ -19,7 +20,8 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-FEW = 10
+FEW = 25
+TIMES_ALONE = 2
 ROOT = Path(__file__).parents[1]
 SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/launcher")
 FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
@@ -87,14 +89,21 @@ def run(arguments: list[str], root: Path = ROOT) -> int:
     failed = [name for lane in chosen for name in lane.failed]
     if status != FAILED or not 0 < len(failed) <= FEW:
         return status
-    print(f"\n{len(failed)} failed; once more, alone:", *failed, sep="\n  ", flush=True)
-    for lane in chosen:
-        if lane.status == FAILED:
-            lane.run([*arguments, "--last-failed"])
-    status = _worst(chosen)
+    for _ in range(TIMES_ALONE):
+        if status == FAILED:
+            status = _once_more([lane for lane in chosen if lane.status == FAILED], arguments)
     if status == 0:
         print("\nfailed in company, passed alone:", *failed, sep="\n  ", flush=True)
     return status
+
+
+def _once_more(lanes: list[Lane], arguments: list[str]) -> int:
+    """What failed in these, with nothing beside it; the status."""
+    failed = [name for lane in lanes for name in lane.failed]
+    print(f"\n{len(failed)} failed; once more, alone:", *failed, sep="\n  ", flush=True)
+    for lane in lanes:
+        lane.run([*arguments, "--last-failed"])
+    return _worst(lanes)
 
 
 def _worst(chosen: list[Lane]) -> int:

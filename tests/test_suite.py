@@ -1,4 +1,4 @@
-"""The second run forgives what passes alone, and nothing else."""
+"""The runs after the first forgive what passes alone, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import pytest
 from tests import suite
 
 BROKEN = "def test_broken(): assert False\n"
-IN_COMPANY = """
+PASSES_AT = """
 from pathlib import Path
 
 def test_in_company():
-    first = Path("seen")
-    already = first.exists()
-    first.touch()
-    assert already
+    runs = Path("runs")
+    before = runs.read_text() if runs.exists() else ""
+    runs.write_text(before + ".")
+    assert len(before) >= {failures}
 """
+IN_COMPANY = PASSES_AT.format(failures=1)
 
 
 @pytest.mark.parametrize(
     ("files", "status"),
     [
         ({"test_a.py": "def test_fine(): pass\n", "test_b.py": IN_COMPANY}, 0),
+        ({"test_b.py": PASSES_AT.format(failures=suite.TIMES_ALONE)}, 0),
+        ({"test_b.py": PASSES_AT.format(failures=suite.TIMES_ALONE + 1)}, 1),
         ({"test_a.py": BROKEN, "test_b.py": IN_COMPANY}, 1),
         ({f"test_{n}.py": f"def test_{n}(): assert False\n" for n in range(suite.FEW + 1)}, 1),
         ({"test_a.py": "import no_such_module\n"}, 2),

@@ -51,6 +51,7 @@ def _no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "bf16_peak", lambda: 1e9)
 
 
+@pytest.mark.full
 def test_measures_all_that_can_be_measured_and_says_what_could_not(tmp_path: Path) -> None:
     servers, told = [PARKED, FRESH, BROKEN], list[str]()
     cells = all_cells(servers, [1, 2], rounds=2)

@@ -21,6 +21,7 @@ PLAIN_LENGTHS = (
     *(1, 2, 3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100),
     *(127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513, 1000, 2047, 3000),
 )
+SHORT_LENGTHS = (1, 5, 15, 16, 17, 33, 48, 49, 65, 129, 257, 513)
 MOST_TOKENS = 16
 QUESTIONS = ("What is the capital of France?", "Count from one to ten.", "Write a haiku about the sea.")
 
@@ -52,8 +53,10 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 
 
 def short_prompts() -> tuple[tuple[int, ...], ...]:
-    """Those that take a slow machine no minute: up to some blocks, and one longer than a large chunk."""
-    return tuple(prompt for prompt in prompts() if len(prompt) <= 260 or len(prompt) == 513)
+    """Those that take a slow machine no minute: at borders of blocks and chunks, and one longer than a large
+    chunk.
+    """
+    return tuple(prompt for prompt in prompts() if len(prompt) in SHORT_LENGTHS)
 
 
 @functools.cache

@@ -77,7 +77,7 @@ async def disaggregated(address: str) -> list[list[int]]:
         return await asyncio.gather(*(one(i, knobs) for i, knobs in zip(PROMPTS, KNOBS, strict=True)))
 
 
-@pytest.mark.parametrize("stack", ["bundled", "bundled_tcp"])
+@pytest.mark.parametrize("stack", [pytest.param("bundled", marks=pytest.mark.full), "bundled_tcp"])
 def test_seeded_sampling_is_the_same_text_in_one_process_and_in_three(
     request: pytest.FixtureRequest, stack: str
 ) -> None:

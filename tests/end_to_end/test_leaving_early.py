@@ -68,7 +68,7 @@ def check_cancels(stack: Stack, count: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stack", ["bundled", "bundled_tcp"])
+@pytest.mark.parametrize("stack", ["bundled", pytest.param("bundled_tcp", marks=pytest.mark.full)])
 def test_150_cancels_at_random_instants_leak_nothing(request: pytest.FixtureRequest, stack: str) -> None:
     check_cancels(request.getfixturevalue(stack), 150)
 

@@ -145,7 +145,9 @@ class Walk:
         raise AssertionError(f"the beams of {name} were preempted again and again")
 
 
-@pytest.mark.parametrize(("transport", "blocks"), [("shared_memory", 20), ("tcp", 24)])
+@pytest.mark.parametrize(
+    ("transport", "blocks"), [("shared_memory", 20), pytest.param("tcp", 24, marks=pytest.mark.full)]
+)
 async def test_250_requests_leave_every_block_free(
     transport: str, blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:

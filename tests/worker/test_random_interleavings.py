@@ -136,8 +136,15 @@ class Walk:
         await self.cancel(key, planned, decode, prefill)
 
 
-@pytest.mark.parametrize(("seed", "blocks"), [(1, 24), (2, 20)])
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "seed", "blocks"),
+    [
+        ("shared_memory", 1, 24),
+        ("tcp", 2, 20),
+        pytest.param("shared_memory", 2, 20, marks=pytest.mark.full),
+        pytest.param("tcp", 1, 24, marks=pytest.mark.full),
+    ],
+)
 async def test_200_requests_leave_nothing_behind(
     transport: str, seed: int, blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
