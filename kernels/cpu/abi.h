@@ -115,7 +115,7 @@ enum DiptychCoreState : uint8_t {
     DIPTYCH_CORE_CLAIMED = 2,  // a guest of another process is on it
 };
 
-// From the next step on a guest helps wherever one of these cores is free, and leaves after the ticket that it is at
+// From the next step on a guest helps wherever one of these cores is free, and leaves after the tickets that it has
 // when its owner claims it. `states` [cores of the machine] must outlive the model, `cores` the
 // call. What is computed does not depend on it.
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count);

@@ -117,7 +117,7 @@ void ThreadTeam::visit(Guest &guest, int index) {
     departures_.advance();
 }
 
-// By a member, at every ticket: a core that becomes free in the middle of a long phase is used at once.
+// By a member, whenever it takes work: a core that becomes free in the middle of a long phase is used soon.
 void ThreadTeam::call_guests() {
     for (auto &guest : guests_) {
         if (guest->core->load(std::memory_order_relaxed) != DIPTYCH_CORE_FREE) continue;

@@ -5,7 +5,7 @@
 // (a step has hundreds of short phases), then yields, then sleeps in the kernel.
 //
 // Beside its members a team may have guests, one for each core that belongs to another process: they take part
-// while that core is free, from any phase on, and leave it after the ticket that they are at once its owner
+// while that core is free, from any phase on, and leave it after the tickets that they have once its owner
 // claims it. A phase is over when all that take part in it are; nobody waits for a guest that does not.
 #pragma once
 
