@@ -1,7 +1,7 @@
 # One command each; every target creates .venv when it is missing.
 #   make demo       install, start everything, stream one answer, show where its time went, stop
 #   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
-#   make test       the suite (up to ten failures run once more, alone)   make test-full   the suite in its long forms
+#   make test       the suite (a few failures run again, alone)   make test-full   the suite in its long forms
 #   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible door, in an environment of its own
 #   make sanitize   the native step under AddressSanitizer and UBSan, its threads under ThreadSanitizer
 #   make check      lint, types, import arrows, stubs current, protocol lint

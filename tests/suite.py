@@ -97,13 +97,13 @@ def run(arguments: list[str], root: Path = ROOT) -> int:
     return status
 
 
-def _once_more(lanes: list[Lane], arguments: list[str]) -> int:
+def _once_more(failing: list[Lane], arguments: list[str]) -> int:
     """What failed in these, with nothing beside it; the status."""
-    failed = [name for lane in lanes for name in lane.failed]
+    failed = [name for lane in failing for name in lane.failed]
     print(f"\n{len(failed)} failed; once more, alone:", *failed, sep="\n  ", flush=True)
-    for lane in lanes:
+    for lane in failing:
         lane.run([*arguments, "--last-failed"])
-    return _worst(lanes)
+    return _worst(failing)
 
 
 def _worst(chosen: list[Lane]) -> int:

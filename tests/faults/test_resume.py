@@ -59,6 +59,7 @@ def test_a_stop_string_that_has_begun_is_found_after_the_death_too(laptop: Break
             for _ in stream:
                 pass
             answer = stream.received.completion()
+    assert laptop.armory.taken("decode.step")
     assert retries([answer]) >= 1  # more where the machine is so busy that a heartbeat comes too late as well
     assert answer.choices == expected.choices
     assert answer.first.stop_text == stop
@@ -72,7 +73,7 @@ def test_a_row_without_a_number_is_computed_again(laptop: Breakable, where: str)
     laptop.armory.arm(where, "fail", after=5 if where.startswith("decode") else 0)
     answers = ask(laptop.address, ["seeded"])
     check_same(expected, answers)
-    assert retries(answers.values()) >= 1
+    assert retries(answers.values()) == 1
     usage = answers["seeded"].usage
     assert usage is not None
     laptop.stack.wait_idle(IDLE_S)
