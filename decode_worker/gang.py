@@ -103,12 +103,14 @@ class Gang(ABC):
 def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
     """What each row makes of a step: its token if one was drawn; else of its logits, one kind together."""
     left = [number for number, token in enumerate(drawn.tokens) if token is None]
+    if not left:
+        return drawn.tokens
     kinds: dict[Picker, list[int]] = {}
     for place, number in enumerate(left):
         kinds.setdefault(rows[number][0].pick, []).append(place)
     picked: list[Any] = list(drawn.tokens)
     for picker, places in kinds.items():
-        logits = drawn.logits if len(places) == len(drawn.logits) else drawn.logits[places]
+        logits = drawn.logits if len(places) == len(left) else drawn.logits[places]
         for place, result in zip(places, picker(logits, [rows[left[p]] for p in places]), strict=True):
             picked[left[place]] = result
     return picked

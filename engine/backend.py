@@ -2,7 +2,7 @@
 
 There are three: torch (engine/torch_backend.py, the meaning), one native call for the whole step on a CPU
 (engine/native_backend.py), and Triton kernels on a GPU (engine/triton_backend.py). All take the same batches
-and read and write the same paged blocks in place. The last one can draw tokens, too.
+and read and write the same paged blocks in place. The last two can draw tokens, too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Assisted(Backend, Protocol):
 
 @runtime_checkable
 class DrawingBackend(Backend, Protocol):
-    """A backend on a device of its own, which draws tokens there: logits of 128,000 floats a row are too much
-    to bring to the host at every step.
+    """A backend that draws tokens where the logits are: these are too much to bring from a device at every
+    step, or to read once more when they have left the caches.
     """
 
     def forward_and_draw(
@@ -58,8 +58,15 @@ class DrawingBackend(Backend, Protocol):
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Drawn:
-        """As `forward`, with what to draw for each row of logits; None leaves the row's logits."""
+        """As `forward`, with what to draw for each row of logits. None leaves the row's logits, and so does a
+        row that this backend cannot draw.
+        """
         ...
+
+
+@runtime_checkable
+class LaunchingBackend(DrawingBackend, Protocol):
+    """A backend on a device of its own, which is given steps ahead."""
 
     def launch(
         self,

@@ -23,7 +23,7 @@ class Drawn:
     @classmethod
     def nothing(cls, logits: torch.Tensor) -> Drawn:
         """A step after which every row has its logits."""
-        return cls([None] * len(logits), logits)
+        return cls([None] * logits.shape[0], logits)
 
 
 class Launched(Protocol):

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import AbortWords, SequenceStep
+from engine.drawn import Drawn
 from engine.rope import inverse_frequencies, rotary_magnitude
+from engine.sampling import Sampled, SampleFailure, SampleRow
+from engine.sampling.sample import NOT_FINITE
 from engine.shape import ModelShape
 from engine.weights import LayerWeights, Matrix, Storage, Weights
 from kernels.byte_linear import ByteMatrix
@@ -88,15 +91,39 @@ class NativeBackend:
         Raises NativeError, with nothing written, for a batch that would leave its memory.
         """
         rows = sum(step.logit_rows for step in sequences)
-        logits = torch.empty((rows, self._shape.vocab_size))
+        return self._step(sequences, bytes(rows), abort)[0]
+
+    def forward_and_draw(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Drawn:
+        """See `DrawingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
+        greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
+        logits, likeliest = self._step(sequences, greedy, abort)
+        if not any(greedy):
+            return Drawn.nothing(logits)
+        return Drawn(
+            [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)], logits
+        )
+
+    def _step(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """The logits of the rows that are not greedy, and for each row its likeliest token if it is."""
+        logits = torch.empty((greedy.count(0), self._shape.vocab_size))
+        likeliest = array("i", [-1]) * len(greedy)
         self._reach(max(_last_position(step) for step in sequences) + 1)
-        batch, alive = _native_batch(sequences, abort, self._dtype)
-        status = self._library.diptych_step(self._model, batch, self._threads, logits.data_ptr())
+        batch, alive = _native_batch(sequences, greedy, abort, self._dtype)
+        status = self._library.diptych_step(
+            self._model, batch, self._threads, logits.data_ptr(), likeliest.buffer_info()[0]
+        )
         del alive  # the arrays that `batch` points into
         if status == native.ALL_ABORTED:
-            return logits.fill_(torch.nan)
+            return logits.fill_(torch.nan), likeliest
         self._check(status)
-        return logits
+        return logits, likeliest
 
     def _check(self, status: int) -> None:
         if status != native.OK:
@@ -175,6 +202,10 @@ class NativeBackend:
         self._positions = count
 
 
+def _drawn(token: int) -> Sampled | SampleFailure:
+    return NOT_FINITE if token < 0 else Sampled(token)
+
+
 def _last_position(step: SequenceStep) -> int:
     """The last position of a step, but no more than its blocks hold: a step beyond them is refused later."""
     held = len(step.block_table) * step.memory.layout.block_size
@@ -197,7 +228,7 @@ def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
 
 
 def _native_batch(
-    sequences: Sequence[SequenceStep], abort: AbortWords | None, dtype: torch.dtype
+    sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
 ) -> tuple[native.Batch, list[object]]:
     """The batch as arrays, and the arrays themselves: they must outlive the call."""
     layout = sequences[0].memory.layout
@@ -218,6 +249,7 @@ def _native_batch(
         "memories": array("Q", [step.memory.address for step in sequences]),
         "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
         "logit_rows": array("i", [step.logit_rows for step in sequences]),
+        "greedy": array("B", greedy),
     }
     addresses = {name: values.buffer_info()[0] for name, values in alive.items()}
     words = None if abort is None else abort.words.ctypes.data

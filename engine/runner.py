@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from engine.backend import Assisted, DrawingBackend
+from engine.backend import Assisted, DrawingBackend, LaunchingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
 from engine.drawn import Drawn, Launched
@@ -33,6 +33,7 @@ class Runner:
         self.on_step: Callable[[float, int], None] | None = None
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
+        self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
         self._share = share
         self._assisted = False
         if share is not None and isinstance(model.backend, Assisted):
@@ -73,7 +74,7 @@ class Runner:
     @property
     def launches(self) -> bool:
         """Whether steps can be launched ahead at all."""
-        return self._drawing is not None
+        return self._launching is not None
 
     def launch(
         self,
@@ -87,22 +88,22 @@ class Runner:
         drawn: its sequences may follow rows of the first (`SequenceStep.follows`), whose tokens the host
         does not know yet. Raises BatchError as `step` does.
         """
-        if self._drawing is None:
+        if self._launching is None:
             return None
         self._check(sequences, abort)
-        launched = self._drawing.launch(sequences, draws, abort)
+        launched = self._launching.launch(sequences, draws, abort)
         return None if launched is None else _Timed(launched, len(sequences), self._tell)
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
         that records them.
         """
-        return 0 if self._drawing is None else self._drawing.plan_decode(max_batch, block_size)
+        return 0 if self._launching is None else self._launching.plan_decode(max_batch, block_size)
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """Make decode steps over `memory` ready. It takes seconds where they are recorded."""
-        if self._drawing is not None:
-            self._drawing.prepare_decode(memory)
+        if self._launching is not None:
+            self._launching.prepare_decode(memory)
 
     def rest(self) -> None:
         """There is no step to make for now: others may use the cores."""

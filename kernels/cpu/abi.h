@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 5
+#define DIPTYCH_ABI_VERSION 6
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -83,6 +83,7 @@ struct DiptychBatch {
     const int32_t *memory_blocks;  // [sequences] blocks in that memory
     const int32_t *logit_rows;     // [sequences] after how many of its last tokens logits are wanted, 0 .. count
     const int32_t *abort_words;    // [sequences] set by another thread, or null
+    const uint8_t *greedy;         // [sum of logit_rows] 1: the likeliest token is wanted, not the logits; or null
 };
 
 typedef struct DiptychModel DiptychModel;
@@ -121,8 +122,11 @@ enum DiptychCoreState : uint8_t {
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count);
 
 // Computes one step on `threads` cores, and on those of guests: writes keys and values of all tokens into the
-// blocks, and the logits after the last logit_rows[s] tokens of each sequence s into `logits` [sum of logit_rows,
-// vocab]. Rows of aborted sequences are NaN. One call at a time per model.
-int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits);
+// blocks, and for each row after the last logit_rows[s] tokens of each sequence s, in order, either its logits into
+// `logits` [rows that are not greedy, vocab], or its likeliest token into `likeliest` [sum of logit_rows]. There stays
+// -1 for rows that are not greedy, that belong to aborted sequences, or that have a logit which is not finite; logits
+// of aborted sequences are NaN. `likeliest` may be null where no row is greedy. One call at a time per model.
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits,
+                     int32_t *likeliest);
 }
 #pragma GCC visibility pop

@@ -190,7 +190,8 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
     }
 }
 
-int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits) {
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits,
+                     int32_t *likeliest) {
     try {
         std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
         if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "another step of this model is running");
@@ -198,7 +199,9 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
         if (!found.empty()) return fail(DIPTYCH_INVALID, found);
         prepare(*model->step, *model, *batch, model->team.ranks(threads), logits);
         model->team.run(threads, model->kernels->body[model->shape.dtype], model->step.get());
-        return model->step->stopped ? DIPTYCH_ALL_ABORTED : DIPTYCH_OK;
+        if (model->step->stopped) return DIPTYCH_ALL_ABORTED;
+        if (likeliest != nullptr) model->step->tell_likeliest(likeliest);
+        return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());
     }

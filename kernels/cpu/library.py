@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -65,6 +65,7 @@ class Batch(Structure):
         ("memory_blocks", c_void_p),
         ("logit_rows", c_void_p),
         ("abort_words", c_void_p),
+        ("greedy", c_void_p),
     )
 
 
@@ -87,7 +88,7 @@ _SIGNATURES = {
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
     "diptych_set_rotary": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
     "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
-    "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_void_p)),
+    "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_void_p, c_void_p)),
 }
 
 

@@ -234,17 +234,23 @@ void run_head(StepState &step) {
     int64_t vocab = model.shape.vocab;
     int wanted = static_cast<int>(step.wanted.size());
     share(step, wanted, 1, [&](int64_t i) {
-        rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)]), model.final_norm.data(), model.shape.hidden,
-                 model.shape.rms_epsilon, normed + i * step.hidden_stride);
+        rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)].row), model.final_norm.data(),
+                 model.shape.hidden, model.shape.rms_epsilon, normed + i * step.hidden_stride);
         ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);
     });
     model.team.barrier();
     if (wanted == 0) return;
     product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, [&](int i, int column, float *sums) {
+        const WantedRow &to = step.wanted[static_cast<size_t>(i)];
         int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
-        bool live = step.is_live(step.wanted[static_cast<size_t>(i)]);
-        float *to = step.logits + i * vocab + column;
-        for (int64_t j = 0; j < count; j++) to[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
+        if (to.peaks >= 0) {
+            step.peaks[static_cast<size_t>(to.peaks + column / kColumns)] =
+                peak_of_block(sums, static_cast<int>(count));
+            return;
+        }
+        bool live = step.is_live(to.row);
+        float *logits = step.logits + to.logits + column;
+        for (int64_t j = 0; j < count; j++) logits[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
     });
 }
 

@@ -111,6 +111,18 @@ void add_places(StepState &step, int32_t first, int32_t start, int32_t count) {
     }
 }
 
+void want(StepState &step, int32_t row) {
+    bool greedy = step.batch.greedy != nullptr && step.batch.greedy[step.wanted.size()] != 0;
+    int64_t greedy_rows = static_cast<int64_t>(step.peaks.size()) / step.model->head.blocks;
+    if (greedy) {
+        step.wanted.push_back({row, -1, static_cast<int64_t>(step.peaks.size())});
+        step.peaks.resize(step.peaks.size() + static_cast<size_t>(step.model->head.blocks));
+    } else {
+        int64_t before = static_cast<int64_t>(step.wanted.size()) - greedy_rows;
+        step.wanted.push_back({row, before * step.model->shape.vocab, -1});
+    }
+}
+
 }  // namespace
 
 std::string refusal(const DiptychModel &model, const DiptychBatch &batch, int32_t threads) {
@@ -147,6 +159,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     step.places.clear();
     step.tables.clear();
     step.wanted.clear();
+    step.peaks.clear();
     step.live.assign(static_cast<size_t>(batch.sequences), 1);
     const int32_t *tokens = batch.tokens, *table = batch.tables;
     int64_t blocks = 0;
@@ -155,7 +168,7 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
         for (int32_t i = 0; i < count; i++) step.rows.push_back({s, batch.starts[s] + i, tokens[i]});
         add_tiles(step, first, count);
         add_places(step, first, batch.starts[s], count);
-        for (int32_t i = count - batch.logit_rows[s]; i < count; i++) step.wanted.push_back(first + i);
+        for (int32_t i = count - batch.logit_rows[s]; i < count; i++) want(step, first + i);
         step.tables.push_back(table);
         int64_t end = static_cast<int64_t>(batch.starts[s]) + count;
         blocks = std::max(blocks, (end + batch.block_size - 1) / batch.block_size);
@@ -175,6 +188,13 @@ void StepState::poll_aborts() {
         any = any || live[s] != 0;
     }
     stopped = !any;
+}
+
+void StepState::tell_likeliest(int32_t *to) const {
+    for (const WantedRow &wanted : wanted) {
+        bool told = wanted.peaks >= 0 && is_live(wanted.row);
+        *to++ = told ? likeliest(&peaks[static_cast<size_t>(wanted.peaks)], model->head.blocks) : -1;
+    }
 }
 
 }  // namespace diptych

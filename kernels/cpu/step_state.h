@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "likeliest.h"
 #include "model.h"
 
 namespace diptych {
@@ -25,6 +26,12 @@ struct RowTile {
     int32_t first, rows;
 };
 
+// A row whose logits are computed: where these go, or the peaks of their blocks. The other one is -1.
+struct WantedRow {
+    int32_t row;
+    int64_t logits, peaks;
+};
+
 struct StepState {
     DiptychModel *model = nullptr;
     DiptychBatch batch{};
@@ -34,7 +41,7 @@ struct StepState {
     std::vector<RowTile> tiles;           // whose queries are served together
     std::vector<RowTile> places;          // whose keys and values are written together
     std::vector<const int32_t *> tables;  // per sequence
-    std::vector<int32_t> wanted;          // rows whose logits are wanted
+    std::vector<WantedRow> wanted;        // in order
     std::vector<uint8_t> live;            // per sequence; written between barriers by rank 0 only
     std::atomic<bool> stopped{false};     // likewise; guests on their way through the phases look at any time
 
@@ -60,7 +67,11 @@ struct StepState {
         return static_cast<int64_t>(model->kv_width()) * batch.block_size;
     }
 
+    std::vector<Peak> peaks;  // [greedy rows, blocks of the head]
+
     void poll_aborts();
+    // The likeliest token of each wanted row that is greedy and has one, for the others -1.
+    void tell_likeliest(int32_t *to) const;
 };
 
 // Empty if the batch can be computed; else what is wrong with it. Reads nothing but the arrays of the batch.
