@@ -161,6 +161,6 @@ def _drop(following: _Step | None) -> None:
 
 
 def _picked(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
-    if drawn.logits.shape[0] and failpoint("decode.not_finite"):
+    if None in drawn.tokens and failpoint("decode.not_finite"):
         drawn.logits[0] = float("nan")
     return pick_all(drawn, rows)
