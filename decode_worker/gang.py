@@ -103,8 +103,6 @@ class Gang(ABC):
 def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
     """What each row makes of a step: its token if one was drawn; else of its logits, one kind together."""
     left = [number for number, token in enumerate(drawn.tokens) if token is None]
-    if not left:
-        return drawn.tokens
     kinds: dict[Picker, list[int]] = {}
     for place, number in enumerate(left):
         kinds.setdefault(rows[number][0].pick, []).append(place)

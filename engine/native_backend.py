@@ -102,11 +102,8 @@ class NativeBackend:
         """See `DrawingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, likeliest = self._step(sequences, greedy, abort)
-        if not any(greedy):
-            return Drawn.nothing(logits)
-        return Drawn(
-            [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)], logits
-        )
+        tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
+        return Drawn(tokens, logits)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
