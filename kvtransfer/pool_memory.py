@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv_memory import KVLayout, KVMemory
+from kvtransfer.populate import populate
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -34,7 +35,7 @@ class PoolMemory:
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    """Zeroed blocks that other processes can map. Pages take memory when they are first touched.
+    """Zeroed blocks that other processes can map. They take their memory from now on, in the background.
 
     Raises OSError when the kernel refuses, ValueError for no blocks.
     """
@@ -80,4 +81,5 @@ def _map(fd: int, size: int) -> mmap.mmap:
     # A forked child would keep the mapping after its parent was killed, and the parent's death would no
     # longer prove that nobody writes.
     mapping.madvise(mmap.MADV_DONTFORK)
+    populate(mapping, fd)
     return mapping
