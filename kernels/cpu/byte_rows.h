@@ -1,5 +1,5 @@
-// Activations to segments of whole numbers. Plain loops of fixed length without branches: the compiler makes of them
-// what the instruction set has.
+// Activations to segments of whole numbers. What takes the time has a form of its own for AVX-512, with the same
+// numbers.
 #pragma once
 
 #include <limits>
@@ -24,12 +24,6 @@ inline float float_of(int32_t bits) {
     return x;
 }
 
-// The nearest whole number, ties to even, of -2^22 .. 2^22: beyond 2^23 floats are whole, and the sum is rounded so.
-inline int32_t nearest(float x) {
-    constexpr float beyond = 12582912.0f;  // 1.5 * 2^23
-    return bits_of(x + beyond) - bits_of(beyond);
-}
-
 // The five lines with the greatest peaks, widest first. Sizes of floats are ordered as their bits are, NaN above all,
 // so that a peak with its line in the last six bits is a number of its own.
 struct WidestLines {
@@ -39,25 +33,17 @@ struct WidestLines {
     float peak(int n) const { return float_of(keys[n] & ~(kLines - 1)); }
 };
 
-inline WidestLines widest_lines(const float *x, int lines) {
-    constexpr int32_t size = std::numeric_limits<int32_t>::max();  // all bits but the sign
-    auto greater = [](int32_t a, int32_t b) { return a > b ? a : b; };
-    alignas(64) int32_t keys[kLines];
-    for (int i = 0; i < kLines; i++) keys[i] = -1;
-    for (int i = 0; i < lines; i++) {
-        int32_t left = greater(bits_of(x[4 * i]) & size, bits_of(x[4 * i + 1]) & size);
-        int32_t right = greater(bits_of(x[4 * i + 2]) & size, bits_of(x[4 * i + 3]) & size);
-        keys[i] = (greater(left, right) & ~(kLines - 1)) | i;
-    }
-    WidestLines found;
-    int32_t below = size;
-    for (int32_t &widest : found.keys) {
-        int32_t best = -1;
-        for (int i = 0; i < kLines; i++) best = greater(best, keys[i] < below ? keys[i] : -1);
-        widest = below = best;
-    }
-    return found;
-}
+}  // namespace
+}  // namespace diptych
+
+#if defined(__AVX512F__)
+#include "byte_rows_avx512.h"
+#else
+#include "byte_rows_plain.h"
+#endif
+
+namespace diptych {
+namespace {
 
 // `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the fifth widest line, or what
 // the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN, and no
@@ -72,20 +58,8 @@ inline void quantise_segment(const float *x, int lines, Segment &to) {
     }
     float top = fifth > peak / 256.0f ? fifth : peak / 256.0f;
     float inverse = top > kLeastTop ? 127.0f / top : 0.0f;
-    int32_t sum = 0;
-    for (int i = 0; i < kFour * lines; i++) {
-        int32_t whole = nearest(x[i] * inverse);
-        to.values[i] = static_cast<int8_t>(whole);
-        sum += whole;
-    }
-    for (int n = 0; n < kWide; n++) {
-        int line = widest.line(n);
-        to.wide[n] = static_cast<uint16_t>(line * kLineBytes);
-        for (int i = 0; i < kFour; i++) {
-            int32_t whole = nearest(x[kFour * line + i] * inverse);
-            to.high[n][i] = static_cast<int8_t>((whole - static_cast<int8_t>(whole)) / 256);
-        }
-    }
+    int32_t sum = round_lines(x, lines, inverse, to.values);
+    round_high(x, widest, inverse, to);
     to.scale = top / 127.0f;
     to.minus_128_sum = -128 * sum;
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention.h"
+#include "place_heads.h"
 #if defined(__AVX512BF16__)
 #include "attention_pairs.h"
 #endif
@@ -41,13 +42,21 @@ void embed(StepState &step) {
 }
 
 // A product with the rows that the phase before wrote, or with these quantised.
-template <class Kind, class Done>
-void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done) {
+template <class Kind, class Done, class Ahead>
+void product(StepState &step, const Linear &matrix, const Buffer &values, int64_t stride, int rows, Done done,
+             Ahead ahead) {
     if constexpr (kQuantises<Kind>) {
-        linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done);
+        linear<Kind>(step, matrix, step.entries.get(), step.entry_stride, rows, done, ahead);
     } else {
-        linear<Kind>(step, matrix, values.get(), stride, rows, done);
+        linear<Kind>(step, matrix, values.get(), stride, rows, done, ahead);
     }
+}
+
+// Asks for the cache lines of `count` numbers that are about to be written.
+template <class Value>
+inline void fetch_to_write(const Value *to, int count) {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(Value));
+    for (int i = 0; i < count; i += kLine) __builtin_prefetch(to + i, 1, 3);
 }
 
 // Makes one finished row of `width` values, padding included, ready for the next product.
@@ -85,70 +94,13 @@ template <class Kind>
 void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, int64_t width) {
     ready_rows<Kind>(step, values, width);
     int rows = static_cast<int>(step.rows.size());
-    product<Kind>(step, matrix, values, width, rows, [&](int row, int column, float *sums) {
-        float *to = step.hidden_row(row) + column;
+    auto place = [&](int row, int column) { return step.hidden_row(row) + column; };
+    auto add_sums = [&](int row, int column, float *sums) {
+        float *to = place(row, column);
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
-    });
-}
-
-// Norms and rotates the heads of one row; its keys come after its queries, and its values after these.
-inline void turn_heads(const StepState &step, const Layer &layer, int64_t row) {
-    const DiptychModel &model = *step.model;
-    const DiptychShape &shape = model.shape;
-    int width = shape.head_dim;
-    int64_t turn = static_cast<int64_t>(step.rows[row].position) * (width / 2);
-    float *head = step.qkv_row(row);
-    for (int h = 0; h < shape.heads + shape.kv_heads; h++, head += width) {
-        bool is_query = h < shape.heads;
-        const std::vector<float> &norm = is_query ? layer.query_norm : layer.key_norm;
-        if (!norm.empty()) rms_norm(head, norm.data(), width, shape.rms_epsilon, head);
-        rotate(head, model.cosines + turn, model.sines + turn, width, is_query ? shape.query_scale : 1.0f);
-    }
-}
-
-// The key of one token into its lane of a block.
-template <class Stored>
-void place_key(const float *key, int width, Stored *to, int block_size) {
-    Stored part[kLanes];
-    auto spread = [&](int i, int count) {
-        for (int j = 0; j < count; j++) to[static_cast<int64_t>(i + j) * block_size] = part[j];
     };
-    by_lanes(
-        width,
-        [&](int i) {
-            store(part, load(key + i));
-            spread(i, kLanes);
-        },
-        [&](int i, int rest) {
-            store_part(part, load_part(key + i, rest), rest);
-            spread(i, rest);
-        });
-}
-
-// Readies the heads of some neighbouring tokens of one block, and writes their keys and values there. Together: keys
-// of neighbours share cache lines, which would go to and fro between the cores.
-template <class Kind>
-void place_rows(StepState &step, const Layer &layer, int layer_index, RowTile tile) {
-    using Stored = typename Kind::Stored;
-    const DiptychModel &model = *step.model;
-    const Row &first = step.rows[tile.first];
-    int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.position % block_size;
-    for (int r = 0; r < tile.rows; r++) turn_heads(step, layer, tile.first + r);
-    int64_t half = step.block_elements();
-    int64_t block = step.tables[first.sequence][first.position / block_size];
-    auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
-                 2 * half * (block * model.shape.layers + layer_index);
-    const float *head = step.qkv_row(tile.first) + model.query_width();
-    for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
-        for (int r = 0; r < tile.rows; r++) {
-            const float *key = head + r * step.qkv_stride, *value = key + model.kv_width();
-            place_key(key, width, keys + lane + r, block_size);
-            Stored *values = keys + half + static_cast<int64_t>(lane + r) * width;
-            by_lanes(
-                width, [&](int i) { store(values + i, load(value + i)); },
-                [&](int i, int rest) { store_part(values + i, load_part(value + i, rest), rest); });
-        }
-    }
+    product<Kind>(step, matrix, values, width, rows, add_sums,
+                  [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
 // Attention of `pairs` (row, head) pairs of one tile, from the `first` on.
@@ -216,12 +168,15 @@ void run_feed_forward(StepState &step, const Layer &layer) {
     team.barrier();
     auto *inner = static_cast<typename Kind::Value *>(step.inner.get());
     int rows = static_cast<int>(step.rows.size());
-    product<Kind>(step, layer.gate_up, step.normed, step.hidden_stride, rows, [&](int row, int column, float *sums) {
-        auto *to = inner + row * step.inner_stride + column / 2;
+    auto place = [&](int row, int column) { return inner + row * step.inner_stride + column / 2; };
+    auto gate = [&](int row, int column, float *sums) {
+        auto *to = place(row, column);
         for (int j = 0; j < kGateColumns; j += kLanes) {
             store(to + j, mul(silu(load(sums + j)), load(sums + kGateColumns + j)));
         }
-    });
+    };
+    product<Kind>(step, layer.gate_up, step.normed, step.hidden_stride, rows, gate,
+                  [&](int row, int column) { fetch_to_write(place(row, column), kGateColumns); });
     team.barrier();
     add_to_hidden<Kind>(step, layer.down, step.inner, step.inner_stride);
     team.barrier();
@@ -240,7 +195,7 @@ void run_head(StepState &step) {
     });
     model.team.barrier();
     if (wanted == 0) return;
-    product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, [&](int i, int column, float *sums) {
+    auto keep = [&](int i, int column, float *sums) {
         const WantedRow &to = step.wanted[static_cast<size_t>(i)];
         int64_t count = vocab - column < kColumns ? vocab - column : kColumns;
         if (to.peaks >= 0) {
@@ -251,7 +206,8 @@ void run_head(StepState &step) {
         bool live = step.is_live(to.row);
         float *logits = step.logits + to.logits + column;
         for (int64_t j = 0; j < count; j++) logits[j] = live ? sums[j] : std::numeric_limits<float>::quiet_NaN();
-    });
+    };
+    product<Kind>(step, model.head, step.normed, step.hidden_stride, wanted, keep, [](int, int) {});
 }
 
 template <class Kind>
@@ -267,9 +223,11 @@ void run_layers(StepState &step, int rank) {
         team.barrier();
         if (step.stopped) return;
         int rows = static_cast<int>(step.rows.size());
-        product<Kind>(step, layer.qkv, step.normed, step.hidden_stride, rows, [&](int row, int column, float *sums) {
-            std::memcpy(step.qkv_row(row) + column, sums, kColumns * sizeof(float));
-        });
+        auto place = [&](int row, int column) { return step.qkv_row(row) + column; };
+        product<Kind>(
+            step, layer.qkv, step.normed, step.hidden_stride, rows,
+            [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
+            [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
         run_attention<Kind>(step, layer, index, rank);
         add_to_hidden<Kind>(step, layer.output, step.mixed, step.mixed_stride);
