@@ -10,8 +10,9 @@ import torch
 from diptych.worker.v1 import work_pb2
 from engine.batch import AbortWords, SequenceStep
 from engine.beam_search import candidates_wanted
+from engine.drawn import drawable
 from engine.runner import Runner
-from engine.sampling import SampleFailure, candidates, sample, score_tokens
+from engine.sampling import Sampled, SampleFailure, SampleRow, candidates, sample, score_tokens
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
 from runtime.failpoints import failpoint
@@ -34,13 +35,21 @@ class Computed:
 def run_step(runner: Runner, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
     """Compute the chunks; one result a row."""
     sequences = [_sequence(request, chunk) for request, chunk in rows]
-    logits = runner.step(sequences, abort)
+    draws = [
+        _draws(request, chunk, sequence) for (request, chunk), sequence in zip(rows, sequences, strict=True)
+    ]
+    drawn = runner.step_and_draw(sequences, [draw for row in draws for draw in row], abort)
+    tokens, logits = iter(drawn.tokens), drawn.logits
     if len(logits) and failpoint("prefill.not_finite"):
         logits[-1] = float("nan")
     results: list[Computed | SampleFailure] = []
     begin = 0
-    for (request, chunk), sequence in zip(rows, sequences, strict=True):
-        end = begin + sequence.logit_rows
+    for (request, chunk), row in zip(rows, draws, strict=True):
+        token = _only([next(tokens) for _ in row])
+        if token is not None:
+            results.append(_drawn(request, token))
+            continue
+        end = begin + len(row)
         results.append(_read(request, chunk, logits[begin:end]))
         begin = end
     return results
@@ -59,6 +68,31 @@ def _sequence(request: PrefillRequest, chunk: Chunk) -> SequenceStep:
         wants_logits=chunk.last or scored,
         trailing=chunk.tokens if scored else 1,
     )
+
+
+def _draws(request: PrefillRequest, chunk: Chunk, sequence: SequenceStep) -> list[SampleRow | None]:
+    """For each row of logits what its token may be drawn by where the logits are; None: they have to be seen.
+
+    That may be the prompt's last row, if all choices draw alike and nothing else is asked of it.
+    """
+    attempt = request.attempt
+    if sequence.logit_rows != 1 or not chunk.last or attempt.beam_width or _tokens_to_score(request, chunk):
+        return [None] * sequence.logit_rows
+    params, *others = attempt.choices.values()
+    if any(other is not params for other in others):
+        return [None]
+    return [drawable(attempt.sample_row(params, attempt.delivered_ids, request.grammar))]
+
+
+def _only(tokens: Sequence[Sampled | SampleFailure | None]) -> Sampled | SampleFailure | None:
+    """The token of a chunk's one row, if it was drawn."""
+    return tokens[0] if len(tokens) == 1 else None
+
+
+def _drawn(request: PrefillRequest, token: Sampled | SampleFailure) -> Computed | SampleFailure:
+    if isinstance(token, SampleFailure):
+        return token
+    return Computed((sampled_message(token),) * len(request.attempt.choices))
 
 
 def _tokens_to_score(request: PrefillRequest, chunk: Chunk) -> int:

@@ -162,8 +162,9 @@ async def house(
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With `launching` the decode workers launch steps ahead. With a `stretch` each worker has a core that it
-    lends to the others, and decode steps make way by that much (`decode_worker.pace`).
+    With `launching` all workers draw tokens in their steps, and decode workers launch these ahead. With a
+    `stretch` each worker has a core that it lends to the others, and decode steps make way by that much
+    (`decode_worker.pace`).
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -177,7 +178,7 @@ async def house(
             runner = Runner(launching_model() if launching else model(), 1, next(shares))
             made.decodes.append(await _decode(stack, transport, number, blocks, runner, Pace(stretch or 1.0)))
         for number in range(prefills):
-            runner = Runner(model(), 1, next(shares))
+            runner = Runner(launching_model() if launching else model(), 1, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
         yield made
 
