@@ -8,6 +8,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from kernels.gpu.launch import INTERPRETED
+from tests.kernels.gpu.interpreter import sum_all_rows_alike
+
+if INTERPRETED:
+    sum_all_rows_alike()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
