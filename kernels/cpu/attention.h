@@ -89,18 +89,20 @@ inline int score_some(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sigh
 
 // scores[register][pair][lane] and the greatest of each pair; -inf where a pair may not see.
 template <int Pairs, class Stored>
-void score(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *queries, float *scores,
+void score(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *queries, float *scores,
            float *greatest) {
+    const HeadBlocks<Stored> &blocks = pieces.own.blocks;
+    int size = blocks.block_size * blocks.head_dim;
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
-    Tokens<Stored> now = blocks.of_block(sight.first / blocks.block_size);
-    int fetched = now.block, last_block = (sight.last - 1) / blocks.block_size;
+    Tokens<Stored> now = blocks.of_block(pieces.own.first);
+    int fetched = now.block, last_block = pieces.own.end - 1;
     while (now.count > 0) {
         Tokens<Stored> next = blocks.after(now, last_block);
-        for (; blocks.cold && fetched <= next.block; fetched++) {
-            if (fetched + 1 < last_block) blocks.fetch(blocks.keys(fetched + 2));
-            blocks.fetch(blocks.value(fetched, 0));
+        for (; fetched <= next.block; fetched++) {
+            const Stored *ahead = pieces.after_keys(fetched);
+            if (ahead != nullptr) fetch_lines(ahead, size);
         }
         int done = score_some(blocks, sight, now, next, queries, scores, top);
         now = done == 1 ? next : blocks.after(next, last_block);
@@ -143,15 +145,22 @@ inline void load_values(const Stored *value, int rest, Lanes (&v)[Wide]) {
 template <int Pairs, class Stored>
 struct Mixture {
     const HeadBlocks<Stored> &blocks;
-    const float *weights;  // of the first register of block `first_block`
-    int first_block, d, rest;
+    const Pieces<Stored> &pieces;
+    const float *weights;  // of the first register of the first block
+    int d, rest;
 
+    // While the first lanes are mixed, as much as is read of `count` tokens is fetched of what comes later.
+    void fetch_after(int token, int count) const {
+        const Stored *ahead = d == 0 ? pieces.after_values(token / blocks.block_size) : nullptr;
+        if (ahead == nullptr) return;
+        fetch_lines(ahead + token % blocks.block_size * blocks.head_dim, count * blocks.head_dim);
+    }
     const Stored *value(int token) const {
         return blocks.value(token / blocks.block_size, token % blocks.block_size) + d;
     }
     const float *weight(int token) const {
         int block = token / blocks.block_size, within = token % blocks.block_size;
-        int at = (block - first_block) * blocks.chunks() + within / kLanes;
+        int at = (block - pieces.own.first) * blocks.chunks() + within / kLanes;
         return weights + static_cast<int64_t>(at) * Pairs * kLanes + within % kLanes;
     }
     // How many tokens from this one on, or up to `end`, lie beside each other in a block and in a register of weights.
@@ -176,6 +185,7 @@ template <int Pairs, int Wide, class Stored>
         const Stored *value = from.value(token);
         const float *weight = from.weight(token);
         count = from.together(token, end);
+        from.fetch_after(token, count);
         for (const float *stop = weight + count; weight != stop; weight++, value += from.blocks.head_dim) {
             Lanes v[Wide];
             load_values<Wide>(value, from.rest, v);
@@ -212,22 +222,22 @@ void mix_where_seen(Mixture<Pairs, Stored> from, int token, int end, const Sight
 
 // Mixes `Wide` registers of the values, lanes d .. of the head.
 template <int Pairs, int Wide, class Stored>
-void mix(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *weights, int d, int rest,
+void mix(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *weights, int d, int rest,
          Lanes (&mixed)[Pairs][Wide]) {
     for (int p = 0; p < Pairs; p++) {
         for (int j = 0; j < Wide; j++) mixed[p][j] = splat(0.0f);
     }
-    Mixture<Pairs, Stored> from = {blocks, weights, sight.first / blocks.block_size, d, rest};
+    Mixture<Pairs, Stored> from = {pieces.own.blocks, pieces, weights, d, rest};
     mix_where_seen(from, sight.first, sight.common_begin, sight, mixed);
     mix_seen(from, sight.common_begin, sight.common_end, mixed);
     mix_where_seen(from, sight.common_end, sight.last, sight, mixed);
 }
 
 template <int Pairs, int Wide, class Stored, class Out>
-void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *weights,
+void mix_lanes(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *weights,
                const float *scale, int d, int rest, Out *const *out) {
     Lanes mixed[Pairs][Wide];
-    mix<Pairs, Wide>(blocks, sight, weights, d, rest, mixed);
+    mix<Pairs, Wide>(pieces, sight, weights, d, rest, mixed);
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
         if constexpr (Wide > 1) {
@@ -249,23 +259,24 @@ void mix_lanes(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, cons
 // query[p] is the query of pair p, out[p] receives its head_dim mixed values. In `scratch` queries [head_dim][Pairs]
 // and after them the scores.
 template <int Pairs, class Stored, class Out>
-void attend(const HeadBlocks<Stored> &blocks, const Sight<Pairs> &sight, const float *const *query, float *scratch,
+void attend(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *const *query, float *scratch,
             Out *const *out) {
+    const HeadBlocks<Stored> &blocks = pieces.own.blocks;
     constexpr int kWide = 4 * Pairs <= kSums ? 4 : 2 * Pairs <= kSums ? 2 : 1;
     float *scores = scratch + blocks.head_dim * Pairs;
     for (int p = 0; p < Pairs; p++) {
         for (int d = 0; d < blocks.head_dim; d++) scratch[d * Pairs + p] = query[p][d];
     }
     float greatest[Pairs], scale[Pairs];
-    score<Pairs>(blocks, sight, scratch, scores, greatest);
-    int64_t covered = (sight.last + blocks.block_size - 1) / blocks.block_size - sight.first / blocks.block_size;
+    score<Pairs>(pieces, sight, scratch, scores, greatest);
+    int64_t covered = pieces.own.end - pieces.own.first;
     weigh<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
     int d = 0, width = blocks.head_dim;
     for (; d + kWide * kLanes <= width; d += kWide * kLanes) {
-        mix_lanes<Pairs, kWide>(blocks, sight, scores, scale, d, kLanes, out);
+        mix_lanes<Pairs, kWide>(pieces, sight, scores, scale, d, kLanes, out);
     }
-    for (; d + kLanes <= width; d += kLanes) mix_lanes<Pairs, 1>(blocks, sight, scores, scale, d, kLanes, out);
-    if (d < width) mix_lanes<Pairs, 1>(blocks, sight, scores, scale, d, width - d, out);
+    for (; d + kLanes <= width; d += kLanes) mix_lanes<Pairs, 1>(pieces, sight, scores, scale, d, kLanes, out);
+    if (d < width) mix_lanes<Pairs, 1>(pieces, sight, scores, scale, d, width - d, out);
 }
 
 }  // namespace

@@ -23,17 +23,10 @@ struct HeadBlocks {
     int64_t block_stride;    // elements from one block to the next
     int64_t values;          // from keys to the values of the same head
     int block_size, head_dim;
-    bool cold;               // read once in this phase, so from memory: worth fetching ahead
 
     const Stored *keys(int block) const { return memory + table[block] * block_stride; }
     const Stored *value(int block, int lane) const {
         return keys(block) + values + static_cast<int64_t>(lane) * head_dim;
-    }
-    // Keys and values of a head lie scattered in pieces of some 2 KiB, too short for the hardware to see coming.
-    void fetch(const Stored *piece) const {
-        auto *bytes = reinterpret_cast<const char *>(piece);
-        int64_t size = static_cast<int64_t>(head_dim) * block_size * static_cast<int64_t>(sizeof(Stored));
-        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(bytes + line, 0, 2);
     }
     int chunks() const { return (block_size + kLanes - 1) / kLanes; }  // registers of tokens in a block
 
@@ -50,12 +43,50 @@ struct HeadBlocks {
 };
 
 template <class Stored>
-HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head, bool cold) {
+HeadBlocks<Stored> head_blocks(const StepState &step, int sequence, int layer, int kv_head) {
     const DiptychModel &model = *step.model;
     int64_t half = step.block_elements(), head = static_cast<int64_t>(model.shape.head_dim) * step.batch.block_size;
     auto *memory = reinterpret_cast<const Stored *>(step.batch.memories[sequence]);
     return {step.tables[sequence], memory + 2 * half * layer + head * kv_head, 2 * half * model.shape.layers,
-            half, step.batch.block_size, model.shape.head_dim, cold};
+            half, step.batch.block_size, model.shape.head_dim};
+}
+
+// Blocks first .. end - 1 of one head.
+template <class Stored>
+struct BlockRange {
+    HeadBlocks<Stored> blocks{};
+    int first = 0, end = 0;
+};
+
+// A piece is what one head has in one block, its keys or its values: some 2 KiB, scattered, too short for the hardware
+// to see coming. Of so many, beside the arithmetic on one, memory is kept busy.
+constexpr int kPiecesAhead = 4;
+
+// The order in which a task reads its pieces: keys, values, and then the keys of the next task, where that is known.
+template <class Stored>
+struct Pieces {
+    BlockRange<Stored> own, next;
+    bool cold = false;  // read once in this phase, so from memory: worth fetching ahead
+
+    // The piece to fetch beside this block's keys, or values; null where there is none.
+    const Stored *after_keys(int block) const { return at(block - own.first + kPiecesAhead); }
+    const Stored *after_values(int block) const { return at(own.end - own.first + block - own.first + kPiecesAhead); }
+
+  private:
+    const Stored *at(int i) const {
+        int count = own.end - own.first;
+        if (!cold) return nullptr;
+        if (i < count) return own.blocks.keys(own.first + i);
+        if (i < 2 * count) return own.blocks.value(own.first + i - count, 0);
+        int block = next.first + i - 2 * count;
+        return block < next.end ? next.blocks.keys(block) : nullptr;
+    }
+};
+
+template <class Stored>
+inline void fetch_lines(const Stored *from, int count) {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(Stored));
+    for (int i = 0; i < count; i += kLine) __builtin_prefetch(from + i, 0, 3);
 }
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see

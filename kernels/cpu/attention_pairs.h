@@ -32,7 +32,7 @@ inline __m512i pairing_order() {
 }
 
 // queries [head_dim / 2][Pairs] of two bf16 each. Even and odd pairs of lanes are summed apart: a single sum would
-// wait for itself.
+// wait for itself. As much as is read of the keys is fetched from `ahead`, unless that is null.
 template <int Pairs>
 inline void dot_pairs(const HeadBlocks<bf16> &blocks, const bf16 *queries, const bf16 *keys, const bf16 *ahead,
                       Lanes (&sum)[Pairs]) {
@@ -41,11 +41,8 @@ inline void dot_pairs(const HeadBlocks<bf16> &blocks, const bf16 *queries, const
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) sum[p] = other[p] = splat(0.0f);
     int row = blocks.block_size, d = 0;
-    for (; d + 4 <= blocks.head_dim; d += 4, keys += 4 * row, queries += 4 * Pairs, ahead += 64) {
-        if (blocks.cold) {
-            __builtin_prefetch(ahead, 0, 3);
-            __builtin_prefetch(ahead + 32, 0, 3);
-        }
+    for (; d + 4 <= blocks.head_dim; d += 4, keys += 4 * row, queries += 4 * Pairs) {
+        if (ahead != nullptr) fetch_lines(ahead + d * kLanes, 4 * kLanes);
         __m512bh even = pair_rows(keys, keys + row, order), odd = pair_rows(keys + 2 * row, keys + 3 * row, order);
 #pragma GCC unroll 16
         for (int p = 0; p < Pairs; p++) {
@@ -63,20 +60,20 @@ inline void dot_pairs(const HeadBlocks<bf16> &blocks, const bf16 *queries, const
 }
 
 template <int Pairs>
-void score_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const bf16 *queries, float *scores,
+void score_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const bf16 *queries, float *scores,
                  float *greatest) {
+    const HeadBlocks<bf16> &blocks = pieces.own.blocks;
     Lanes top[Pairs];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) top[p] = splat(kHidden);
-    int head = blocks.head_dim * blocks.block_size;
-    for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
-        bool more = (block + 1) * blocks.block_size < sight.last;
-        const bf16 *next = more ? blocks.keys(block + 1) : blocks.keys(block);
+    for (int block = pieces.own.first; block < pieces.own.end; block++) {
+        const bf16 *ahead = pieces.after_keys(block);
         for (int c = 0; c < blocks.chunks(); c++, scores += Pairs * kLanes) {
             int first = block * blocks.block_size + c * kLanes;
             Tokens<bf16> tokens = {block, first, kLanes, blocks.keys(block) + c * kLanes};
             Lanes sum[Pairs];
-            dot_pairs<Pairs>(blocks, queries, tokens.keys, next + c * (head / blocks.chunks()), sum);
+            dot_pairs<Pairs>(blocks, queries, tokens.keys, ahead, sum);
+            if (ahead != nullptr) ahead += blocks.head_dim * kLanes;
             keep_scores(sight, tokens, sum, scores, top);
         }
     }
@@ -132,23 +129,24 @@ inline __m512bh seen_only(__m512bh values, bool even, bool odd) {
     return (__m512bh)_mm512_maskz_mov_epi16(seen, (__m512i)values);
 }
 
-template <int Pairs, int Pieces>
+template <int Pairs, int Wide>
 struct Mixed {
-    Lanes low[Pairs][Pieces], high[Pairs][Pieces];
+    Lanes low[Pairs][Wide], high[Pairs][Wide];
 };
 
-// Adds one block of tokens; `weights` are those of its first token.
-template <int Pairs, int Pieces>
+// Adds one block of tokens; `weights` are those of its first token. `ahead` as in dot_pairs.
+template <int Pairs, int Wide>
 inline void mix_block(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, int block, const float *weights,
-                      int d, __mmask32 lanes, Mixed<Pairs, Pieces> &mixed) {
+                      int d, __mmask32 lanes, const bf16 *ahead, Mixed<Pairs, Wide> &mixed) {
     int base = block * blocks.block_size, width = blocks.head_dim;
     bool open = base >= sight.common_begin && base + blocks.block_size <= sight.common_end;
     for (int t = 0; t < blocks.block_size; t += 2) {
         if (base + t >= sight.last) break;
+        if (ahead != nullptr) fetch_lines(ahead + t * width, 2 * width);
         const bf16 *value = blocks.value(block, t) + d;
         const auto *weight = reinterpret_cast<const bf16 *>(weights + t / kLanes * Pairs * kLanes) + t % kLanes;
 #pragma GCC unroll 2
-        for (int i = 0; i < Pieces; i++) {
+        for (int i = 0; i < Wide; i++) {
             PairedValues v(value + i * kPieceLanes, value + width + i * kPieceLanes, lanes);
 #pragma GCC unroll 16
             for (int p = 0; p < Pairs; p++) {
@@ -177,28 +175,29 @@ inline void store_piece(Lanes low, Lanes high, int count, Out *out) {
     if (count > kLanes) store_part(out + kLanes, b, count - kLanes);
 }
 
-// Mixes lanes d .. of the head: `Pieces` times 32, or the rest of fewer.
-template <int Pairs, int Pieces, class Out>
-void mix_pieces(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const float *weights, const float *scale,
-                int d, Out *const *out) {
+// Mixes lanes d .. of the head: `Wide` times 32, or the rest of fewer.
+template <int Pairs, int Wide, class Out>
+void mix_lanes(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const float *weights, const float *scale, int d,
+               Out *const *out) {
+    const HeadBlocks<bf16> &blocks = pieces.own.blocks;
     int rest = blocks.head_dim - d < kPieceLanes ? blocks.head_dim - d : kPieceLanes;
     auto lanes = static_cast<__mmask32>((uint64_t{1} << rest) - 1);
-    Mixed<Pairs, Pieces> mixed;
+    Mixed<Pairs, Wide> mixed;
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
 #pragma GCC unroll 2
-        for (int i = 0; i < Pieces; i++) mixed.low[p][i] = mixed.high[p][i] = splat(0.0f);
+        for (int i = 0; i < Wide; i++) mixed.low[p][i] = mixed.high[p][i] = splat(0.0f);
     }
     int64_t per_block = static_cast<int64_t>(blocks.block_size) * Pairs;
-    for (int block = sight.first / blocks.block_size; block * blocks.block_size < sight.last; block++) {
-        if (blocks.cold && (block + 1) * blocks.block_size < sight.last) blocks.fetch(blocks.value(block + 1, 0));
-        mix_block<Pairs, Pieces>(blocks, sight, block, weights, d, lanes, mixed);
+    for (int block = pieces.own.first; block < pieces.own.end; block++) {
+        const bf16 *ahead = d == 0 ? pieces.after_values(block) : nullptr;
+        mix_block<Pairs, Wide>(blocks, sight, block, weights, d, lanes, ahead, mixed);
         weights += per_block;
     }
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
 #pragma GCC unroll 2
-        for (int i = 0; i < Pieces; i++) {
+        for (int i = 0; i < Wide; i++) {
             Lanes s = splat(scale[p]);
             store_piece(mul(mixed.low[p][i], s), mul(mixed.high[p][i], s), rest, out[p] + d + i * kPieceLanes);
         }
@@ -218,21 +217,22 @@ inline void place_query(const float *query, int width, bf16 *to) {
 
 // As `attend`.
 template <int Pairs, class Out>
-void attend_in_pairs(const HeadBlocks<bf16> &blocks, const Sight<Pairs> &sight, const float *const *query,
+void attend_in_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const float *const *query,
                      float *scratch, Out *const *out) {
-    constexpr int kPieces = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
+    const HeadBlocks<bf16> &blocks = pieces.own.blocks;
+    constexpr int kWide = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
     auto *queries = reinterpret_cast<bf16 *>(scratch);
     for (int p = 0; p < Pairs; p++) place_query<Pairs>(query[p], blocks.head_dim, queries + 2 * p);
     float *scores = scratch + blocks.head_dim * Pairs;
     float greatest[Pairs], scale[Pairs];
-    score_pairs<Pairs>(blocks, sight, queries, scores, greatest);
-    int64_t covered = (sight.last + blocks.block_size - 1) / blocks.block_size - sight.first / blocks.block_size;
+    score_pairs<Pairs>(pieces, sight, queries, scores, greatest);
+    int64_t covered = pieces.own.end - pieces.own.first;
     weigh_pairs<Pairs>(scores, covered * blocks.chunks(), greatest, scale);
     int d = 0, width = blocks.head_dim;
-    for (; d + kPieces * kPieceLanes <= width; d += kPieces * kPieceLanes) {
-        mix_pieces<Pairs, kPieces>(blocks, sight, scores, scale, d, out);
+    for (; d + kWide * kPieceLanes <= width; d += kWide * kPieceLanes) {
+        mix_lanes<Pairs, kWide>(pieces, sight, scores, scale, d, out);
     }
-    for (; d < width; d += kPieceLanes) mix_pieces<Pairs, 1>(blocks, sight, scores, scale, d, out);
+    for (; d < width; d += kPieceLanes) mix_lanes<Pairs, 1>(pieces, sight, scores, scale, d, out);
 }
 
 }  // namespace

@@ -6,16 +6,16 @@
 // Within a phase ranks take rows, blocks of columns or attention tasks by tickets.
 #pragma once
 
-#include "attention.h"
+#include "attention_tasks.h"
 #include "place_heads.h"
-#if defined(__AVX512BF16__)
-#include "attention_pairs.h"
-#endif
 
 namespace diptych {
 namespace {
 
 constexpr int kRowChunk = 4;
+
+// Attention tasks of one row that a rank takes at once, at most.
+constexpr int kRunTasks = 12;
 
 // Whether products of `Kind` read something else than what the phases write.
 template <class Kind>
@@ -103,45 +103,6 @@ void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, 
                   [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
-// Attention of `pairs` (row, head) pairs of one tile, from the `first` on.
-template <class Kind, int Pairs>
-void attend_pairs(StepState &step, const Layer &layer, int layer_index, RowTile tile, int kv_head, int first,
-                  float *scratch) {
-    const DiptychModel &model = *step.model;
-    int width = model.shape.head_dim, group = model.group();
-    Sight<Pairs> sight;
-    const float *query[Pairs];
-    typename Kind::Value *out[Pairs];
-    for (int p = 0; p < Pairs; p++) {
-        int row = tile.first + (first + p) / group, head = kv_head * group + (first + p) % group;
-        int position = step.rows[row].position;
-        sight.begin[p] = layer.window > 0 && position >= layer.window ? position + 1 - layer.window : 0;
-        sight.end[p] = position + 1;
-        query[p] = step.qkv_row(row) + head * width;
-        out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) + row * step.mixed_stride + head * width;
-    }
-    sight.close();
-    int sequence = step.rows[tile.first].sequence;
-    auto blocks = head_blocks<typename Kind::Stored>(step, sequence, layer_index, kv_head, tile.rows == 1);
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same<typename Kind::Stored, bf16>::value) {
-        if (blocks.block_size % kLanes == 0) return attend_in_pairs<Pairs>(blocks, sight, query, scratch, out);
-    }
-#endif
-    attend<Pairs>(blocks, sight, query, scratch, out);
-}
-
-template <class Kind>
-void attend_tile(StepState &step, const Layer &layer, int layer_index, RowTile tile, int kv_head, float *scratch) {
-    int pairs = tile.rows * step.model->group();
-    for (int first = 0; first < pairs; first += kPairs) {
-        int count = pairs - first < kPairs ? pairs - first : kPairs;
-        with_count<kPairs>(count, [&](auto n) {
-            attend_pairs<Kind, n()>(step, layer, layer_index, tile, kv_head, first, scratch);
-        });
-    }
-}
-
 template <class Kind>
 void run_attention(StepState &step, const Layer &layer, int index, int rank) {
     ThreadTeam &team = step.model->team;
@@ -152,12 +113,20 @@ void run_attention(StepState &step, const Layer &layer, int index, int rank) {
     });
     team.barrier();
     auto *scratch = static_cast<float *>(step.scores[static_cast<size_t>(rank)].get());
-    share(step, static_cast<int64_t>(step.tiles.size()) * kv_heads, 1, [&](int64_t i) {
+    auto task = [&](int64_t i) {
         RowTile tile = step.tiles[static_cast<size_t>(i / kv_heads)];
-        if (step.is_live(tile.first)) {
-            attend_tile<Kind>(step, layer, index, tile, static_cast<int>(i % kv_heads), scratch);
+        return AttentionTask{&layer, index, static_cast<int>(i % kv_heads), tile};
+    };
+    // Rows of their own read from memory, and each fetches for the one after it. Other tasks take longer.
+    int64_t tasks = static_cast<int64_t>(step.tiles.size()) * kv_heads;
+    int64_t longest = step.tiles.size() == step.rows.size() ? kRunTasks : 1;
+    for (auto run = team.take_run(tasks, longest); run.begin < run.end; run = team.take_run(tasks, longest)) {
+        for (int64_t i = run.begin; i < run.end; i++) {
+            BlockRange<typename Kind::Stored> next;
+            if (i + 1 < run.end) next = task(i + 1).template range<typename Kind::Stored>(step);
+            if (step.is_live(task(i).tile.first)) attend_task<Kind>(step, task(i), next, scratch);
         }
-    });
+    }
     team.barrier();
 }
 

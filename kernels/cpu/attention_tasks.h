@@ -1,0 +1,77 @@
+// The tasks of attention: each serves the queries of a few neighbouring rows that share a KV head.
+#pragma once
+
+#include "attention.h"
+#if defined(__AVX512BF16__)
+#include "attention_pairs.h"
+#endif
+
+namespace diptych {
+namespace {
+
+struct AttentionTask {
+    const Layer *layer;
+    int layer_index, kv_head;
+    RowTile tile;
+
+    // The first token that a row may see.
+    int begin(const StepState &step, int row) const {
+        int position = step.rows[row].position, window = layer->window;
+        return window > 0 && position >= window ? position + 1 - window : 0;
+    }
+    // Whether it is the only one to read its keys and values. They come from memory then.
+    bool reads_alone() const { return tile.rows == 1; }
+
+    template <class Stored>
+    HeadBlocks<Stored> blocks(const StepState &step) const {
+        return head_blocks<Stored>(step, step.rows[tile.first].sequence, layer_index, kv_head);
+    }
+    // The blocks that its first row sees.
+    template <class Stored>
+    BlockRange<Stored> range(const StepState &step) const {
+        int size = step.batch.block_size;
+        return {blocks<Stored>(step), begin(step, tile.first) / size, step.rows[tile.first].position / size + 1};
+    }
+};
+
+// Attention of `Pairs` (row, head) pairs of a task, from the `first` on.
+template <class Kind, int Pairs>
+void attend_pairs(StepState &step, const AttentionTask &task, int first,
+                  const BlockRange<typename Kind::Stored> &next, float *scratch) {
+    using Stored = typename Kind::Stored;
+    const DiptychModel &model = *step.model;
+    int width = model.shape.head_dim, group = model.group(), size = step.batch.block_size;
+    Sight<Pairs> sight;
+    const float *query[Pairs];
+    typename Kind::Value *out[Pairs];
+    for (int p = 0; p < Pairs; p++) {
+        int row = task.tile.first + (first + p) / group, head = task.kv_head * group + (first + p) % group;
+        sight.begin[p] = task.begin(step, row);
+        sight.end[p] = step.rows[row].position + 1;
+        query[p] = step.qkv_row(row) + head * width;
+        out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) + row * step.mixed_stride + head * width;
+    }
+    sight.close();
+    Pieces<Stored> pieces = {{task.blocks<Stored>(step), sight.first / size, (sight.last - 1) / size + 1},
+                             next, task.reads_alone() && first == 0};
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same<Stored, bf16>::value) {
+        if (size % kLanes == 0) return attend_in_pairs<Pairs>(pieces, sight, query, scratch, out);
+    }
+#endif
+    attend<Pairs>(pieces, sight, query, scratch, out);
+}
+
+// `next`: what the task after this one reads first, where that is known.
+template <class Kind>
+void attend_task(StepState &step, const AttentionTask &task, const BlockRange<typename Kind::Stored> &next,
+                 float *scratch) {
+    int pairs = task.tile.rows * step.model->group();
+    for (int first = 0; first < pairs; first += kPairs) {
+        int count = pairs - first < kPairs ? pairs - first : kPairs;
+        with_count<kPairs>(count, [&](auto n) { attend_pairs<Kind, n()>(step, task, first, next, scratch); });
+    }
+}
+
+}  // namespace
+}  // namespace diptych
