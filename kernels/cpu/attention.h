@@ -149,11 +149,11 @@ struct Mixture {
     const float *weights;  // of the first register of the first block
     int d, rest;
 
-    // While the first lanes are mixed, as much as is read of `count` tokens is fetched of what comes later.
-    void fetch_after(int token, int count) const {
+    // What is fetched beside this token's values, while the first lanes are mixed: as much, and no more at once, or
+    // loads wait behind it. Null where there is nothing.
+    const Stored *after(int token) const {
         const Stored *ahead = d == 0 ? pieces.after_values(token / blocks.block_size) : nullptr;
-        if (ahead == nullptr) return;
-        fetch_lines(ahead + token % blocks.block_size * blocks.head_dim, count * blocks.head_dim);
+        return ahead == nullptr ? ahead : ahead + token % blocks.block_size * blocks.head_dim;
     }
     const Stored *value(int token) const {
         return blocks.value(token / blocks.block_size, token % blocks.block_size) + d;
@@ -185,8 +185,12 @@ template <int Pairs, int Wide, class Stored>
         const Stored *value = from.value(token);
         const float *weight = from.weight(token);
         count = from.together(token, end);
-        from.fetch_after(token, count);
+        const Stored *ahead = from.after(token);
         for (const float *stop = weight + count; weight != stop; weight++, value += from.blocks.head_dim) {
+            if (ahead != nullptr) {
+                fetch_lines(ahead, from.blocks.head_dim);
+                ahead += from.blocks.head_dim;
+            }
             Lanes v[Wide];
             load_values<Wide>(value, from.rest, v);
 #pragma GCC unroll 16
