@@ -24,7 +24,7 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later (madvise(2)): as if each page had been written to."""
 _CGROUP = Path("/sys/fs/cgroup")
 _SLICE = 128 << 10
-"""Bytes at once: whoever wants to change the process's map of memory waits for a slice, a third of a millisecond
+"""Bytes at once: who wants to change the process's map of memory waits for a slice, a third of a millisecond
 where pages are dear, and longer while the thread that takes it waits for a core.
 """
 _LOWEST = 19
