@@ -3,13 +3,11 @@
 A page of a shared file takes its memory when it is first touched: a microsecond for the kernel to find and
 clear it, ten where a hypervisor has to find it first. A prompt of 512 tokens of the bundled model touches
 2,900 of them, which was a quarter of its prefill's time on such a machine. So a thread touches them all once,
-slice after slice, from the moment that a process maps the pool, in the time that no other thread wants. It
-leaves the data as it is.
+slice after slice, from the moment that a process maps the pool. It leaves the data as it is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -23,12 +21,8 @@ _log = logging.getLogger(__name__)
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later (madvise(2)): as if each page had been written to."""
 _CGROUP = Path("/sys/fs/cgroup")
-_SLICE = 128 << 10
-"""Bytes at once: who wants to change the process's map of memory waits for a slice, a third of a millisecond
-where pages are dear, and longer while the thread that takes it waits for a core.
-"""
-_LOWEST = 19
-"""The nice value of that thread: a few seconds of its work are no reason for a step to be late."""
+_SLICE = 1 << 20
+"""Bytes between two looks at whether the pool is still there; some milliseconds at most."""
 _AT_ONCE = 1 << 20
 """Pools that are not worth a thread."""
 _SPARE = 4
@@ -72,8 +66,8 @@ def available_memory() -> int | None:
 
 
 def _populate_all(mapping: weakref.ref[mmap.mmap], size: int) -> None:
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    # At no lower priority: a thread that runs whenever its core is idle keeps the kernel from seeing an idle
+    # core, and the two threads of a step, from sharing out over two cores. Prompts took twice as long then.
     for start in range(0, size, _SLICE):
         pages = mapping()
         if pages is None or not _populate_slice(pages, start, min(_SLICE, size - start)):
