@@ -144,28 +144,28 @@ inline void load_values(const Stored *value, int rest, Lanes (&v)[Wide]) {
 // Where a token's weights lie (pair 0's; those of the others follow kLanes apart), and its values from lane d on.
 template <int Pairs, class Stored>
 struct Mixture {
-    const HeadBlocks<Stored> &blocks;
     const Pieces<Stored> &pieces;
     const float *weights;  // of the first register of the first block
     int d, rest;
 
+    const HeadBlocks<Stored> &blocks() const { return pieces.own.blocks; }
+    int block_of(int token) const { return token / blocks().block_size; }
+    int within(int token) const { return token % blocks().block_size; }
+
     // What is fetched beside this token's values, while the first lanes are mixed: as much, and no more at once, or
     // loads wait behind it. Null where there is nothing.
     const Stored *after(int token) const {
-        const Stored *ahead = d == 0 ? pieces.after_values(token / blocks.block_size) : nullptr;
-        return ahead == nullptr ? ahead : ahead + token % blocks.block_size * blocks.head_dim;
+        const Stored *ahead = d == 0 ? pieces.after_values(block_of(token)) : nullptr;
+        return ahead == nullptr ? ahead : ahead + within(token) * blocks().head_dim;
     }
-    const Stored *value(int token) const {
-        return blocks.value(token / blocks.block_size, token % blocks.block_size) + d;
-    }
+    const Stored *value(int token) const { return blocks().value(block_of(token), within(token)) + d; }
     const float *weight(int token) const {
-        int block = token / blocks.block_size, within = token % blocks.block_size;
-        int at = (block - pieces.own.first) * blocks.chunks() + within / kLanes;
-        return weights + static_cast<int64_t>(at) * Pairs * kLanes + within % kLanes;
+        int at = (block_of(token) - pieces.own.first) * blocks().chunks() + within(token) / kLanes;
+        return weights + static_cast<int64_t>(at) * Pairs * kLanes + within(token) % kLanes;
     }
     // How many tokens from this one on, or up to `end`, lie beside each other in a block and in a register of weights.
     int together(int token, int end) const {
-        int within = token % blocks.block_size, in_block = blocks.block_size - within, lanes = kLanes - within % kLanes;
+        int in_block = blocks().block_size - within(token), lanes = kLanes - within(token) % kLanes;
         int count = in_block < lanes ? in_block : lanes;
         return end - token < count ? end - token : count;
     }
@@ -175,6 +175,7 @@ struct Mixture {
 // keeps them there.
 template <int Pairs, int Wide, class Stored>
 [[gnu::noinline]] void mix_seen(Mixture<Pairs, Stored> from, int token, int end, Lanes (&mixed)[Pairs][Wide]) {
+    int width = from.blocks().head_dim;
     Lanes sum[Pairs][Wide];
 #pragma GCC unroll 16
     for (int p = 0; p < Pairs; p++) {
@@ -186,10 +187,10 @@ template <int Pairs, int Wide, class Stored>
         const float *weight = from.weight(token);
         count = from.together(token, end);
         const Stored *ahead = from.after(token);
-        for (const float *stop = weight + count; weight != stop; weight++, value += from.blocks.head_dim) {
+        for (const float *stop = weight + count; weight != stop; weight++, value += width) {
             if (ahead != nullptr) {
-                fetch_lines(ahead, from.blocks.head_dim);
-                ahead += from.blocks.head_dim;
+                fetch_lines(ahead, width);
+                ahead += width;
             }
             Lanes v[Wide];
             load_values<Wide>(value, from.rest, v);
@@ -231,7 +232,7 @@ void mix(const Pieces<Stored> &pieces, const Sight<Pairs> &sight, const float *w
     for (int p = 0; p < Pairs; p++) {
         for (int j = 0; j < Wide; j++) mixed[p][j] = splat(0.0f);
     }
-    Mixture<Pairs, Stored> from = {pieces.own.blocks, pieces, weights, d, rest};
+    Mixture<Pairs, Stored> from = {pieces, weights, d, rest};
     mix_where_seen(from, sight.first, sight.common_begin, sight, mixed);
     mix_seen(from, sight.common_begin, sight.common_end, mixed);
     mix_where_seen(from, sight.common_end, sight.last, sight, mixed);

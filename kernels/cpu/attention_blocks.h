@@ -59,7 +59,8 @@ struct BlockRange {
 };
 
 // A piece is what one head has in one block, its keys or its values: some 2 KiB, scattered, too short for the hardware
-// to see coming. Of so many, beside the arithmetic on one, memory is kept busy.
+// to see coming. While a task computes on one piece it asks for the one so many later, which keeps memory busy. Steps
+// of 16 rows took 5% longer with two on a Zen 5, 1% longer with eight.
 constexpr int kPiecesAhead = 4;
 
 // The order in which a task reads its pieces: keys, values, and then the keys of the next task, where that is known.
