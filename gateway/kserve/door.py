@@ -2,7 +2,7 @@
 
 ModelStreamInfer runs the requests of a stream side by side, as Triton does for models that answer more than
 once. An error of one of them is an ``error_message`` with its id and leaves the others alone; the stream ends
-when the client has closed its side and every answer is out.
+when the client has closed its side and every answer is out, or with the RPC's own deadline.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gateway.request import validate_names
 from gateway.request.validation import parse_message
 from runtime.cancellation import end_task
 from runtime.errors import DiptychError, InvalidParameter
+from runtime.status import abort
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE = DESCRIPTOR.full_name
@@ -104,13 +105,13 @@ class KServeDoor:
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""
-        writing = asyncio.Lock()
+        shared = SharedStream(context)
         places = asyncio.Semaphore(MAX_RUNNING)
         running: set[asyncio.Task[None]] = set()
         try:
             async for data in messages:
                 await places.acquire()
-                task = asyncio.create_task(self._one(data, context, writing), name="kserve request")
+                task = asyncio.create_task(self._one(data, shared), name="kserve request")
                 running.add(task)
                 task.add_done_callback(running.discard)
                 task.add_done_callback(lambda _: places.release())
@@ -119,10 +120,12 @@ class KServeDoor:
         finally:
             for task in list(running):
                 await end_task(task)
+        if shared.overdue is not None:
+            await abort(context, shared.overdue, "")
 
-    async def _one(self, data: bytes, context: Context, writing: asyncio.Lock) -> None:
+    async def _one(self, data: bytes, shared: SharedStream) -> None:
         """One request of a stream, from its bytes to its last response."""
-        call = StreamedCall(context, self._calls.clock(), writing)
+        call = StreamedCall(shared, self._calls.clock())
         names: dict[str, str] = {}
         try:
             with self._calls.account(call):
@@ -146,15 +149,34 @@ def _limit_time(call: GrpcCall, asked: Asked) -> None:
         call.deadline = deadline if call.deadline is None else min(call.deadline, deadline)
 
 
+class SharedStream:
+    """What the requests of a stream share.
+
+    Attributes:
+        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may say so before
+            gRPC's does, and such a stream must not end as if all had been answered.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.overdue: DiptychError | None = None
+        self._writing = asyncio.Lock()
+
+    async def send(self, response: oip.ModelStreamInferResponse) -> None:
+        async with self._writing:  # gRPC takes one message at a time
+            await self.context.write(response)
+
+
 class StreamedCall(GrpcCall):
     """One request of a stream: shares its context, its deadline and its writer with the others."""
 
-    def __init__(self, context: Context, received_at: float, writing: asyncio.Lock) -> None:
-        super().__init__(STREAM_INFER, context, received_at)
+    def __init__(self, shared: SharedStream, received_at: float) -> None:
+        super().__init__(STREAM_INFER, shared.context, received_at)
         self.header_request_id = ""  # the header is the stream's
         self.request_id = ""
         self.asked: Asked | None = None
-        self._writing = writing
+        self._shared = shared
+        self._rpc_deadline = self.deadline
 
     def on_request_id(self, request_id: str) -> None:
         """Every response carries it: trailers belong to the stream."""
@@ -163,16 +185,17 @@ class StreamedCall(GrpcCall):
         if self.asked is None:
             raise RuntimeError("an answer to nothing")
         for response in answer.pieces(message, self.asked, self.request_id):
-            await self._send(oip.ModelStreamInferResponse(infer_response=response))
+            await self._shared.send(oip.ModelStreamInferResponse(infer_response=response))
 
     async def fail(self, error: DiptychError) -> None:
+        """Tell the client, unless the RPC's deadline does."""
+        own = self.deadline != self._rpc_deadline
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not own:
+            self._shared.overdue = error
+            return
         response = oip.ModelStreamInferResponse(
             error_message=f"{error.code.name} {error.reason}: {error.message}"
         )
         response.infer_response.id = self.request_id
         response.infer_response.parameters["triton_final_response"].bool_param = True
-        await self._send(response)
-
-    async def _send(self, response: oip.ModelStreamInferResponse) -> None:
-        async with self._writing:  # gRPC takes one message at a time
-            await self.context.write(response)
+        await self._shared.send(response)

@@ -144,7 +144,7 @@ async def test_deadline_reaches_the_workers_and_then_cancels_on_both(
         await decode.wait_for("cancel")
         await stack.until_idle()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < attach.time_left.ToNanoseconds() / 1e9 < 1.5
+    assert 0 < attach.time_left.ToNanoseconds() / 1e9 < 1.51  # gRPC sends 1 to 10 s rounded up to 10 ms
 
 
 async def test_time_limit_finishes_with_what_there_is(

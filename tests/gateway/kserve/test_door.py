@@ -14,6 +14,7 @@ from diptych.failure import read_failure
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.worker.v1 import decode_pb2, work_pb2
+from gateway.grpc_call import Context, GrpcCall
 from gateway.kserve import door as door_module
 from gateway.model.served_model import ServedModel
 from tests.gateway.kserve.tensors import MODEL, asking, outputs, text
@@ -237,6 +238,25 @@ async def test_timeouts(bundled: ServedModel, redis_url: str) -> None:
             await collect(stream(stub, asking(id="a"), asking(id="b"), timeout=0.3))
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await decode.wait_for("cancel", 6)
+
+
+async def test_a_stream_out_of_time_by_the_gateways_clock_ends_with_that(
+    bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never with OK, though the requests end before gRPC's timer does."""
+
+    usual = GrpcCall.__init__
+
+    def early(call: GrpcCall, method: str, context: Context, received_at: float, *more: Any) -> None:
+        usual(call, method, context, received_at - 29.8, *more)
+
+    monkeypatch.setattr(GrpcCall, "__init__", early)
+    async with door(bundled, redis_url, silent) as (_, stub, decode):
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await collect(stream(stub, asking(id="a"), asking(id="b"), timeout=30))
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "deadline" in (ended.value.details() or "").lower()
+        await decode.wait_for("cancel", 2)
 
 
 def saying_letters(bundled: ServedModel) -> Script:
