@@ -25,7 +25,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long each scene is: streams are watched for `alone_s`, then for `beside_s` beside prompts."""
+    """How long each scene is: streams are watched for `alone_s`, or `beside_s` where prompts arrive too."""
 
     stream_tokens: int = 96
     prompts: int = 8
@@ -44,7 +44,7 @@ async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figure
     async with connect(lambda moment: None) as backend:
         await _warm_up(backend, seed, PREFIX if system == LENDING else LONG_PROMPT)
         if system == APART:
-            figures |= (await watch(connect, seed, sizes.alone_s, sizes.beside_s)).figures()
+            figures |= await _streams_and_prompts(connect, seed, sizes.beside_s)
         else:
             # No time for prompts: the streams are alone until they are left.
             watched = await watch(connect, seed, sizes.alone_s, 0.0)
@@ -61,6 +61,21 @@ async def _warm_up(backend: Backend, seed: int, longest: int) -> None:
     """Connections, buffers and threads of both phases; the longest prompt comes first, buffers only grow."""
     await _closed(backend, RandomLengths(longest, 4), 1, 1, seed + 40)
     await _closed(backend, RandomLengths(STREAM_PROMPT, 16), STREAMS, STREAMS, seed + 41)
+
+
+async def _streams_and_prompts(connect: Connect, seed: int, seconds: float) -> Figures:
+    """Streams beside prompts, then others alone, which count as far as the former got: with the context grows
+    the step, so contexts have to be the same.
+    """
+    beside = await watch(connect, seed, 0.0, seconds)
+    await asyncio.sleep(_SETTLE_S)
+    alone = (await watch(connect, seed + 7, seconds, 0.0)).first(beside.shortest())
+    return {
+        **latencies("itl_alone", alone.gaps(alone.begin, alone.middle)),
+        **latencies("itl_beside", beside.gaps(beside.middle, beside.end)),
+        "gaps": len(beside.gaps(beside.middle, beside.end)),
+        "prompt_throughput_beside": beside.prompt_rate(),
+    }
 
 
 async def _one_stream(backend: Backend, seed: int, tokens: int) -> Figures:

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.backends import Backend
 from benchmarks.datasets.synthetic import RandomLengths
@@ -58,6 +58,14 @@ class Watched:
             for earlier, later in itertools.pairwise(one)
             if begin <= earlier and later <= end
         ]
+
+    def shortest(self) -> int:
+        """Outputs of the stream with the fewest."""
+        return min(len(one) for one in self.streams)
+
+    def first(self, outputs: int) -> Watched:
+        """The same with so many outputs of each stream at most."""
+        return replace(self, streams=tuple(one[:outputs] for one in self.streams))
 
     def prompt_rate(self) -> float:
         """Prompt tokens a second."""

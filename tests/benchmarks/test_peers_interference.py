@@ -16,6 +16,9 @@ def test_gaps_count_in_the_phase_that_they_lie_in() -> None:
     watched = Watched(streams, prompts=(), begin=0.5, middle=4.0, end=7.5)
     assert watched.gaps(0.5, 4.0) == [1.0, 1.25]
     assert watched.gaps(4.0, 7.5) == [1.0, 2.5]
+    assert watched.first(watched.shortest()).streams == tuple(
+        one[: min(map(len, watched.streams))] for one in watched.streams
+    )
     figures = watched.figures()
     assert figures["median_itl_alone_ms"] == pytest.approx(1125)
     assert figures["median_itl_beside_ms"] == pytest.approx(1750)
