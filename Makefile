@@ -117,14 +117,18 @@ $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
 test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
-TEAM_RACES := tests/kernels/cpu/team_races.cpp kernels/cpu/thread_team.cpp kernels/cpu/epoch.cpp
+TEAM := $(addprefix kernels/cpu/,thread_team.cpp epoch.cpp)
+LAUNCHES := $(addprefix kernels/cpu/,launches.cpp step_state.cpp weight_memory.cpp)
+THREAD_SANITIZED := $(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu -pthread
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.
 # Left out are the tests of equal bits: thousands of steps that touch no memory that the fuzzers do not.
 sanitize: install
 	@mkdir -p $(SANITIZED)
-	$(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu $(TEAM_RACES) -o $(SANITIZED)/team_races -pthread
+	$(THREAD_SANITIZED) tests/kernels/cpu/team_races.cpp $(TEAM) -o $(SANITIZED)/team_races
 	$(SANITIZED)/team_races
+	$(THREAD_SANITIZED) tests/kernels/cpu/launch_races.cpp $(TEAM) $(LAUNCHES) -o $(SANITIZED)/launch_races
+	$(SANITIZED)/launch_races
 	DIPTYCH_NATIVE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) \
 		--build-temp $(SANITIZED)/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

@@ -53,7 +53,7 @@ class EngineLoop:
         self._pool = pool
         self._max_batch = max_batch
         self._pace = pace if pace is not None else Pace(1.0)
-        self._step: StepThread[Gang] = StepThread()
+        self._step: StepThread[Gang] = StepThread(computes=not runner.launches)
         self._wake = asyncio.Event()
         self.attempts = Attempts(
             memory, pool, self._step, max_context=max_context, listeners=listeners, wake=self._wake.set
@@ -118,6 +118,7 @@ class EngineLoop:
 
     def close(self) -> None:
         self._step.close()
+        self._pipeline.close()
 
     def flush_prefix_cache(self) -> int:
         """Forget every cached prefix; held blocks stay with who holds them. How many keys went."""
@@ -141,7 +142,6 @@ class EngineLoop:
             self._pace.begin(time.monotonic())
             self._runner.own()
             await self._pipeline.run(batch)
-            self._pace.end(time.monotonic())
 
     async def _make_way(self) -> None:
         """Leave the cores to prompts that wait for them, as long as the streams can do without a step."""
@@ -160,6 +160,8 @@ class EngineLoop:
 
     def _plan_ahead(self, present: Sequence[Gang]) -> list[Gang]:
         """The batch after `present`, which is being computed, if it needs no decision; with its blocks."""
+        if self._runner.others_wait():
+            return []  # they get the cores first
         unknown = {gang.joined: 1 for gang in present if not gang.ended}
         candidates = [
             gang.candidate(unknown.get(gang.joined, 0))
@@ -198,6 +200,9 @@ class EngineLoop:
     def _apply(self, batch: Sequence[Gang], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""
         self.steps += 1
+        now = time.monotonic()
+        self._pace.end(now)
+        self._pace.begin(now)  # of the step that was launched ahead, if one was
         reach("decode.step")
         begin = 0
         for gang in batch:

@@ -66,6 +66,12 @@ class Pipeline:
         self._plan_ahead = plan_ahead
         self._apply = apply
         self._let_go = let_go
+        self._begun: list[_Step] = []  # launched and not collected
+
+    def close(self) -> None:
+        """Wait for what was launched, once the thread is at its end: it writes to our memory."""
+        for step in list(self._begun):
+            self._drop(step)
 
     async def run(self, batch: Sequence[Gang]) -> None:
         """Compute a step of `batch`, and all that can be launched ahead of its end."""
@@ -103,7 +109,7 @@ class Pipeline:
 
     def _following(self, present: _Step) -> _Step | None:
         """The step after `present`, if it can be known by now."""
-        if not self._runner.launches or any(draw is None for draw in present.draws):
+        if not all(draw is not None and self._runner.draws_itself(draw) for draw in present.draws):
             return None
         batch = self._plan_ahead(present.batch)
         before = {id(row): number for number, (_, row) in enumerate(present.rows)}
@@ -127,37 +133,43 @@ class Pipeline:
             draws = [gang.draws(row) for gang, row in rows]
             return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)
         if present.launched is None and self._runner.launches:
-            present.launched = self._runner.launch(present.sequences, present.draws, abort)
+            self._launch(present)
         if present.launched is None:
             return _picked(self._runner.step_and_draw(present.sequences, present.draws, abort), rows)
-        self._launch(following)
+        if following is not None:
+            self._launch_ahead(following)
         try:
-            return _picked(present.launched.collect(), rows)
+            return _picked(self._collect(present.launched, present), rows)
         except Exception:
-            _drop(following)
+            if following is not None:
+                self._drop(following)
             raise
 
-    def _launch(self, following: _Step | None) -> None:
+    def _launch(self, step: _Step) -> None:
+        step.launched = self._runner.launch(step.sequences, step.draws, step.flight.abort)
+        if step.launched is not None:
+            self._begun.append(step)
+
+    def _launch_ahead(self, following: _Step) -> None:
         """What fails here fails again when its turn comes, and is looked into then."""
-        if following is None:
-            return
         try:
-            following.launched = self._runner.launch(
-                following.sequences, following.draws, following.flight.abort
-            )
+            self._launch(following)
         except Exception:
             _log.exception("a step of %d rows could not be launched ahead", len(following.rows))
 
+    def _collect(self, launched: Launched, step: _Step) -> Drawn:
+        self._begun.remove(step)
+        return launched.collect()
 
-def _drop(following: _Step | None) -> None:
-    """It went on from tokens that are not to be trusted. The device may write until it is through."""
-    if following is None or following.launched is None:
-        return
-    try:
-        following.launched.collect()
-    except Exception:
-        _log.exception("a step that is dropped failed")
-    following.launched = None
+    def _drop(self, step: _Step) -> None:
+        """It went on from tokens that are not to be trusted. The device may write until it is through."""
+        if step.launched is None:
+            return
+        try:
+            self._collect(step.launched, step)
+        except Exception:
+            _log.exception("a step that is dropped failed")
+        step.launched = None
 
 
 def _picked(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:

@@ -2,7 +2,7 @@
 
 There are three: torch (engine/torch_backend.py, the meaning), one native call for the whole step on a CPU
 (engine/native_backend.py), and Triton kernels on a GPU (engine/triton_backend.py). All take the same batches
-and read and write the same paged blocks in place. The last two can draw tokens, too.
+and read and write the same paged blocks in place. The last two can draw tokens, too, and take steps ahead.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Assisted(Backend, Protocol):
         """From the next step on. `states` is the address of a byte a core, see engine/core_share.py."""
         ...
 
+    def welcome(self, guests: bool) -> None:
+        """Whether the steps from now on take in such cores; at first they do."""
+        ...
+
 
 @runtime_checkable
 class DrawingBackend(Backend, Protocol):
@@ -66,7 +70,7 @@ class DrawingBackend(Backend, Protocol):
 
 @runtime_checkable
 class LaunchingBackend(DrawingBackend, Protocol):
-    """A backend on a device of its own, which is given steps ahead."""
+    """A backend that is given steps ahead, and computes each from the moment the one before is over."""
 
     def launch(
         self,
@@ -80,10 +84,14 @@ class LaunchingBackend(DrawingBackend, Protocol):
         """
         ...
 
-    @property
-    def device(self) -> torch.device:
-        """Where weights, keys and values are."""
+    def draws_itself(self, row: SampleRow) -> bool:
+        """Whether a step draws this row where its logits are, so that another one may follow it at once."""
         ...
+
+
+@runtime_checkable
+class RecordingBackend(LaunchingBackend, Protocol):
+    """A backend that can launch only what it has recorded before."""
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory that decode steps of up to `max_batch` rows need beside weights and blocks, but

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.batch import AbortWords, SequenceStep
-from engine.drawn import Drawn
+from engine.drawn import Drawn, Launched
+from engine.native_batch import NativeBatch, NativeError, native_batch, positions_of
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.sampling import Sampled, SampleFailure, SampleRow
 from engine.sampling.sample import NOT_FINITE
@@ -28,10 +29,6 @@ _FIRST_POSITIONS = 2048
 
 class NativeUnavailable(RuntimeError):
     """This model cannot be computed natively in this installation; the message says why."""
-
-
-class NativeError(RuntimeError):
-    """The native step refused a batch or ran out of memory. Nothing was written to any block."""
 
 
 class NativeBackend:
@@ -64,6 +61,7 @@ class NativeBackend:
         self._shape = shape
         self._dtype = dtype
         self._threads = 1
+        self._guests = True
         name = None if instruction_set is None else instruction_set.encode()
         number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
         self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
@@ -75,6 +73,7 @@ class NativeBackend:
         self._magnitude = rotary_magnitude(shape)
         self._positions = 0
         self._reach(_FIRST_POSITIONS)
+        self._ahead: deque[_LaunchedStep] = deque()
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
@@ -84,6 +83,10 @@ class NativeBackend:
         """See `Assisted.assist`. `states` must stay valid as long as this backend lives."""
         numbers = (ctypes.c_int32 * len(cores))(*cores)
         self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
+
+    def welcome(self, guests: bool) -> None:
+        """See `Assisted.welcome`."""
+        self._guests = guests
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
@@ -105,22 +108,67 @@ class NativeBackend:
         tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
         return Drawn(tokens, logits)
 
+    def draws_itself(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.draws_itself`: the likeliest token, and no other."""
+        return row.params.greedy
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `LaunchingBackend.launch`: batches of which every row draws itself."""
+        if not all(draw is not None and self.draws_itself(draw) for draw in draws):
+            return None
+        positions = positions_of(sequences)
+        if positions > self._positions and self._ahead:
+            return None  # a step that is being computed reads the tables
+        self._reach(positions)
+        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
+        step = _LaunchedStep(self._collect, batch)
+        step.number = self._library.diptych_launch(
+            self._model,
+            batch.native,
+            batch.follows,
+            self._threads,
+            self._guests,
+            batch.likeliest.buffer_info()[0],
+        )
+        if not step.number:
+            raise NativeError(native.last_error(self._library))
+        self._ahead.append(step)
+        return step
+
+    def _collect(self, step: _LaunchedStep) -> Drawn:
+        if not self._ahead or self._ahead[0] is not step:
+            raise RuntimeError("steps are collected once and in the order of their launches")
+        status = self._library.diptych_collect(self._model, step.number)
+        self._ahead.popleft()
+        if status != native.ALL_ABORTED:
+            self._check(status)
+        nothing = torch.empty((0, self._shape.vocab_size))
+        return Drawn([_drawn(token) for token in step.batch.likeliest], nothing)
+
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """The logits of the rows that are not greedy, and for each row its likeliest token if it is."""
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
-        likeliest = array("i", [-1]) * len(greedy)
-        self._reach(max(_last_position(step) for step in sequences) + 1)
-        batch, alive = _native_batch(sequences, greedy, abort, self._dtype)
+        self._reach(positions_of(sequences))
+        batch = native_batch(sequences, greedy, abort, self._dtype)
         status = self._library.diptych_step(
-            self._model, batch, self._threads, logits.data_ptr(), likeliest.buffer_info()[0]
+            self._model,
+            batch.native,
+            self._threads,
+            self._guests,
+            logits.data_ptr(),
+            batch.likeliest.buffer_info()[0],
         )
-        del alive  # the arrays that `batch` points into
         if status == native.ALL_ABORTED:
-            return logits.fill_(torch.nan), likeliest
+            return logits.fill_(torch.nan), batch.likeliest
         self._check(status)
-        return logits, likeliest
+        return logits, batch.likeliest
 
     def _check(self, status: int) -> None:
         if status != native.OK:
@@ -203,12 +251,6 @@ def _drawn(token: int) -> Sampled | SampleFailure:
     return NOT_FINITE if token < 0 else Sampled(token)
 
 
-def _last_position(step: SequenceStep) -> int:
-    """The last position of a step, but no more than its blocks hold: a step beyond them is refused later."""
-    held = len(step.block_table) * step.memory.layout.block_size
-    return min(step.start + len(step.token_ids), held) - 1
-
-
 def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
     return native.Shape(
         dtype=dtype,
@@ -224,33 +266,13 @@ def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
     )
 
 
-def _native_batch(
-    sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
-) -> tuple[native.Batch, list[object]]:
-    """The batch as arrays, and the arrays themselves: they must outlive the call."""
-    layout = sequences[0].memory.layout
-    tokens, tables = array("i"), array("i")
-    for step in sequences:
-        # The native side knows one block size and one element size; a memory of another layout would be
-        # addressed wrongly.
-        if step.memory.layout != layout or layout.dtype != dtype:
-            raise NativeError("all memories of a batch must have the model's layout")
-        tokens.extend(step.token_ids)
-        tables.extend(step.block_table)
-    alive = {
-        "tokens": tokens,
-        "tables": tables,
-        "counts": array("i", [len(step.token_ids) for step in sequences]),
-        "starts": array("i", [step.start for step in sequences]),
-        "table_lengths": array("i", [len(step.block_table) for step in sequences]),
-        "memories": array("Q", [step.memory.address for step in sequences]),
-        "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
-        "logit_rows": array("i", [step.logit_rows for step in sequences]),
-        "greedy": array("B", greedy),
-    }
-    addresses = {name: values.buffer_info()[0] for name, values in alive.items()}
-    words = None if abort is None else abort.words.ctypes.data
-    batch = native.Batch(
-        sequences=len(sequences), block_size=layout.block_size, abort_words=words, **addresses
-    )
-    return batch, [*alive.values(), abort]
+class _LaunchedStep:
+    """A step on its way; see `engine.drawn.Launched`. It must live until it is computed."""
+
+    def __init__(self, collect: Callable[[_LaunchedStep], Drawn], batch: NativeBatch) -> None:
+        self.batch = batch
+        self.number = 0
+        self._collect = collect
+
+    def collect(self) -> Drawn:
+        return self._collect(self)

@@ -6,14 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from engine.backend import Assisted, DrawingBackend, LaunchingBackend
+from engine.backend import Assisted, DrawingBackend, LaunchingBackend, RecordingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
 from engine.drawn import Drawn, Launched
+from engine.help_worth import HelpWorth
 from engine.kv_memory import KVMemory
 from engine.model import Model
 from engine.sampling import SampleRow
@@ -34,11 +36,13 @@ class Runner:
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
+        self._recording = model.backend if isinstance(model.backend, RecordingBackend) else None
         self._share = share
-        self._assisted = False
+        self._assisted: Assisted | None = None
         if share is not None and isinstance(model.backend, Assisted):
             model.backend.assist(share.address, share.others)
-            self._assisted = True
+            self._assisted = model.backend
+        self._help_worth = HelpWorth()
         self._last_end = 0.0  # of the step before
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
@@ -76,13 +80,17 @@ class Runner:
         """Whether steps can be launched ahead at all."""
         return self._launching is not None
 
+    def draws_itself(self, row: SampleRow) -> bool:
+        """Whether a launched step draws this row, so that another one may be launched to follow it."""
+        return self._launching is not None and self._launching.draws_itself(row)
+
     def launch(
         self,
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None = None,
     ) -> Launched | None:
-        """Begin a decode step on the device and return; None if this batch has to go to `step_and_draw`.
+        """Begin a decode step and return; None if this batch has to go to `step_and_draw`.
 
         A second step may be launched before the first is collected, if every row of the first was to be
         drawn: its sequences may follow rows of the first (`SequenceStep.follows`), whose tokens the host
@@ -91,19 +99,24 @@ class Runner:
         if self._launching is None:
             return None
         self._check(sequences, abort)
+        self.own()
+        self._use(self._cores())
+        helped = len(sequences) > 1 or self._help_worth.wanted()
+        if self._assisted is not None:
+            self._assisted.welcome(helped)
         launched = self._launching.launch(sequences, draws, abort)
-        return None if launched is None else _Timed(launched, len(sequences), self._tell)
+        return None if launched is None else _Timed(launched, partial(self._ended, len(sequences), helped))
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
         that records them.
         """
-        return 0 if self._launching is None else self._launching.plan_decode(max_batch, block_size)
+        return 0 if self._recording is None else self._recording.plan_decode(max_batch, block_size)
 
     def prepare_decode(self, memory: KVMemory) -> None:
         """Make decode steps over `memory` ready. It takes seconds where they are recorded."""
-        if self._launching is not None:
-            self._launching.prepare_decode(memory)
+        if self._recording is not None:
+            self._recording.prepare_decode(memory)
 
     def rest(self) -> None:
         """There is no step to make for now: others may use the cores."""
@@ -135,6 +148,8 @@ class Runner:
             raise ValueError("a step that follows another one is launched")
         self.own()
         self._use(self._cores())
+        if self._assisted is not None:
+            self._assisted.welcome(True)
         started = time.perf_counter()
         result = forward()
         self._tell(started, sum(len(s.token_ids) for s in sequences))
@@ -145,12 +160,19 @@ class Runner:
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
 
-    def _tell(self, started: float, tokens: int) -> None:
+    def _ended(self, sequences: int, helped: bool, started: float) -> None:
+        """A launched step is over."""
+        seconds = self._tell(started, sequences)
+        if sequences == 1:
+            self._help_worth.lasted(helped, seconds)
+
+    def _tell(self, started: float, tokens: int) -> float:
         """A step of so many tokens is over: it began then, or when the one before it was over."""
         now = time.perf_counter()
         started, self._last_end = max(started, self._last_end), now
         if self.on_step is not None:
             self.on_step(now - started, tokens)
+        return now - started
 
     def _cores(self) -> int:
         """How many a step is to begin with."""
@@ -167,16 +189,15 @@ class Runner:
 
 
 class _Timed:
-    """A launched step that tells how long it took."""
+    """A launched step that tells when it was begun, once it is over."""
 
-    def __init__(self, launched: Launched, tokens: int, tell: Callable[[float, int], None]) -> None:
+    def __init__(self, launched: Launched, ended: Callable[[float], None]) -> None:
         self._launched = launched
-        self._tokens = tokens
-        self._tell = tell
+        self._ended = ended
         self._started = time.perf_counter()
 
     def collect(self) -> Drawn:
         """See `Launched.collect`."""
         drawn = self._launched.collect()
-        self._tell(self._started, self._tokens)
+        self._ended(self._started)
         return drawn

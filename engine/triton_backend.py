@@ -99,21 +99,25 @@ class TritonBackend:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
-        """See `DrawingBackend.launch`: what is recorded can be launched."""
+        """See `LaunchingBackend.launch`: what is recorded can be launched."""
         with self._current(), torch.no_grad():
             if self._graphs is None or not self._graphs.takes(sequences):
                 return None
             return self._graphs.launch(sequences, draws, abort)
 
+    def draws_itself(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.draws_itself`."""
+        return True
+
     def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
-        """See `DrawingBackend.plan_decode`. `recorder` is that of the device unless given."""
+        """See `RecordingBackend.plan_decode`. `recorder` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
             self._graphs = DecodeGraphs(self._layers, max_batch, block_size, recorder)
             return self._graphs.count
 
     def prepare_decode(self, memory: KVMemory) -> None:
-        """See `DrawingBackend.prepare_decode`."""
+        """See `RecordingBackend.prepare_decode`."""
         if self._graphs is None:
             raise RuntimeError("decode steps were not planned")
         with self._current(), torch.no_grad():

@@ -63,7 +63,7 @@ class EngineLoop:
         self._max_prompts = max_prompts
         self._max_context = max_context
         self._on_ended = on_ended
-        self._step: StepThread[PrefillRequest] = StepThread()
+        self._step: StepThread[PrefillRequest] = StepThread(computes=not runner.launches)
         self._wake = asyncio.Event()
         self._requests: dict[Key, PrefillRequest] = {}
         self._tasks: dict[Key, asyncio.Task[Outcome]] = {}

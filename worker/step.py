@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from engine.batch import AbortWords
 from engine.sampling import SampleFailure
-from runtime.cpu_slice import take_long_turns
+from runtime.cpu_slice import take_long_turns, take_short_turns
 from runtime.failpoints import failpoint
 from worker.step_clock import StepClock
 
@@ -35,8 +35,10 @@ class InFlight(Generic[Owner]):
 class StepThread(Generic[Owner]):
     """Computes one step at a time. While it does, the blocks of each owner of a row are being written."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=take_long_turns)
+    def __init__(self, *, computes: bool = True) -> None:
+        """`computes`: on the thread itself, which else waits for a device, or a thread of the backend's."""
+        turns = take_long_turns if computes else take_short_turns
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=turns)
         self._flights: list[InFlight[Owner]] = []
         self.clock = StepClock()
 

@@ -1,7 +1,9 @@
 // The C interface: checks what it is given, keeps exceptions inside, and says what went wrong.
+#include <algorithm>
 #include <exception>
 #include <string>
 
+#include "launches.h"
 #include "model.h"
 #include "step_state.h"
 
@@ -72,6 +74,26 @@ bool format_fits(const DiptychModel &model, int32_t format) {
     }
 }
 
+// The number of a step that was launched; 0, with the last error set, if it was refused.
+uint64_t add(DiptychModel *model, const Launch &launch, uint64_t before) {
+    try {
+        std::string found = refusal(*model, launch.batch, launch.threads);
+        uint64_t number = found.empty() ? model->launches->add(launch, before, found) : 0;
+        if (number == 0) fail(DIPTYCH_INVALID, found);
+        return number;
+    } catch (const std::exception &error) {
+        fail(DIPTYCH_FAILED, error.what());
+        return 0;
+    }
+}
+
+// Whether every row of a batch is drawn, so that none needs room for logits.
+bool draws_all(const DiptychBatch &batch) {
+    int64_t rows = 0;
+    for (int32_t s = 0; s < batch.sequences; s++) rows += batch.logit_rows[s];
+    return batch.greedy != nullptr && std::find(batch.greedy, batch.greedy + rows, 0) == batch.greedy + rows;
+}
+
 bool sizes_make_sense(const DiptychShape &s) {
     constexpr int32_t limit = 1 << 24;
     for (int32_t size : {s.layers, s.hidden, s.intermediate, s.heads, s.kv_heads, s.head_dim, s.vocab}) {
@@ -108,6 +130,7 @@ DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instructi
         model->kernels = kernels;
         model->layers.resize(static_cast<size_t>(shape->layers));
         model->step = {new StepState(), [](StepState *step) { delete step; }};
+        model->launches = {new Launches(*model), [](Launches *launches) { delete launches; }};
         return model.release();
     } catch (const std::exception &error) {
         fail(DIPTYCH_FAILED, error.what());
@@ -178,8 +201,7 @@ int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const floa
 
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count) {
     try {
-        std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
-        if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "a step of this model is running");
+        if (!model->launches->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
         if (count < 0 || count > 1024) return fail(DIPTYCH_INVALID, "guests must be 0 .. 1024");
         static_assert(std::atomic<uint8_t>::is_always_lock_free && sizeof(std::atomic<uint8_t>) == 1,
                       "states are shared between processes");
@@ -190,19 +212,24 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
     }
 }
 
-int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, float *logits,
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests, float *logits,
                      int32_t *likeliest) {
-    try {
-        std::unique_lock<std::mutex> lock(model->busy, std::try_to_lock);
-        if (!lock.owns_lock()) return fail(DIPTYCH_INVALID, "another step of this model is running");
-        std::string found = refusal(*model, *batch, threads);
-        if (!found.empty()) return fail(DIPTYCH_INVALID, found);
-        prepare(*model->step, *model, *batch, model->team.ranks(threads), logits);
-        model->team.run(threads, model->kernels->body[model->shape.dtype], model->step.get());
-        if (model->step->stopped) return DIPTYCH_ALL_ABORTED;
-        if (likeliest != nullptr) model->step->tell_likeliest(likeliest);
-        return DIPTYCH_OK;
-    } catch (const std::exception &error) {
-        return fail(DIPTYCH_FAILED, error.what());
+    Launch launch{*batch, nullptr, threads, guests != 0, logits, likeliest};
+    uint64_t number = add(model, launch, 0);
+    return number == 0 ? DIPTYCH_INVALID : diptych_collect(model, number);
+}
+
+uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
+                        int32_t guests, int32_t *likeliest) {
+    if (likeliest == nullptr || !draws_all(*batch)) {
+        fail(DIPTYCH_INVALID, "a step that is launched draws every row");
+        return 0;
     }
+    return add(model, {*batch, follows, threads, guests != 0, nullptr, likeliest}, Launches::kMostBefore);
+}
+
+int32_t diptych_collect(DiptychModel *model, uint64_t number) {
+    std::string error;
+    int32_t status = model->launches->collect(number, error);
+    return error.empty() ? status : fail(status, error);
 }

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -88,7 +88,9 @@ _SIGNATURES = {
     "diptych_set_embedding": (c_int32, (c_void_p, c_void_p)),
     "diptych_set_rotary": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32)),
     "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
-    "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_void_p, c_void_p)),
+    "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_int32, c_void_p, c_void_p)),
+    "diptych_launch": (c_uint64, (c_void_p, POINTER(Batch), c_void_p, c_int32, c_int32, c_void_p)),
+    "diptych_collect": (c_int32, (c_void_p, c_uint64)),
 }
 
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "abi.h"
@@ -35,6 +34,7 @@ struct Layer {
 };
 
 struct StepState;
+class Launches;
 
 // What one instruction set offers: the body that every rank of a step runs.
 struct Kernels {
@@ -66,7 +66,8 @@ struct DiptychModel {
     int32_t positions = 0;
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
-    std::mutex busy;
+    // Last: when it goes it waits for its steps, while all that they need is still there.
+    std::unique_ptr<diptych::Launches, void (*)(diptych::Launches *)> launches{nullptr, nullptr};
 
     bool bf16_activations() const { return shape.dtype == DIPTYCH_BF16 && kernels->bf16_activations; }
     int32_t group() const { return shape.heads / shape.kv_heads; }

@@ -90,6 +90,9 @@ class SimulatedRunner:
         rows = self.step(sequences, abort)
         return Drawn([None] * len(rows), rows)
 
+    def draws_itself(self, row: object) -> bool:
+        return False
+
     def own(self) -> None: ...
 
     def rest(self) -> None: ...

@@ -21,6 +21,7 @@ from engine.block_pool import BlockPool
 from engine.core_share import CoreShare
 from engine.kv_memory import KVLayout, KVMemory
 from engine.model import Model
+from engine.native_backend import NativeBackend
 from engine.runner import Runner
 from engine.torch_backend import TorchBackend
 from engine.triton_backend import TritonBackend
@@ -64,6 +65,15 @@ def launching_model() -> Model:
     """
     backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", MEANINGS)
     return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
+
+
+def native_model() -> Model:
+    """The same computed natively, where a thread of the backend's own takes steps that are launched."""
+    backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
+
+
+MODELS = {"torch": model, "device": launching_model, "native": native_model}
 
 
 def layout() -> KVLayout:
@@ -157,14 +167,14 @@ async def house(
     blocks: int = 24,
     scratch: int = 24,
     chunk: int = 8,
-    launching: bool = False,
+    backend: str = "torch",
     stretch: float | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With `launching` all workers draw tokens in their steps, and decode workers launch these ahead. With a
-    `stretch` each worker has a core that it lends to the others, and decode steps make way by that much
-    (`decode_worker.pace`).
+    With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
+    these ahead. With a `stretch` each worker has a core that it lends to the others, and decode steps make
+    way by that much (`decode_worker.pace`).
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -175,10 +185,10 @@ async def house(
             made.shares = [CoreShare(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            runner = Runner(launching_model() if launching else model(), 1, next(shares))
+            runner = Runner(MODELS[backend](), 1, next(shares))
             made.decodes.append(await _decode(stack, transport, number, blocks, runner, Pace(stretch or 1.0)))
         for number in range(prefills):
-            runner = Runner(launching_model() if launching else model(), 1, next(shares))
+            runner = Runner(MODELS[backend](), 1, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
         yield made
 
