@@ -70,6 +70,10 @@ class CoreShare:
         """How many cores of others are free at this moment."""
         return sum(self._bytes[core] == CORE_FREE for core in self.others)
 
+    def spare(self) -> bool:
+        """Whether a core of others is not at work for its owner; it may be borrowed already."""
+        return any(self._bytes[core] != CORE_OWNED for core in self.others)
+
     def wait(self, waiting: bool) -> None:
         """Say whether more work waits here than a step takes: others may let go of a core now and then."""
         self._bytes[self._says] = waiting

@@ -84,6 +84,14 @@ class Runner:
         """Whether a launched step draws this row, so that another one may be launched to follow it."""
         return self._launching is not None and self._launching.draws_itself(row)
 
+    def spare_core(self) -> bool:
+        """Whether a core is left to those who pass tokens on while steps follow one another. Without one they
+        take their time from a step, of ours or of others; between steps it costs nobody more than us.
+        """
+        if not isinstance(self._launching, Assisted):
+            return True  # a device computes
+        return self._share is not None and self._share.spare()
+
     def launch(
         self,
         sequences: Sequence[SequenceStep],

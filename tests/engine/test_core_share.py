@@ -95,6 +95,16 @@ def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
     assert theirs.free() == 1
 
 
+def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    assert ours.spare()
+    theirs.own()
+    assert not ours.spare()
+    assert theirs.spare()
+    (ctypes.c_uint8 * CORES).from_address(ours.address)[2] = CORE_CLAIMED  # borrowed, and not needed
+    assert ours.spare()
+
+
 def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
     assert not ours.others_wait()

@@ -91,7 +91,12 @@ class SimulatedRunner:
         return Drawn([None] * len(rows), rows)
 
     def draws_itself(self, row: object) -> bool:
+        """Nothing is launched here."""
         return False
+
+    def spare_core(self) -> bool:
+        """Every process has cores of its own here."""
+        return True
 
     def own(self) -> None: ...
 

@@ -173,15 +173,15 @@ async def house(
     """Start that many workers of each kind; ends them all.
 
     With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
-    these ahead. With a `stretch` each worker has a core that it lends to the others, and decode steps make
-    way by that much (`decode_worker.pace`).
+    these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
+    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.pace`).
     """
     made = House()
     async with AsyncExitStack() as stack:
         cores = os.memfd_create("cores")
         stack.callback(os.close, cores)
         workers = decodes + prefills
-        if stretch is not None:
+        if stretch is not None or backend == "native":
             made.shares = [CoreShare(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):

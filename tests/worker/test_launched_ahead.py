@@ -103,7 +103,10 @@ async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
         assert tuple(heard.tokens) == greedy(prompt, 20)
         assert await made.empty() == []
         await gateway.close()
-    assert launches == {"others": 1, "following": 18}  # the first token came with the prompt
+    if backend == "device":
+        assert launches == {"others": 1, "following": 18}  # the first token came with the prompt
+    assert launches.total() == 19
+    assert launches["following"] > 0  # natively as soon as the prefill worker rests
     assert made.decodes[0].loop.steps == 19
 
 
