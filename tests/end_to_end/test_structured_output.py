@@ -6,6 +6,7 @@ The loops take at each step the likeliest of all tokens that leave the text a be
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import grpc
 import pytest
 import regex
 import torch
+from transformers import DynamicCache
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
@@ -122,12 +124,14 @@ def oracle(language: Language) -> tuple[list[int], bool]:
     """The tokens, and whether the text is complete; by transformers and by trying."""
     model = reference_model()
     (eos,) = tokenizer().eos_token_ids
-    given, cache, output, data = list(chat_ids(language.question)), None, list[int](), b""
+    given, output, data = list(chat_ids(language.question)), list[int](), b""
+    # Called `past_key_values` before transformers 5.24, which warns of that name.
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = {named: DynamicCache(config=model.config)}
     after = After(language, data)
     while len(output) < MAX_TOKENS:
         with torch.inference_mode():
-            step = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
-        cache = step.past_key_values
+            step = model(torch.tensor([given]), use_cache=True, **cache)
         order = torch.argsort(step.logits[0, -1], descending=True, stable=True).tolist()
         chosen = next(token for token in order if after.fits(token))
         if chosen == eos:
