@@ -160,8 +160,8 @@ class EngineLoop:
 
     def _plan_ahead(self, present: Sequence[Gang]) -> list[Gang]:
         """The batch after `present`, which is being computed, if it needs no decision; with its blocks."""
-        if not self._runner.spare_core():
-            return []
+        if self._runner.others_wait() or not self._runner.spare_core():
+            return []  # the cores are wanted between this step and the next one
         unknown = {gang.joined: 1 for gang in present if not gang.ended}
         candidates = [
             gang.candidate(unknown.get(gang.joined, 0))

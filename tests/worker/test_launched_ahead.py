@@ -8,6 +8,7 @@ buffers and pipeline are those of a GPU. The native step has a thread of its own
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 
 from engine.batch import AbortWords, SequenceStep
+from engine.core_share import CoreShare
 from engine.decode_graphs import DecodeGraphs
 from engine.drawn import Launched
 from engine.native_backend import NativeBackend
+from engine.runner import Runner
 from engine.sampling import SampleRow
 from tests.worker import test_random_choices, test_random_interleavings
 from tests.worker.asker import Gateway, work
-from tests.worker.house import VOCABULARY, greedy, house
+from tests.worker.house import MODELS, VOCABULARY, greedy, house
 from worker.step import InFlight
 
 Draws = Sequence[SampleRow | None]
@@ -147,6 +150,20 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
         assert [tuple(one.tokens) for one in heard] == [greedy(prompt, 24) for prompt in prompts]
         assert await made.empty() == []
         await gateway.close()
+
+
+def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
+    fd = os.memfd_create("cores")
+    ours, theirs = (CoreShare(fd, home=[core], cores=2) for core in range(2))
+    runner = Runner(MODELS["native"](), 1, ours)
+    assert runner.spare_core()
+    theirs.own()
+    assert not runner.spare_core()
+    theirs.rest()
+    assert runner.spare_core()
+    assert not Runner(MODELS["native"](), 1).spare_core()  # nobody says whether there is one
+    assert Runner(MODELS["device"](), 1).spare_core()
+    os.close(fd)
 
 
 def test_a_row_is_given_up_in_every_step_that_has_it() -> None:
