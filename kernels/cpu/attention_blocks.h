@@ -87,7 +87,7 @@ struct Pieces {
 template <class Stored>
 inline void fetch_lines(const Stored *from, int count) {
     constexpr int kLine = 64 / static_cast<int>(sizeof(Stored));
-    for (int i = 0; i < count; i += kLine) __builtin_prefetch(from + i, 0, 3);
+    for (int i = 0; i < count; i += kLine) __builtin_prefetch(from + i, 0, 2);
 }
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // the score of what a pair may not see

@@ -76,7 +76,7 @@ template <int Format, int Rows, bool Fetch>
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         bool new_line = Format == DIPTYCH_Q8_0 || i % 2 == 0;
-        if (Fetch && new_line) fetch<kAhead, 3>(group + i * lines(Format) / 8 * kNextLine);
+        if (Fetch && new_line) fetch<kAhead, 2>(group + i * lines(Format) / 8 * kNextLine);
         __m512i left = load_line<Format>(group, i);
         __m512i right = load_line<Format>(group + kLine, i);
 #pragma GCC unroll 16
@@ -94,7 +94,7 @@ template <int Format, int Rows>
         dot[m][0] = dot[m][1] = _mm512_set1_epi32(offset_of<Format>(x[m].minus_8_values, x[m].minus_128_values));
     }
     add_bytes<Format, Rows, true>(x->values, group, dot);
-    fetch<kAhead, 3>(group + 2 * lines(Format) * kLine);
+    fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; strip++) {
         GroupOfStrip parts = strip_of(group, Format, strip);

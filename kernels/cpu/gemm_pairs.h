@@ -6,7 +6,7 @@
 namespace diptych {
 namespace {
 
-struct PairedBf16 {
+struct PairedBf16 : AnyKind {
     using Embedded = bf16;
     using Value = bf16;
     using Input = bf16;
@@ -30,7 +30,7 @@ struct PairedBf16 {
         Lanes sum[Rows][kRegisters];
         for (int m = 0; m < Rows; m++) sum[m][0] = sum[m][1] = splat(0.0f);
         for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
-            fetch<2048, 3>(weight);
+            fetch<8192, 2>(weight);
             __m512bh left = pairs(weight), right = pairs(weight + kColumns);
 #pragma GCC unroll 16
             for (int m = 0; m < Rows; m++) {
