@@ -12,7 +12,10 @@ namespace {
 struct AttentionTask {
     const Layer *layer;
     int layer_index, kv_head;
-    RowTile tile;
+    const RowSet *set;
+    RowTile tile;  // of it
+
+    int row(int place) const { return set->row(tile.first + place); }
 
     // The first token that a row may see.
     int begin(const StepState &step, int row) const {
@@ -24,13 +27,13 @@ struct AttentionTask {
 
     template <class Stored>
     HeadBlocks<Stored> blocks(const StepState &step) const {
-        return head_blocks<Stored>(step, step.rows[tile.first].sequence, layer_index, kv_head);
+        return head_blocks<Stored>(step, step.rows[row(0)].sequence, layer_index, kv_head);
     }
     // The blocks that its first row sees.
     template <class Stored>
     BlockRange<Stored> range(const StepState &step) const {
         int size = step.batch.block_size;
-        return {blocks<Stored>(step), begin(step, tile.first) / size, step.rows[tile.first].position / size + 1};
+        return {blocks<Stored>(step), begin(step, row(0)) / size, step.rows[row(0)].position / size + 1};
     }
 };
 
@@ -45,11 +48,12 @@ void attend_pairs(StepState &step, const AttentionTask &task, int first,
     const float *query[Pairs];
     typename Kind::Value *out[Pairs];
     for (int p = 0; p < Pairs; p++) {
-        int row = task.tile.first + (first + p) / group, head = task.kv_head * group + (first + p) % group;
+        int place = (first + p) / group, row = task.row(place), head = task.kv_head * group + (first + p) % group;
         sight.begin[p] = task.begin(step, row);
         sight.end[p] = step.rows[row].position + 1;
         query[p] = step.qkv_row(row) + head * width;
-        out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) + row * step.mixed_stride + head * width;
+        out[p] = static_cast<typename Kind::Value *>(step.mixed.get()) +
+                 (task.tile.first + place) * step.mixed_stride + head * width;
     }
     sight.close();
     Pieces<Stored> pieces = {{task.blocks<Stored>(step), sight.first / size, (sight.last - 1) / size + 1},

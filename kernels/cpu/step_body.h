@@ -3,6 +3,8 @@
 //   embed | norm | qkv | place (norm and rotate heads, write keys and values) | attend | output + residual
 //         | norm | gate and up, SiLU | down + residual | ... | final norm of the wanted rows | head
 //
+// In the last layer the wanted rows alone go on after `place`: of a long prompt that is one.
+//
 // Within a phase ranks take rows, blocks of columns or attention tasks by tickets.
 #pragma once
 
@@ -68,33 +70,33 @@ void ready_row(StepState &step, const typename Kind::Value *values, int64_t row,
     }
 }
 
-// The same for all rows, where several ranks wrote parts of each.
+// The same for `rows` rows, where several ranks wrote parts of each.
 template <class Kind>
-void ready_rows(StepState &step, const Buffer &values, int64_t width) {
+void ready_rows(StepState &step, int64_t rows, const Buffer &values, int64_t width) {
     if constexpr (kQuantises<Kind>) {
         const auto *from = static_cast<const typename Kind::Value *>(values.get());
-        share(step, static_cast<int64_t>(step.rows.size()), 1,
+        share(step, rows, 1,
               [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
         step.model->team.barrier();
     }
 }
 
 template <class Kind>
-void norm_rows(StepState &step, const std::vector<float> &weight) {
+void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight) {
     const DiptychShape &shape = step.model->shape;
     auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
-        auto *to = normed + row * step.hidden_stride;
-        rms_norm(step.hidden_row(row), weight.data(), shape.hidden, shape.rms_epsilon, to);
-        ready_row<Kind>(step, to, row, step.hidden_stride);
+    share(step, set.size(), kRowChunk, [&](int64_t place) {
+        auto *to = normed + place * step.hidden_stride;
+        rms_norm(step.hidden_row(set.row(place)), weight.data(), shape.hidden, shape.rms_epsilon, to);
+        ready_row<Kind>(step, to, place, step.hidden_stride);
     });
 }
 
 template <class Kind>
-void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, int64_t width) {
-    ready_rows<Kind>(step, values, width);
-    int rows = static_cast<int>(step.rows.size());
-    auto place = [&](int row, int column) { return step.hidden_row(row) + column; };
+void add_to_hidden(StepState &step, const RowSet &set, const Linear &matrix, const Buffer &values, int64_t width) {
+    ready_rows<Kind>(step, set.size(), values, width);
+    int rows = static_cast<int>(set.size());
+    auto place = [&](int row, int column) { return step.hidden_row(set.row(row)) + column; };
     auto add_sums = [&](int row, int column, float *sums) {
         float *to = place(row, column);
         for (int j = 0; j < kColumns; j += kLanes) store(to + j, add(load(to + j), load(sums + j)));
@@ -103,40 +105,45 @@ void add_to_hidden(StepState &step, const Linear &matrix, const Buffer &values, 
                   [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
 }
 
+// Writes the keys and values of all rows.
 template <class Kind>
-void run_attention(StepState &step, const Layer &layer, int index, int rank) {
-    ThreadTeam &team = step.model->team;
-    int kv_heads = step.model->shape.kv_heads;
+void place_all(StepState &step, const Layer &layer, int index) {
     share(step, static_cast<int64_t>(step.places.size()), 1, [&](int64_t i) {
         RowTile tile = step.places[static_cast<size_t>(i)];
         if (step.is_live(tile.first)) place_rows<Kind>(step, layer, index, tile);
     });
-    team.barrier();
+    step.model->team.barrier();
+}
+
+template <class Kind>
+void run_attention(StepState &step, const RowSet &set, const Layer &layer, int index, int rank) {
+    ThreadTeam &team = step.model->team;
+    int kv_heads = step.model->shape.kv_heads;
     auto *scratch = static_cast<float *>(step.scores[static_cast<size_t>(rank)].get());
     auto task = [&](int64_t i) {
-        RowTile tile = step.tiles[static_cast<size_t>(i / kv_heads)];
-        return AttentionTask{&layer, index, static_cast<int>(i % kv_heads), tile};
+        RowTile tile = set.tiles[static_cast<size_t>(i / kv_heads)];
+        return AttentionTask{&layer, index, static_cast<int>(i % kv_heads), &set, tile};
     };
     // Rows of their own read from memory, and each fetches for the one after it. Other tasks take longer.
-    int64_t tasks = static_cast<int64_t>(step.tiles.size()) * kv_heads;
-    int64_t longest = step.tiles.size() == step.rows.size() ? kRunTasks : 1;
+    int64_t tasks = static_cast<int64_t>(set.tiles.size()) * kv_heads;
+    int64_t longest = set.tiles.size() == set.rows.size() ? kRunTasks : 1;
     for (auto run = team.take_run(tasks, longest); run.begin < run.end; run = team.take_run(tasks, longest)) {
         for (int64_t i = run.begin; i < run.end; i++) {
             BlockRange<typename Kind::Stored> next;
             if (i + 1 < run.end) next = task(i + 1).template range<typename Kind::Stored>(step);
-            if (step.is_live(task(i).tile.first)) attend_task<Kind>(step, task(i), next, scratch);
+            if (step.is_live(task(i).row(0))) attend_task<Kind>(step, task(i), next, scratch);
         }
     }
     team.barrier();
 }
 
 template <class Kind>
-void run_feed_forward(StepState &step, const Layer &layer) {
+void run_feed_forward(StepState &step, const RowSet &set, const Layer &layer) {
     ThreadTeam &team = step.model->team;
-    norm_rows<Kind>(step, layer.post_norm);
+    norm_rows<Kind>(step, set, layer.post_norm);
     team.barrier();
     auto *inner = static_cast<typename Kind::Value *>(step.inner.get());
-    int rows = static_cast<int>(step.rows.size());
+    int rows = static_cast<int>(set.size());
     auto place = [&](int row, int column) { return inner + row * step.inner_stride + column / 2; };
     auto gate = [&](int row, int column, float *sums) {
         auto *to = place(row, column);
@@ -147,7 +154,7 @@ void run_feed_forward(StepState &step, const Layer &layer) {
     product<Kind>(step, layer.gate_up, step.normed, step.hidden_stride, rows, gate,
                   [&](int row, int column) { fetch_to_write(place(row, column), kGateColumns); });
     team.barrier();
-    add_to_hidden<Kind>(step, layer.down, step.inner, step.inner_stride);
+    add_to_hidden<Kind>(step, set, layer.down, step.inner, step.inner_stride);
     team.barrier();
 }
 
@@ -184,11 +191,13 @@ void run_layers(StepState &step, int rank) {
     ThreadTeam &team = step.model->team;
     embed<Kind>(step);
     team.barrier();
-    for (int index = 0; index < step.model->shape.layers; index++) {
+    int layers = step.model->shape.layers;
+    for (int index = 0; index < layers; index++) {
         const Layer &layer = step.model->layers[static_cast<size_t>(index)];
+        const RowSet &set = index + 1 < layers ? step.all : step.closing;
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) step.poll_aborts();
-        norm_rows<Kind>(step, layer.input_norm);
+        norm_rows<Kind>(step, step.all, layer.input_norm);
         team.barrier();
         if (step.stopped) return;
         int rows = static_cast<int>(step.rows.size());
@@ -198,10 +207,11 @@ void run_layers(StepState &step, int rank) {
             [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
-        run_attention<Kind>(step, layer, index, rank);
-        add_to_hidden<Kind>(step, layer.output, step.mixed, step.mixed_stride);
+        place_all<Kind>(step, layer, index);
+        run_attention<Kind>(step, set, layer, index, rank);
+        add_to_hidden<Kind>(step, set, layer.output, step.mixed, step.mixed_stride);
         team.barrier();
-        run_feed_forward<Kind>(step, layer);
+        run_feed_forward<Kind>(step, set, layer);
     }
     run_head<Kind>(step);
 }

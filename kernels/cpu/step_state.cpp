@@ -94,11 +94,13 @@ void grow_scores(StepState &step, const DiptychModel &model, int64_t blocks, int
     }
 }
 
-void add_tiles(StepState &step, int32_t first, int32_t count) {
-    int32_t height = std::max(1, kPairs / step.model->group());
+// Neighbouring rows of a sequence, to go through a part of a layer.
+void add_rows(RowSet &set, const DiptychModel &model, int32_t first, int32_t count) {
+    int32_t height = std::max(1, kPairs / model.group()), place = static_cast<int32_t>(set.size());
     for (int32_t row = 0; row < count; row += height) {
-        step.tiles.push_back({first + row, std::min(height, count - row)});
+        set.tiles.push_back({place + row, std::min(height, count - row)});
     }
+    for (int32_t row = 0; row < count; row++) set.rows.push_back(first + row);
 }
 
 // No tile reaches beyond its block, nor beyond a border within it at which another tile begins.
@@ -155,7 +157,10 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     step.logits = logits;
     step.stopped = false;
     step.rows.clear();
-    step.tiles.clear();
+    for (RowSet *set : {&step.all, &step.closing}) {
+        set->rows.clear();
+        set->tiles.clear();
+    }
     step.places.clear();
     step.tables.clear();
     step.wanted.clear();
@@ -166,7 +171,8 @@ void prepare(StepState &step, DiptychModel &model, const DiptychBatch &batch, in
     for (int32_t s = 0; s < batch.sequences; s++) {
         int32_t first = static_cast<int32_t>(step.rows.size()), count = batch.counts[s];
         for (int32_t i = 0; i < count; i++) step.rows.push_back({s, batch.starts[s] + i, tokens[i]});
-        add_tiles(step, first, count);
+        add_rows(step.all, model, first, count);
+        add_rows(step.closing, model, first + count - batch.logit_rows[s], batch.logit_rows[s]);
         add_places(step, first, batch.starts[s], count);
         for (int32_t i = count - batch.logit_rows[s]; i < count; i++) want(step, first + i);
         step.tables.push_back(table);

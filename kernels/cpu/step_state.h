@@ -26,6 +26,15 @@ struct RowTile {
     int32_t first, rows;
 };
 
+// The rows that go through a part of a layer, in order. What a product reads and writes is indexed by the place in here.
+struct RowSet {
+    std::vector<int32_t> rows;   // of the step
+    std::vector<RowTile> tiles;  // whose queries are served together; `first` is a place in here
+
+    int64_t size() const { return static_cast<int64_t>(rows.size()); }
+    int32_t row(int64_t place) const { return rows[static_cast<size_t>(place)]; }
+};
+
 // A row whose logits are computed: where these go, or the peaks of their blocks. The other one is -1.
 struct WantedRow {
     int32_t row;
@@ -38,7 +47,8 @@ struct StepState {
     float *logits = nullptr;
 
     std::vector<Row> rows;
-    std::vector<RowTile> tiles;           // whose queries are served together
+    RowSet all;      // of the layers
+    RowSet closing;  // of the last one, once its keys and values are written: nothing reads the other rows any more
     std::vector<RowTile> places;          // whose keys and values are written together
     std::vector<const int32_t *> tables;  // per sequence
     std::vector<WantedRow> wanted;        // in order
