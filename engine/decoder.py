@@ -15,7 +15,8 @@ from torch.nn import functional
 from engine.rope import inverse_frequencies, rotary_magnitude
 from engine.shape import ModelShape
 from engine.weights import LayerWeights, Matrix, Storage, Weights
-from kernels import byte_linear, quantised_linear
+from kernels import byte_codes, byte_linear, quantised_linear
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix
 from kernels.rms_norm import rms_norm
@@ -142,6 +143,8 @@ def _dense(matrix: Matrix) -> torch.Tensor:
             return quantised_linear.dequantise(matrix)
         case ByteMatrix():
             return byte_linear.dequantise(matrix)
+        case CodedBytes():
+            return byte_linear.dequantise(byte_codes.as_bytes(matrix))
         case _:
             return matrix
 

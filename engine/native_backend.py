@@ -17,6 +17,7 @@ from engine.sampling import Sampled, SampleFailure, SampleRow
 from engine.sampling.sample import NOT_FINITE
 from engine.shape import ModelShape
 from engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 from kernels.quantised_linear import BlockFormat, BlockMatrix
@@ -200,30 +201,27 @@ class NativeBackend:
     def _set_linear(self, layer: int, which: int, *parts: tuple[Matrix, torch.Tensor | None]) -> None:
         matrices = (native.Matrix * len(parts))()
         alive: list[torch.Tensor] = []
+
+        def address(tensor: torch.Tensor) -> int:
+            alive.append(tensor.contiguous())
+            return alive[-1].data_ptr()
+
         for matrix, (weight, bias) in zip(matrices, parts, strict=True):
             matrix.rows, matrix.columns = weight.shape
-            data, scales = self._numbers(weight)
-            matrix.data = data.data_ptr()
-            alive.append(data)
-            if isinstance(weight, BlockMatrix):
-                matrix.format = _FORMATS[weight.format]
-            if scales is not None:
-                matrix.format, matrix.scales = native.I8, scales.data_ptr()
-                alive.append(scales)
+            match weight:
+                case BlockMatrix():
+                    matrix.format, matrix.data = _FORMATS[weight.format], address(weight.blocks)
+                case ByteMatrix():
+                    matrix.format, matrix.data = native.I8, address(weight.values)
+                    matrix.scales = address(weight.scales)
+                case CodedBytes():
+                    matrix.format, matrix.data = native.I8_CODED, address(weight.codes)
+                    matrix.scales, matrix.lines = address(weight.scales), address(weight.lines)
+                case _:
+                    matrix.data = address(self._canonical(weight))
             if bias is not None:
-                alive.append(bias.float().contiguous())
-                matrix.bias = alive[-1].data_ptr()
+                matrix.bias = address(bias.float())
         self._check(self._library.diptych_set_linear(self._model, layer, which, matrices, len(parts)))
-
-    def _numbers(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The numbers of a matrix row after row, and its scales if they lie beside them."""
-        match matrix:
-            case BlockMatrix():
-                return matrix.blocks.contiguous(), None
-            case ByteMatrix():
-                return matrix.values.contiguous(), matrix.scales.contiguous()
-            case _:
-                return self._canonical(matrix), None
 
     def _set_norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
         values = weight.float().contiguous()

@@ -68,12 +68,17 @@ def segments(columns: int) -> tuple[int, int]:
     return count, -(-groups // count) * GROUP
 
 
+def peaks_of_segments(matrix: torch.Tensor) -> torch.Tensor:
+    """The greatest size in each segment of `matrix [rows, columns]`: float32 `[rows, segments]`."""
+    return _in_segments(matrix).abs().amax(dim=-1)
+
+
 def quantise_matrix(matrix: torch.Tensor) -> ByteMatrix:
     """The nearest whole numbers to `matrix [rows, columns]`, in steps of 1/127 of each segment's peak."""
-    cut = _in_segments(matrix)
-    scales = cut.abs().amax(dim=-1, keepdim=True) / 127.0
-    values = (cut / torch.where(scales > 0, scales, 1.0)).round_().clamp_(-127, 127).to(torch.int8)
-    return ByteMatrix(values.flatten(1)[:, : matrix.shape[1]].contiguous(), scales.squeeze(-1))
+    scales = peaks_of_segments(matrix) / 127.0
+    steps = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+    values = (_in_segments(matrix) / steps).round_().clamp_(-127, 127).to(torch.int8)
+    return ByteMatrix(values.flatten(1)[:, : matrix.shape[1]].contiguous(), scales)
 
 
 def dequantise(matrix: ByteMatrix) -> torch.Tensor:

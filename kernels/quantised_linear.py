@@ -73,17 +73,37 @@ def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
 
 def dequantise(matrix: BlockMatrix) -> torch.Tensor:
     """The float32 numbers `[rows, columns]` that the blocks stand for, exactly."""
-    rows = matrix.blocks.shape[0]
-    blocks = matrix.blocks.contiguous().view(rows, -1, BLOCK_BYTES[matrix.format])
-    scales = blocks[..., :2].contiguous().view(torch.float16).float()
     if matrix.format == "q8_0":
-        values = scales * blocks[..., 2:].view(torch.int8).float()
-    elif matrix.format == "q4_0":
-        values = scales * (_halves(blocks[..., 2:]) - 8.0)
+        blocks = _in_blocks(matrix)
+        values = _halves_as_floats(blocks[..., :2]) * blocks[..., 2:].view(torch.int8).float()
     else:
-        least = blocks[..., 2:4].contiguous().view(torch.float16).float()
-        values = scales * _halves(blocks[..., 4:]) + least
-    return values.reshape(rows, -1)[:, : matrix.columns].contiguous()
+        scale, least, codes = codes_of(matrix)
+        # Q4_0 is defined by its offset: 8 is taken off as a whole number.
+        offset = 8.0 if matrix.format == "q4_0" else 0.0
+        values = scale * (_halves(codes) - offset)
+        if matrix.format == "q4_1":
+            values += least
+    return values.reshape(matrix.shape[0], -1)[:, : matrix.columns].contiguous()
+
+
+def codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of a matrix in q4_0 or q4_1, whose numbers are `scale * code + least`: scale and least float32
+    `[rows, groups, 1]`, and the codes as the file has them, uint8 `[rows, groups, 16]`.
+    """
+    blocks = _in_blocks(matrix)
+    scale = _halves_as_floats(blocks[..., :2])
+    if matrix.format == "q4_1":
+        return scale, _halves_as_floats(blocks[..., 2:4]), blocks[..., 4:]
+    return scale, -8.0 * scale, blocks[..., 2:]
+
+
+def _in_blocks(matrix: BlockMatrix) -> torch.Tensor:
+    return matrix.blocks.contiguous().view(matrix.shape[0], -1, BLOCK_BYTES[matrix.format])
+
+
+def _halves_as_floats(two_bytes: torch.Tensor) -> torch.Tensor:
+    """Half precision out of `[..., 2]` bytes: float32 `[..., 1]`."""
+    return two_bytes.contiguous().view(torch.float16).float()
 
 
 def _halves(packed: torch.Tensor) -> torch.Tensor:

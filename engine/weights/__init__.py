@@ -17,7 +17,8 @@ pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cp
 
 All tensors are contiguous, on the CPU, and stored as the precision says (engine/precision.py): in fp32 and
 bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in int8
-ByteMatrix (kernels/byte_linear.py), the head always among them, `embed` is bfloat16, and all else float32.
+ByteMatrix (kernels/byte_linear.py) or, where the file has Q4_0 or Q4_1, the same bytes in codes of four bits,
+CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else float32.
 """
 
 from engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Storage, Weights

@@ -7,8 +7,8 @@ import torch
 
 from engine.precision import PLAIN, Precision
 from engine.weights.canonical import Matrix
-from kernels import byte_linear, quantised_linear
-from kernels.quantised_linear import BlockFormat
+from kernels import byte_codes, byte_linear, quantised_linear
+from kernels.quantised_linear import BlockFormat, BlockMatrix
 
 _MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
 _FUSED = ({"q", "k", "v"}, {"gate", "up"})
@@ -36,6 +36,13 @@ def multiplied_together(name: str) -> list[str]:
 def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
     """The format in which matrices of these types are kept together, None if they cannot be."""
     return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
+
+
+def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | None:
+    """Blocks of the file as `precision` stores them without making full numbers of them; None if it does not."""
+    if precision == "gguf":
+        return blocks
+    return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 
 from engine.shape import ModelShape, UnsupportedModel
+from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
 from kernels.quantised_linear import BlockMatrix
 
-Matrix = torch.Tensor | BlockMatrix | ByteMatrix
+Matrix = torch.Tensor | BlockMatrix | ByteMatrix | CodedBytes
 
 Storage = Literal["dense", "blocks", "bytes"]
-"""What the matrices of a model are, all of them: plain tensors, BlockMatrix or ByteMatrix."""
+"""What the matrices of a model are, all of them: plain tensors, BlockMatrix, or ByteMatrix and CodedBytes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Weights:
         match self.layers[0].q:
             case BlockMatrix():
                 return "blocks"
-            case ByteMatrix():
+            case ByteMatrix() | CodedBytes():
                 return "bytes"
             case _:
                 return "dense"

@@ -12,7 +12,13 @@ import torch
 
 from engine.precision import PLAIN, Precision
 from engine.shape import ModelShape, RopeScaling, UnsupportedModel
-from engine.weights.blocks import in_precision, is_matrix, kept_format, multiplied_together
+from engine.weights.blocks import (
+    blocks_in_precision,
+    in_precision,
+    is_matrix,
+    kept_format,
+    multiplied_together,
+)
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.gguf_header import GgufTensor, Scalar, read_header
 from kernels.quantised_linear import BlockMatrix, dequantise
@@ -64,11 +70,13 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
 
     def read(name: str) -> Matrix:
         tensor = find(name)
-        if precision == "gguf" and is_matrix(name):
+        if precision not in PLAIN and is_matrix(name):
             kept = kept_format({find(other).kind for other in multiplied_together(name)})
             if kept is not None:
                 rows = torch.from_numpy(np.array(tensor.data))
-                return BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, rows, shape))
+                blocks = BlockMatrix(kept, tensor.shape[-1], _canonical_order(name, rows, shape))
+                if (found := blocks_in_precision(blocks, precision)) is not None:
+                    return found
         return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
 
     eos = [metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 7
+#define DIPTYCH_ABI_VERSION 8
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -19,14 +19,15 @@ enum DiptychDtype : int32_t {
     DIPTYCH_BYTES = 3,   // matrices in bytes with scales; the rest as in blocks
 };
 
-// How the numbers of a matrix are stored: one after another, in GGUF's blocks of 32 (the last of a row padded), or as
-// int8 of -127 .. 127 one after another with scales beside them.
+// How the numbers of a matrix are stored: one after another, in GGUF's blocks of 32 (the last of a row padded), as
+// int8 of -127 .. 127 one after another with scales beside them, or as the same int8 in codes of four bits.
 enum DiptychFormat : int32_t {
     DIPTYCH_DENSE = 0,
     DIPTYCH_Q4_0 = 1,
     DIPTYCH_Q4_1 = 2,
     DIPTYCH_Q8_0 = 3,
     DIPTYCH_I8 = 4,
+    DIPTYCH_I8_CODED = 5,
 };
 
 enum DiptychStatus : int32_t {
@@ -67,7 +68,8 @@ struct DiptychMatrix {
     int32_t rows, columns;
     int32_t format;       // DiptychFormat, the same for all parts of a matrix
     const float *bias;    // [rows] or null
-    const float *scales;  // of DIPTYCH_I8: [rows, segments], see kernels/byte_linear.py; else null
+    const float *scales;  // of both kinds of int8: [rows, segments], see kernels/byte_linear.py; else null
+    const int16_t *lines; // of DIPTYCH_I8_CODED: [rows, groups, 2], see kernels/byte_codes.py; else null
 };
 
 // One step: `sequences` chunks of tokens, laid end to end in `tokens`.

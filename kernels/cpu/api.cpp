@@ -69,7 +69,7 @@ std::vector<float> *find_norm(DiptychModel *model, int32_t layer, int32_t which)
 bool format_fits(const DiptychModel &model, int32_t format) {
     switch (model.shape.dtype) {
         case DIPTYCH_BLOCKS: return format == DIPTYCH_Q4_0 || format == DIPTYCH_Q4_1 || format == DIPTYCH_Q8_0;
-        case DIPTYCH_BYTES: return format == DIPTYCH_I8;
+        case DIPTYCH_BYTES: return format == DIPTYCH_I8 || format == DIPTYCH_I8_CODED;
         default: return format == DIPTYCH_DENSE;
     }
 }
@@ -154,11 +154,16 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
             if (!format_fits(*model, parts[p].format) || parts[p].format != parts[0].format) {
                 return fail(DIPTYCH_INVALID, "the matrix has a format that the model's dtype does not have");
             }
-            if ((parts[p].format == DIPTYCH_I8) != (parts[p].scales != nullptr)) {
+            bool coded = parts[p].format == DIPTYCH_I8_CODED;
+            if ((coded || parts[p].format == DIPTYCH_I8) != (parts[p].scales != nullptr)) {
                 return fail(DIPTYCH_INVALID, "matrices of bytes have scales, and no others do");
             }
+            if (coded != (parts[p].lines != nullptr)) {
+                return fail(DIPTYCH_INVALID, "matrices in codes have lines, and no others do");
+            }
         }
-        pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype);
+        pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype,
+             model->kernels->reads_codes);
         return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());

@@ -32,8 +32,8 @@ inline __m256i high_dot(const Segment &x, const uint8_t *weight) {
     return _mm256_slli_epi32(dot, 8);
 }
 
-// out[Rows][32] += one segment of a panel of activations times its weights
-template <int Rows>
+// out[Rows][32] += one segment of a panel of activations times its weights; = of the First one.
+template <int Rows, bool First>
 inline void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales, float *out) {
     for (int column = 0; column < kColumns; column += kLanes) {
         const uint8_t *of_columns = weight + kFour * column;
@@ -50,7 +50,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
         Lanes scale = load(scales + column);
         for (int m = 0; m < Rows; m++) {
             float *to = out + m * kColumns + column;
-            store(to, fma(_mm256_cvtepi32_ps(dot[m]), mul(scale, splat(x[m].scale)), load(to)));
+            store(to, fma(_mm256_cvtepi32_ps(dot[m]), mul(scale, splat(x[m].scale)), First ? splat(0.0f) : load(to)));
         }
     }
 }

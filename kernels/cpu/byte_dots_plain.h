@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kByteRows = 1;
 
-// out[Rows][32] += one segment of a panel of activations times its weights
-template <int Rows>
+// out[Rows][32] += one segment of a panel of activations times its weights; = of the First one.
+template <int Rows, bool First>
 inline void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales, float *out) {
     auto dot_line = [weight](int at, const int8_t *four, int column) {
         const uint8_t *of_column = weight + at + kFour * column;
@@ -24,7 +24,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
             for (int n = 0; n < kWide; n++) dot += 256 * dot_line(x[m].wide[n], x[m].high[n], c);
             for (int line = 0; line < lines; line++) dot += dot_line(line * kLineBytes, x[m].values + kFour * line, c);
             float &to = out[m * kColumns + c];
-            to = static_cast<float>(dot) * (scales[c] * x[m].scale) + to;
+            to = static_cast<float>(dot) * (scales[c] * x[m].scale) + (First ? 0.0f : to);
         }
     }
 }

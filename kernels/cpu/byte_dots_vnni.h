@@ -18,34 +18,47 @@ constexpr int kByteAhead = 8192;
     return _mm512_load_si512(line + strip * (kLineBytes / 2));
 }
 
-// 256 times the high bytes' products, and the offset.
+// High byte n of four, everywhere.
+template <int N>
+inline __m512i same_high(__m512i all) {
+    return _mm512_shuffle_epi32(all, static_cast<_MM_PERM_ENUM>(N * 0x55));
+}
+
+// 256 times the high bytes' products, and the offset. What is short of here is loads: of the high bytes and of the places
+// of their lines there is one each.
 [[gnu::always_inline]] inline void start_dots(const Segment &x, const uint8_t *weight, __m512i (&dot)[2]) {
+    static_assert(kWide == 4 && sizeof x.high == sizeof(__m128i) && sizeof x.wide == sizeof(uint64_t));
     dot[0] = dot[1] = _mm512_setzero_si512();
+    __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(x.high)));
+    uint64_t wide;
+    std::memcpy(&wide, x.wide, sizeof wide);
+    const __m512i same[kWide] = {same_high<0>(high), same_high<1>(high), same_high<2>(high), same_high<3>(high)};
 #pragma GCC unroll 4
     for (int n = 0; n < kWide; n++) {
-        const uint8_t *line = weight + x.wide[n];
-        __m512i same = same_four(x.high[n]);
-        add_dots(dot[0], strip_of_line(line, 0), same);
-        add_dots(dot[1], strip_of_line(line, 1), same);
+        const uint8_t *line = weight + static_cast<uint16_t>(wide >> (16 * n));
+        add_dots(dot[0], strip_of_line(line, 0), same[n]);
+        add_dots(dot[1], strip_of_line(line, 1), same[n]);
     }
     __m512i offset = _mm512_set1_epi32(x.minus_128_sum);
     for (int i = 0; i < 2; i++) dot[i] = _mm512_add_epi32(_mm512_slli_epi32(dot[i], 8), offset);
 }
 
+// sums = dots * scale, of the First segment; += of the others.
+template <bool First>
 [[gnu::always_inline]] inline void add_scaled(float *sums, __m512i dots, Lanes scale) {
-    store(sums, fma(_mm512_cvtepi32_ps(dots), scale, load(sums)));
+    store(sums, fma(_mm512_cvtepi32_ps(dots), scale, First ? splat(0.0f) : load(sums)));
 }
 
-// out[Rows][32] += one segment of a panel of activations times its weights. The high bytes come first, and the others
-// into the same registers.
-template <int Rows>
+// out[Rows][32] += one segment of a panel of activations times its weights; = of the First one. The high bytes come
+// first, and the others into the same registers.
+template <int Rows, bool First>
 [[gnu::noinline]] void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales,
                                    float *out) {
     __m512i dot[Rows][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) start_dots(x[m], weight, dot[m]);
     for (int line = 0; line < lines; line++, weight += kLineBytes) {
-        fetch<kByteAhead, 3>(weight);
+        fetch<kByteAhead, 2>(weight);
         __m512i left = strip_of_line(weight, 0), right = strip_of_line(weight, 1);
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; m++) add_line(dot[m], left, right, m, x[m].values + kFour * line);
@@ -54,8 +67,8 @@ template <int Rows>
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++, out += kColumns) {
         Lanes scale = splat(x[m].scale);
-        add_scaled(out, dot[m][0], mul(left_scale, scale));
-        add_scaled(out + kLanes, dot[m][1], mul(right_scale, scale));
+        add_scaled<First>(out, dot[m][0], mul(left_scale, scale));
+        add_scaled<First>(out + kLanes, dot[m][1], mul(right_scale, scale));
     }
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "abi.h"
 #include "numbers.h"
 
 namespace diptych {
@@ -35,7 +36,7 @@ struct SegmentCut {
     int count, lines, all_lines;
 
     static SegmentCut of(int64_t depth) {
-        static_assert(kSegment % kDepth == 0);
+        static_assert(kSegment % kDepth == 0 && kDepth == kFour * 8);
         int64_t count = (depth + kSegment - 1) / kSegment;
         int64_t width = round_up((depth + count - 1) / count, kDepth);
         return {static_cast<int>(count), static_cast<int>(width / kFour), static_cast<int>(depth / kFour)};
@@ -49,5 +50,22 @@ struct SegmentCut {
 // A block of columns in memory, aligned to 64 bytes, read from first to last: segment after segment, each its lines
 // and then 32 scales in fp32.
 constexpr int64_t kScaleBytes = kColumns * static_cast<int64_t>(sizeof(float));
+
+// The same in codes of four bits (kernels/byte_codes.py): in place of eight lines four rows of codes, then the 32
+// columns' slopes and their intercepts, 16 bits each. Row i holds line 2i in the low halves of its bytes and line
+// 2i + 1 in the high ones. u is the high byte of code * slope + intercept, modulo 2^16: intercepts are moved by the 128
+// that u is above w.
+constexpr int kCodedLines = 8;
+constexpr int kCodeRow = kLineBytes;
+constexpr int kCodedColumns = kColumns * static_cast<int>(sizeof(uint16_t));
+constexpr int kSlopes = kCodedLines / 2 * kCodeRow;
+constexpr int kIntercepts = kSlopes + kCodedColumns;
+constexpr int kCodedBytes = kIntercepts + kCodedColumns;  // for 1,024 weights: five bits each
+
+// Bytes of a segment's lines in memory, scales excluded.
+static inline int64_t segment_bytes(int32_t format, int lines) {
+    return format == DIPTYCH_I8_CODED ? static_cast<int64_t>(lines) / kCodedLines * kCodedBytes
+                                      : static_cast<int64_t>(lines) * kLineBytes;
+}
 
 }  // namespace diptych

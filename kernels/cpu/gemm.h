@@ -40,8 +40,13 @@ inline void store_tile(const Lanes (&sum)[Rows][kRegisters], float *out) {
     }
 }
 
+// What all kinds have unless they say otherwise.
+struct AnyKind {
+    static constexpr bool kReadsCodes = false;  // products of one row, where a matrix has codes beside its bytes
+};
+
 // Weights, keys and values fp32.
-struct Fp32 {
+struct Fp32 : AnyKind {
     using Embedded = float;
     using Value = float;  // what the phases before a product write
     using Input = float;  // what the product reads
@@ -82,7 +87,7 @@ struct Fp32 {
 };
 
 // Weights, keys and values bf16, widened in registers; inputs stay fp32.
-struct WidenedBf16 {
+struct WidenedBf16 : AnyKind {
     using Embedded = bf16;
     using Value = float;
     using Input = float;
@@ -127,7 +132,7 @@ struct WidenedBf16 {
 // What kinds with quantised inputs share: rows lie in panels of `Rows`, side by side, one entry of each after another,
 // as a tile reads them. Keys, values and embedding are bf16.
 template <class Entry, int Rows>
-struct Panels {
+struct Panels : AnyKind {
     using Value = float;
     using Input = Entry;
     using Stored = bf16;
@@ -170,6 +175,16 @@ constexpr int kRunRows = 2048;
 // Of so many rows the places of the sums do not stay in the second cache from one block of columns to the next.
 constexpr int kManyRows = 64;
 
+// `alone`: the product has no other row.
+template <class Kind>
+inline void multiply_tile(const typename Kind::Input *input, int64_t stride, int rows, const Linear &matrix,
+                          int64_t block, float *out, [[maybe_unused]] bool alone) {
+    if constexpr (Kind::kReadsCodes) {
+        if (alone && matrix.codes != nullptr) return Kind::row_of_codes(input, matrix, block, out);
+    }
+    Kind::tile(input, stride, rows, matrix, block, out);
+}
+
 // All rows of a product. Calls done(row, first column, 32 sums) for every row and block of columns; the
 // biases are in the sums. Where there are many rows it calls ahead(row, first column) a tile before, so that the place
 // of the sums can be fetched: its lines lie a row apart, which the hardware does not see coming.
@@ -189,7 +204,7 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
         for (int row = first; row < end; row += cut.height) {
             int count = end - row < cut.height ? end - row : cut.height;
             for (int m = 0; rows > kManyRows && m < count; m++) ahead(row + m, static_cast<int>(block) * kColumns);
-            Kind::tile(in + row * stride, stride, count, matrix, block, out);
+            multiply_tile<Kind>(in + row * stride, stride, count, matrix, block, out, rows == 1);
             for (int m = 0; m < count; m++) {
                 float *sums = out + m * kColumns;
                 if (bias != nullptr) {

@@ -5,18 +5,28 @@
 #pragma once
 
 #include "byte_rows.h"
+#if defined(__AVX512VNNI__)
+#include "byte_codes_vnni.h"
+#endif
 
 namespace diptych {
 namespace {
 
-// out[Rows][32] = a panel of activations x one block of columns
-template <int Rows>
-inline void multiply_segments(const Segment *panel, const uint8_t *weight, SegmentCut cut, float *out) {
-    for (int i = 0; i < Rows * kColumns; i++) out[i] = 0.0f;
+// Calls add(whether it is the first, a segment of the panel, its weights, its lines, its scales) for all segments of a
+// block of columns.
+template <class Add>
+inline void for_segments(const Segment *panel, const void *block, int32_t format, int64_t depth, Add add) {
+    SegmentCut cut = SegmentCut::of(depth);
+    const auto *weight = static_cast<const uint8_t *>(block);
     for (int s = 0; s < cut.count; s++, panel += kByteRows) {
         int lines = cut.lines_of(s);
-        const uint8_t *scales = weight + static_cast<int64_t>(lines) * kLineBytes;
-        add_segment<Rows>(panel, weight, lines, reinterpret_cast<const float *>(scales), out);
+        const uint8_t *scales = weight + segment_bytes(format, lines);
+        const auto *as_floats = reinterpret_cast<const float *>(scales);
+        if (s == 0) {
+            add(std::true_type(), panel, weight, lines, as_floats);
+        } else {
+            add(std::false_type(), panel, weight, lines, as_floats);
+        }
         weight = scales + kScaleBytes;
     }
 }
@@ -35,10 +45,23 @@ struct Bytes : Panels<Segment, kByteRows> {
     }
 
     static void tile(const Segment *input, int64_t, int rows, const Linear &matrix, int64_t block, float *out) {
-        const auto *weight = static_cast<const uint8_t *>(matrix.block(block));
-        SegmentCut cut = SegmentCut::of(matrix.depth);
-        with_count<kRows>(rows, [&](auto n) { multiply_segments<n()>(input, weight, cut, out); });
+        with_count<kRows>(rows, [&](auto n) {
+            for_segments(input, matrix.block(block), DIPTYCH_I8, matrix.depth, [&](auto first, auto... of_segment) {
+                add_segment<n(), first()>(of_segment..., out);
+            });
+        });
     }
+
+#if defined(__AVX512VNNI__)
+    static constexpr bool kReadsCodes = true;
+
+    static void row_of_codes(const Segment *input, const Linear &matrix, int64_t block, float *out) {
+        auto add = [&](auto first, const Segment *x, auto... of_segment) {
+            add_coded_segment<first()>(*x, of_segment..., out);
+        };
+        for_segments(input, matrix.code_block(block), DIPTYCH_I8_CODED, matrix.depth, add);
+    }
+#endif
 };
 
 }  // namespace

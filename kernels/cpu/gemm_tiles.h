@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-struct TiledBf16 {
+struct TiledBf16 : AnyKind {
     using Embedded = bf16;
     using Value = bf16;
     using Input = bf16;

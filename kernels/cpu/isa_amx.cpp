@@ -6,6 +6,6 @@
 namespace diptych {
 
 extern const Kernels amx_kernels;
-const Kernels amx_kernels = {"amx", {run_step<Fp32>, run_step<TiledBf16>, nullptr, nullptr}, true};
+const Kernels amx_kernels = {"amx", {run_step<Fp32>, run_step<TiledBf16>, nullptr, nullptr}, true, false};
 
 }  // namespace diptych

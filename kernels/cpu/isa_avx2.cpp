@@ -10,6 +10,6 @@ namespace diptych {
 
 extern const Kernels avx2_kernels;
 const Kernels avx2_kernels = {
-    "avx2", {run_step<Fp32>, run_step<WidenedBf16>, run_step<Blocks>, run_step<Bytes>}, false};
+    "avx2", {run_step<Fp32>, run_step<WidenedBf16>, run_step<Blocks>, run_step<Bytes>}, false, false};
 
 }  // namespace diptych

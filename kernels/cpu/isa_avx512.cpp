@@ -5,6 +5,6 @@
 namespace diptych {
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512", {run_step<Fp32>, run_step<WidenedBf16>, nullptr, nullptr}, false};
+const Kernels avx512_kernels = {"avx512", {run_step<Fp32>, run_step<WidenedBf16>, nullptr, nullptr}, false, false};
 
 }  // namespace diptych

@@ -11,6 +11,6 @@ namespace diptych {
 
 extern const Kernels avx512_bf16_kernels;
 const Kernels avx512_bf16_kernels = {
-    "avx512_bf16", {run_step<Fp32>, run_step<PairedBf16>, run_step<Blocks>, run_step<Bytes>}, true};
+    "avx512_bf16", {run_step<Fp32>, run_step<PairedBf16>, run_step<Blocks>, run_step<Bytes>}, true, true};
 
 }  // namespace diptych

@@ -9,6 +9,6 @@
 namespace diptych {
 
 extern const Kernels avx512_vnni_kernels;
-const Kernels avx512_vnni_kernels = {"avx512_vnni", {nullptr, nullptr, run_step<Blocks>, run_step<Bytes>}, false};
+const Kernels avx512_vnni_kernels = {"avx512_vnni", {nullptr, nullptr, run_step<Blocks>, run_step<Bytes>}, false, true};
 
 }  // namespace diptych

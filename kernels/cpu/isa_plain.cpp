@@ -10,6 +10,6 @@ namespace diptych {
 
 extern const Kernels plain_kernels;
 const Kernels plain_kernels = {
-    "plain", {run_step<Fp32>, run_step<WidenedBf16>, run_step<Blocks>, run_step<Bytes>}, false};
+    "plain", {run_step<Fp32>, run_step<WidenedBf16>, run_step<Blocks>, run_step<Bytes>}, false, false};
 
 }  // namespace diptych

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_uint64, c_v
 from functools import cache
 from pathlib import Path
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 _PATH = Path(os.environ.get("DIPTYCH_NATIVE_LIBRARY") or Path(__file__).with_name("_step.so"))
 """Another build of the library is for tests of that build (make sanitize)."""
 
@@ -47,6 +47,7 @@ class Matrix(Structure):
         ("format", c_int32),
         ("bias", c_void_p),
         ("scales", c_void_p),
+        ("lines", c_void_p),
     )
 
 
@@ -70,7 +71,7 @@ class Batch(Structure):
 
 
 FP32, BF16, BLOCKS, BYTES = 0, 1, 2, 3
-DENSE, Q4_0, Q4_1, Q8_0, I8 = 0, 1, 2, 3, 4
+DENSE, Q4_0, Q4_1, Q8_0, I8, I8_CODED = 0, 1, 2, 3, 4, 5
 OK, ALL_ABORTED, INVALID, FAILED = 0, 1, 2, 3
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = 0, 1, 2, 3, 4
 CORE_FREE, CORE_OWNED, CORE_CLAIMED = 0, 1, 2

@@ -23,8 +23,12 @@ struct Linear {
     int32_t in = 0, out = 0, depth = 0, blocks = 0;
     int32_t format = DIPTYCH_DENSE;
     int64_t block_bytes = 0;  // from one block to the next
+    // The same bytes in codes of four bits, beside `data`, for products of one row, which wait for memory; or none.
+    void *codes = nullptr;
+    int64_t code_block_bytes = 0;
 
     const void *block(int64_t i) const { return static_cast<const char *>(data) + i * block_bytes; }
+    const void *code_block(int64_t i) const { return static_cast<const char *>(codes) + i * code_block_bytes; }
 };
 
 struct Layer {
@@ -42,6 +46,7 @@ struct Kernels {
     // By DiptychDtype; null where another set of the same machine computes it.
     void (*body[4])(void *step, int rank);
     bool bf16_activations;  // of the bf16 body: how it stores the inputs of its matrices; fp32 otherwise
+    bool reads_codes;       // of the body of bytes: whether it makes use of codes
 };
 
 // Instruction sets of this build that this machine runs and that compute `dtype`, best first.
@@ -50,7 +55,9 @@ std::vector<const Kernels *> runnable(int32_t dtype);
 // A column of gate and its column of up sit 16 apart in one block of 32.
 constexpr int kGateColumns = kColumns / 2;
 
-void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype);
+// `codes`: keep the codes of a matrix that comes in codes, beside its bytes.
+void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype,
+          bool codes);
 
 }  // namespace diptych
 

@@ -27,14 +27,15 @@ int64_t block_bytes(const Linear &matrix, int32_t dtype) {
     switch (dtype) {
         case DIPTYCH_FP32: return kColumns * matrix.depth * static_cast<int64_t>(sizeof(float));
         case DIPTYCH_BF16: return kColumns * matrix.depth * static_cast<int64_t>(sizeof(bf16));
-        case DIPTYCH_BYTES: return byte_block_bytes(matrix.depth);
+        case DIPTYCH_BYTES: return byte_block_bytes(DIPTYCH_I8, matrix.depth);
         default: return packed_block_bytes(matrix.format, matrix.depth);
     }
 }
 
 }  // namespace
 
-void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype) {
+void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype,
+          bool codes) {
     int64_t rows = 0;
     bool biased = false;
     for (int32_t p = 0; p < count; p++) {
@@ -48,6 +49,10 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
     to.format = parts[0].format;
     to.block_bytes = block_bytes(to, dtype);
     to.data = memory.take(to.blocks * to.block_bytes);
+    if (codes && to.format == DIPTYCH_I8_CODED) {
+        to.code_block_bytes = byte_block_bytes(DIPTYCH_I8_CODED, to.depth);
+        to.codes = memory.take(to.blocks * to.code_block_bytes);
+    }
     void *bias = biased ? memory.take(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : nullptr;
     to.bias = static_cast<float *>(bias);
     ColumnOf column{0, 0, interleaved};

@@ -21,7 +21,7 @@ struct ColumnOf {
 
 // Bytes of kColumns columns.
 int64_t packed_block_bytes(int32_t format, int64_t depth);
-int64_t byte_block_bytes(int64_t depth);
+int64_t byte_block_bytes(int32_t format, int64_t depth);
 
 void pack_blocks(Linear &to, const DiptychMatrix &part, const ColumnOf &column);
 void pack_bytes(Linear &to, const DiptychMatrix &part, const ColumnOf &column);

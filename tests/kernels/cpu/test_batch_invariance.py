@@ -13,12 +13,14 @@ import torch
 from engine.kv_memory import KVMemory
 from engine.native_backend import NativeBackend
 from engine.shape import ModelShape
+from engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import (
     Pool,
     block_weights_of,
     byte_weights_of,
+    coded_weights_of,
     layout_of,
     shape_of,
     tokens_of,
@@ -26,11 +28,11 @@ from tests.kernels.cpu.tiny_models import (
 )
 
 SHAPE = shape_of(windows=(None, 50), qk_norm=True)
-EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes"], str]] = [
+EVERY_SET: list[tuple[torch.dtype | BlockFormat | Literal["bytes", "codes"], str]] = [
     *((torch.float32, name) for name in native.instruction_sets(native.FP32)),
     *((torch.bfloat16, name) for name in native.instruction_sets(native.BF16)),
     *((format, name) for format in BLOCK_BYTES for name in native.instruction_sets(native.BLOCKS)),
-    *(("bytes", name) for name in native.instruction_sets(native.BYTES)),
+    *((kind, name) for kind in ("bytes", "codes") for name in native.instruction_sets(native.BYTES)),
 ]
 PROMPT = 530
 FULL = pytest.mark.full
@@ -41,8 +43,17 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
     kind, instructions = request.param
     if isinstance(kind, torch.dtype):
         return NativeBackend(SHAPE, weights_of(SHAPE, kind), kind, instructions)
-    weights = byte_weights_of(SHAPE) if kind == "bytes" else block_weights_of(SHAPE, kind)
-    return NativeBackend(SHAPE, weights, torch.bfloat16, instructions)
+    return NativeBackend(SHAPE, quantised_weights_of(kind), torch.bfloat16, instructions)
+
+
+def quantised_weights_of(kind: BlockFormat | Literal["bytes", "codes"]) -> Weights:
+    match kind:
+        case "bytes":
+            return byte_weights_of(SHAPE)
+        case "codes":
+            return coded_weights_of(SHAPE, "q4_1")
+        case _:
+            return block_weights_of(SHAPE, kind)
 
 
 def dtype_of(backend: NativeBackend) -> torch.dtype:

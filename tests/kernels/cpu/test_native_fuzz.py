@@ -22,6 +22,7 @@ from tests.kernels.cpu.tiny_models import (
     Pool,
     block_weights_of,
     byte_weights_of,
+    coded_weights_of,
     layout_of,
     shape_of,
     tokens_of,
@@ -135,13 +136,14 @@ def test_blocks_compute_and_write_what_they_should(
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     shape=shapes(widest=600),
+    codes=st.sampled_from([None, "q4_0", "q4_1"]),
     block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),
 )
 def test_bytes_compute_and_write_what_they_should(
-    instructions: str, shape: ModelShape, block_size: int, seed: int
+    instructions: str, shape: ModelShape, codes: BlockFormat | None, block_size: int, seed: int
 ) -> None:
-    weights = byte_weights_of(shape, seed)
+    weights = byte_weights_of(shape, seed) if codes is None else coded_weights_of(shape, codes, seed)
     layout, plan = layout_of(shape, block_size, torch.bfloat16), random_plan(shape, seed)
     actual, written = run(NativeBackend(shape, weights, torch.bfloat16, instructions), plan, layout, seed)
     expected, meant = run(TorchBackend(shape, weights), plan, layout, seed)

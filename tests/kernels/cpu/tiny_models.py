@@ -14,6 +14,7 @@ from engine.kv_memory import KVLayout, KVMemory
 from engine.shape import ModelShape
 from engine.weights import LayerWeights, Weights
 from engine.weights.canonical import layer_shapes
+from kernels.byte_codes import code_matrix
 from kernels.byte_linear import quantise_matrix
 from kernels.quantised_linear import BLOCK_BYTES, GROUP, BlockFormat, BlockMatrix
 
@@ -84,6 +85,17 @@ def block_weights_of(shape: ModelShape, format: BlockFormat, seed: int = 5) -> W
         layers.append(replace(layer, **matrices))
     head = random_blocks(shape.vocab_size, shape.hidden_size, "q8_0", seed + 9)
     return replace(dense, embed=dense.embed.bfloat16(), layers=tuple(layers), head=head)
+
+
+def coded_weights_of(shape: ModelShape, format: BlockFormat, seed: int = 5) -> Weights:
+    """Random weights whose matrices are in codes, the head in bytes as files give it."""
+    blocks = block_weights_of(shape, format, seed)
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = [
+        replace(layer, **{name: code_matrix(getattr(layer, name)) for name in names})
+        for layer in blocks.layers
+    ]
+    return replace(blocks, layers=tuple(layers), head=byte_weights_of(shape, seed).head)
 
 
 def byte_weights_of(shape: ModelShape, seed: int = 5) -> Weights:

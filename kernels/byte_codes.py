@@ -1,0 +1,86 @@
+"""Byte matrices that are written in four bits: the numbers of int8 in the bytes of a GGUF file's blocks.
+
+In Q4_0 and Q4_1 a group of 32 weights has at most sixteen values, which lie evenly: `scale * code + least`. Rounded to
+the steps of a segment (kernels/byte_linear.py) they are sixteen bytes, and lie evenly but for that rounding. So a group
+keeps its codes as the file has them, and a line to read them by, in steps of 1/256:
+
+    byte = floor((code * slope + intercept) / 256)
+
+This is a way of writing bytes, not other numbers: what computes with bytes reads five bits for each, and unfolds them
+where they are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import quantised_linear
+from kernels.byte_linear import ByteMatrix, peaks_of_segments, segments
+from kernels.quantised_linear import GROUP, BlockMatrix, codes_of
+
+_ONE = 256
+"""Steps of a slope or an intercept in a step of a byte."""
+
+
+@dataclass(frozen=True)
+class CodedBytes:
+    """A byte matrix in codes of four bits."""
+
+    columns: int
+    codes: torch.Tensor
+    """uint8 `[rows, groups, 16]`: number i of a group is the low half of byte i, number 16 + i the high half."""
+    lines: torch.Tensor
+    """int16 `[rows, groups, 2]`: slope and intercept. A slope is known modulo 2^16, as `code * slope + intercept` is."""
+    scales: torch.Tensor
+    """float32 `[rows, segments]`, as those of a ByteMatrix."""
+
+    def __post_init__(self) -> None:
+        rows, groups = self.scales.shape[0], -(-self.columns // GROUP)
+        expected = (rows, groups, GROUP // 2), (rows, groups, 2), (rows, segments(self.columns)[0])
+        if (tuple(self.codes.shape), tuple(self.lines.shape), tuple(self.scales.shape)) != expected:
+            raise ValueError(f"{self.columns} columns have codes, lines and scales {expected}")
+        if (self.codes.dtype, self.lines.dtype) != (torch.uint8, torch.int16):
+            raise ValueError("codes are uint8 and lines int16")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, columns)`."""
+        return self.scales.shape[0], self.columns
+
+    def contiguous(self) -> CodedBytes:
+        """The same matrix with its numbers row after row."""
+        return CodedBytes(
+            self.columns, self.codes.contiguous(), self.lines.contiguous(), self.scales.contiguous()
+        )
+
+
+def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
+    """The bytes nearest to the numbers of `matrix`, but for lines that are rounded to 1/256 of a step.
+
+    None for a format whose groups have more than sixteen values.
+    """
+    if matrix.format == "q8_0":
+        return None
+    scale, least, codes = codes_of(matrix)
+    scales = peaks_of_segments(quantised_linear.dequantise(matrix)) / 127.0
+    groups_a_segment = segments(matrix.columns)[1] // GROUP
+    step = scales.repeat_interleave(groups_a_segment, dim=1)[:, : scale.shape[1]].double().unsqueeze(-1)
+    # A segment of nothing but zeros has no step, and one with an infinity none that is finite.
+    lines = (torch.cat([scale, least], dim=-1).double() * _ONE / step).nan_to_num(0.0, 0.0, 0.0).round()
+    lines[..., 1] += _ONE // 2
+    return CodedBytes(matrix.columns, codes, _modulo(lines), scales)
+
+
+def as_bytes(matrix: CodedBytes) -> ByteMatrix:
+    """The numbers that are written there."""
+    slope, intercept = matrix.lines.int().unsqueeze(-2).unbind(-1)
+    codes = torch.cat([matrix.codes & 15, matrix.codes >> 4], dim=-1).int()
+    values = (codes * slope + intercept).to(torch.int16) >> 8
+    return ByteMatrix(values.to(torch.int8).flatten(1)[:, : matrix.columns].contiguous(), matrix.scales)
+
+
+def _modulo(whole: torch.Tensor) -> torch.Tensor:
+    """float64 whole numbers to int16, modulo 2^16."""
+    return torch.remainder(whole + 2**15, 2**16).sub(2**15).to(torch.int16)
