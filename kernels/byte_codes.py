@@ -1,13 +1,13 @@
 """Byte matrices that are written in four bits: the numbers of int8 in the bytes of a GGUF file's blocks.
 
-In Q4_0 and Q4_1 a group of 32 weights has at most sixteen values, which lie evenly: `scale * code + least`. Rounded to
-the steps of a segment (kernels/byte_linear.py) they are sixteen bytes, and lie evenly but for that rounding. So a group
-keeps its codes as the file has them, and a line to read them by, in steps of 1/256:
+In Q4_0 and Q4_1 a group of 32 weights has at most sixteen values, which lie evenly: `scale * code + least`.
+Rounded to the steps of a segment (kernels/byte_linear.py) they are sixteen bytes, and lie evenly but for that
+rounding. So a group keeps its codes as the file has them, and a line to read them by, in steps of 1/256:
 
     byte = floor((code * slope + intercept) / 256)
 
-This is a way of writing bytes, not other numbers: what computes with bytes reads five bits for each, and unfolds them
-where they are needed.
+This is a way of writing bytes, not other numbers: who waits for memory reads five bits for each, and unfolds
+them where they are needed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class CodedBytes:
 
     columns: int
     codes: torch.Tensor
-    """uint8 `[rows, groups, 16]`: number i of a group is the low half of byte i, number 16 + i the high half."""
+    """uint8 `[rows, groups, 16]`: number i of a group is the low half of byte i, number 16 + i its high half.
+    """
     lines: torch.Tensor
-    """int16 `[rows, groups, 2]`: slope and intercept. A slope is known modulo 2^16, as `code * slope + intercept` is."""
+    """int16 `[rows, groups, 2]`: slope and intercept, both modulo 2^16, as `code * slope + intercept` is."""
     scales: torch.Tensor
     """float32 `[rows, segments]`, as those of a ByteMatrix."""
 

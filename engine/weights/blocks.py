@@ -39,7 +39,7 @@ def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
 
 
 def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | None:
-    """Blocks of the file as `precision` stores them without making full numbers of them; None if it does not."""
+    """Blocks of the file as `precision` stores them, if it makes no full numbers of them; else None."""
     if precision == "gguf":
         return blocks
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
