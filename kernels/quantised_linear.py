@@ -89,7 +89,7 @@ def dequantise(matrix: BlockMatrix) -> torch.Tensor:
 def codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The parts of a matrix in q4_0 or q4_1, whose numbers are `scale * code + least`.
 
-    Scale and least are float32 `[rows, groups, 1]`, codes are as the file has them, uint8 `[rows, groups, 16]`.
+    Scale and least are float32 `[rows, groups, 1]`, codes those of the file, uint8 `[rows, groups, 16]`.
     """
     blocks = _in_blocks(matrix)
     scale = _halves_as_floats(blocks[..., :2])

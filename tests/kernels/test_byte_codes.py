@@ -26,22 +26,18 @@ def test_codes_are_the_bytes_of_the_numbers_but_for_rare_halves(format: BlockFor
     assert torch.equal(written.scales, plain.scales)
     apart = written.values.int() - plain.values.int()
     assert apart.abs().max() <= 1
-    assert (
-        apart != 0
-    ).float().mean() < 0.06  # a line is right to 1/32 of a step: so many are so near to a half
+    # A line is right to 1/32 of a step: so many are so near to a half.
+    assert (apart != 0).float().mean() < 0.06
     steps = written.scales.repeat_interleave(segments(columns)[1], dim=1)[:, :columns]
     assert ((written.values * steps - numbers).abs() <= 0.54 * steps).all()
 
 
 def test_a_segment_reaches_from_minus_127_to_127() -> None:
-    scale = torch.tensor(
-        [[1.0, 14 / 15, -1.0]]
-    ).half()  # of codes 0 .. 15, from the least up or from the greatest down
-    least = torch.tensor([[-15.0, 1.0, 15.0]]).half()
-    codes = torch.arange(16, dtype=torch.uint8) * 17
-    rows = [torch.cat([s.view(1).view(torch.uint8), m.view(1).view(torch.uint8), codes])
-            for s, m in zip(scale[0], least[0], strict=True)]  # fmt: skip
-    values = as_bytes(coded(BlockMatrix("q4_1", 96, torch.cat(rows).view(1, -1)))).values
+    # Of codes 0 .. 15, from the least up or from the greatest down.
+    lines = torch.tensor([[1.0, -15.0], [14 / 15, 1.0], [-1.0, 15.0]]).half()
+    codes = (torch.arange(16, dtype=torch.uint8) * 17).expand(3, 16)
+    groups = torch.cat([lines.view(torch.uint8), codes], dim=1)
+    values = as_bytes(coded(BlockMatrix("q4_1", 96, groups.view(1, -1)))).values
     first, second, third = values.view(3, 32)
     assert first.min() == -127
     assert second.max() == 127
