@@ -1,6 +1,6 @@
 // Products of one row with bytes in codes of four bits (bytes.h). Such a product waits for memory: five bits a weight are
-// fetched instead of eight, and unfolded in registers. The sums are those of the bytes, to the last bit. With two rows
-// unfolding costs one core more than it saves it.
+// fetched instead of eight, and looked up in tables that are made on the way. The sums are those of the bytes, to the
+// last bit. With two rows that costs one core more than it saves it.
 #pragma once
 
 #include "byte_dots_vnni.h"
@@ -8,31 +8,32 @@
 namespace diptych {
 namespace {
 
-constexpr int kCodesAhead = 4096;  // as kByteAhead
+constexpr int kCodesAhead = 8192;  // as kByteAhead
 
-// 16 bits for each of 16 columns, once for each half of a column's four bytes.
-inline __m512i twice(__m256i of_columns) {
-    __m512i pairs = _mm512_cvtepu16_epi32(of_columns);
-    return _mm512_or_si512(pairs, _mm512_slli_epi32(pairs, 16));
+inline __m512i four_times(const void *lane) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i *>(lane)));
 }
 
-// By what the codes of a strip's columns become bytes.
-struct StripLine {
-    __m512i slope, intercept;
+// What makes the bytes of four columns out of their slopes and intercepts.
+struct TableMaker {
+    __m512i slope_of, intercept_of, codes;
 
-    StripLine(const uint8_t *group, int strip) {
-        const auto *columns = reinterpret_cast<const __m256i *>(group + kSlopes) + strip;
-        slope = twice(_mm256_load_si256(columns));
-        intercept = twice(_mm256_load_si256(columns + 2));
+    TableMaker() {
+        const __m512i lane = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+        slope_of = _mm512_add_epi8(_mm512_shuffle_epi8(lane, _mm512_setzero_si512()), _mm512_set1_epi16(0x0100));
+        intercept_of = _mm512_add_epi8(slope_of, _mm512_set1_epi8(2));
+        codes = four_times(kFirstCodes);
     }
 
-    // The high bytes of code * slope + intercept: `even` has the codes of the first and third byte of every four, `odd`
-    // those of the others.
-    __m512i bytes(__m512i even, __m512i odd) const {
-        even = _mm512_add_epi16(_mm512_mullo_epi16(even, slope), intercept);
-        odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, slope), intercept);
-        return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, _mm512_srli_epi16(even, 8), odd);
+    // Lane by lane the high bytes of code * slope + intercept: of codes 0 and 8, 1 and 9, ...
+    __m512i operator()(const uint8_t *slopes) const {
+        __m512i lines = four_times(slopes), slope = _mm512_shuffle_epi8(lines, slope_of);
+        __m512i lower = _mm512_add_epi16(_mm512_mullo_epi16(slope, codes), _mm512_shuffle_epi8(lines, intercept_of));
+        __m512i upper = _mm512_add_epi16(lower, _mm512_slli_epi16(slope, 3));
+        return _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, _mm512_srli_epi16(lower, 8), upper);
     }
+
+    static constexpr uint16_t kFirstCodes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 };
 
 // The high bytes of a segment by line, 0 where a line is not wide.
@@ -43,15 +44,20 @@ inline void spread_high(const Segment &x, int lines, int8_t (&high)[kSegment]) {
     for (int n = 0; n < kWide; n++) std::memcpy(high + x.wide[n] / kLineBytes * kFour, x.high[n], kFour);
 }
 
-// The sums of one strip: of the values, and of the high bytes.
-struct StripDots {
+// The sums of four columns, four parts each: of the values, and of the high bytes.
+struct FourDots {
     __m512i low, high;
 
-    [[gnu::always_inline]] void add(__m512i weights, const int8_t *values, const int8_t *high_bytes) {
-        add_dots(low, weights, same_four(values));
-        add_dots(high, weights, same_four(high_bytes));
-    }
+    __m512i together() const { return _mm512_add_epi32(low, _mm512_slli_epi32(high, 8)); }
 };
+
+// The four parts of 16 columns' sums, added up and put in order.
+inline __m512i sums_of(const FourDots *fours) {
+    __m512i a = fours[0].together(), b = fours[1].together(), c = fours[2].together(), d = fours[3].together();
+    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
 
 // out[32] += one segment of a row of activations times its weights; = of the First one.
 template <bool First>
@@ -59,33 +65,32 @@ template <bool First>
                                          float *out) {
     alignas(64) int8_t high[kSegment];
     spread_high(x, lines, high);
-    const __m512i offset = _mm512_set1_epi32(x.minus_128_sum), none = _mm512_setzero_si512();
-    const __m512i one_code = _mm512_set1_epi16(15);
-    StripDots dots[2] = {{offset, none}, {offset, none}};
-    for (int line = 0; line < lines; line += kCodedLines, group += kCodedBytes) {
-        const StripLine strips[2] = {{group, 0}, {group, 1}};
-        fetch<kCodesAhead, 3>(group + kSlopes);
-#pragma GCC unroll 4
-        for (int row = 0; row < kCodedLines / 2; row++) {
-            const uint8_t *codes = group + row * kCodeRow;
-            fetch<kCodesAhead, 3>(codes);
-            const int8_t *values = x.values + (line + 2 * row) * kFour, *wide = high + (line + 2 * row) * kFour;
-#pragma GCC unroll 2
-            for (int s = 0; s < 2; s++) {
-                __m512i both = strip_of_line(codes, s);
-                __m512i first = _mm512_and_si512(both, one_code);
-                __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), one_code);
-                __m512i third = _mm512_and_si512(_mm512_srli_epi16(both, 8), one_code);
-                __m512i fourth = _mm512_srli_epi16(both, 12);
-                dots[s].add(strips[s].bytes(first, third), values, wide);
-                dots[s].add(strips[s].bytes(second, fourth), values + kFour, wide + kFour);
-            }
+    const TableMaker table_of;
+    const __m512i half = _mm512_set1_epi8(15);
+    FourDots dots[kFours];
+#pragma GCC unroll 8
+    for (FourDots &four : dots) four.low = four.high = _mm512_setzero_si512();
+    for (int at = 0; at < lines * kFour; at += 2 * kLaneCodes, group += kCodedBytes) {
+        __m512i first = four_times(x.values + at), second = four_times(x.values + at + kLaneCodes);
+        __m512i first_high = four_times(high + at), second_high = four_times(high + at + kLaneCodes);
+#pragma GCC unroll 8
+        for (int i = 0; i < kFours; i++) {
+            if (i % kStripFours == 0) __builtin_prefetch(group + slopes_at(i) + kCodesAhead, 0, 2);
+            __builtin_prefetch(group + codes_at(i) + kCodesAhead, 0, 2);
+            __m512i table = table_of(group + slopes_at(i));
+            __m512i both = _mm512_load_si512(group + codes_at(i));
+            __m512i weights = _mm512_shuffle_epi8(table, _mm512_and_si512(both, half));
+            add_dots(dots[i].low, weights, first);
+            add_dots(dots[i].high, weights, first_high);
+            weights = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), half));
+            add_dots(dots[i].low, weights, second);
+            add_dots(dots[i].high, weights, second_high);
         }
     }
     Lanes scale = splat(x.scale);
 #pragma GCC unroll 2
     for (int s = 0; s < 2; s++) {
-        __m512i sum = _mm512_add_epi32(dots[s].low, _mm512_slli_epi32(dots[s].high, 8));
+        __m512i sum = _mm512_add_epi32(sums_of(dots + 4 * s), _mm512_set1_epi32(x.minus_128_sum));
         add_scaled<First>(out + s * kLanes, sum, mul(load(scales + s * kLanes), scale));
     }
 }

@@ -51,16 +51,33 @@ struct SegmentCut {
 // and then 32 scales in fp32.
 constexpr int64_t kScaleBytes = kColumns * static_cast<int64_t>(sizeof(float));
 
-// The same in codes of four bits (kernels/byte_codes.py): in place of eight lines four rows of codes, then the 32
-// columns' slopes and their intercepts, 16 bits each. Row i holds line 2i in the low halves of its bytes and line
-// 2i + 1 in the high ones. u is the high byte of code * slope + intercept, modulo 2^16: intercepts are moved by the 128
-// that u is above w.
+// The same in codes of four bits (kernels/byte_codes.py), in place of eight lines: for each strip of 16 columns slopes and
+// intercepts, 16 bits each, in turn, and then 16 bytes of codes a column, as a GGUF file has them. u is the high byte of
+// code * slope + intercept, modulo 2^16: intercepts are moved by the 128 that u is above w. Everything lies in the order
+// in which it is read: in another order a core fetches half as fast.
+//
+// Four columns are read together. Column 4 l + q of a strip lies in lane l of its four q: the sums come out in order that
+// way. The bytes of a column are looked up in a table that has code and code + 8 beside each other: codes are stored as
+// their places there.
 constexpr int kCodedLines = 8;
-constexpr int kCodeRow = kLineBytes;
-constexpr int kCodedColumns = kColumns * static_cast<int>(sizeof(uint16_t));
-constexpr int kSlopes = kCodedLines / 2 * kCodeRow;
-constexpr int kIntercepts = kSlopes + kCodedColumns;
-constexpr int kCodedBytes = kIntercepts + kCodedColumns;  // for 1,024 weights: five bits each
+constexpr int kLaneCodes = 16;           // bytes of a column, in 128 bits
+constexpr int kFours = kColumns / kFour;
+constexpr int kStripFours = kFours / 2;
+constexpr int kFourCodes = kFour * kLaneCodes;
+constexpr int kFourSlopes = kFour * 2 * static_cast<int>(sizeof(uint16_t));
+constexpr int kStripSlopes = kStripFours * kFourSlopes;  // bytes before a strip's codes
+constexpr int kCodedStrip = kStripSlopes + kStripFours * kFourCodes;
+constexpr int kCodedBytes = 2 * kCodedStrip;  // for 1,024 weights: five bits each
+
+// Where four columns have their slopes, and their codes, from the begin of a group on.
+static constexpr int slopes_at(int four) {
+    return four / kStripFours * kCodedStrip + four % kStripFours * kFourSlopes;
+}
+static constexpr int codes_at(int four) {
+    return four / kStripFours * kCodedStrip + kStripSlopes + four % kStripFours * kFourCodes;
+}
+static inline int four_of(int64_t column) { return static_cast<int>(column / 16 * 4 + column % 4); }
+static inline int lane_of(int64_t column) { return static_cast<int>(column % 16 / 4); }
 
 // Bytes of a segment's lines in memory, scales excluded.
 static inline int64_t segment_bytes(int32_t format, int lines) {

@@ -61,24 +61,25 @@ struct CodedRow {
     }
 };
 
+// The places of two codes in a table that has code and code + 8 beside each other.
+uint8_t places_of(uint8_t codes) {
+    return static_cast<uint8_t>((codes << 1 & 0xeeu) | (codes >> 3 & 0x11u));
+}
+
 // One group of a row into its column of a packed one.
-void place_group(const CodedRow &row, int64_t group, int64_t lane, uint8_t *to) {
-    for (int i = 0; i < kDepth; i++) {
-        uint8_t &both = to[i / (2 * kFour) * kCodeRow + lane * kFour + i % kFour];
-        bool high = i / kFour % 2 != 0;
-        both = static_cast<uint8_t>(both | row.code(group * kDepth + i) << (high ? 4 : 0));
-    }
-    auto slope = static_cast<uint16_t>(row.slope(group));
-    auto intercept = static_cast<uint16_t>(row.intercept(group) + 0x8000);
-    std::memcpy(to + kSlopes + lane * 2, &slope, sizeof slope);
-    std::memcpy(to + kIntercepts + lane * 2, &intercept, sizeof intercept);
+void place_group(const CodedRow &row, int64_t group, int64_t column, uint8_t *to) {
+    int four = four_of(column), lane = lane_of(column);
+    const uint8_t *codes = row.codes + group * kLaneCodes;
+    for (int i = 0; i < kLaneCodes; i++) to[codes_at(four) + lane * kLaneCodes + i] = places_of(codes[i]);
+    uint16_t line[2] = {static_cast<uint16_t>(row.slope(group)), static_cast<uint16_t>(row.intercept(group) + 0x8000)};
+    std::memcpy(to + slopes_at(four) + lane * static_cast<int>(sizeof line), line, sizeof line);
 }
 
 void place_codes(Linear &to, const CodedRow &row, const float *scales, int64_t column) {
     int64_t lane = column % kColumns;
     auto place = [&](int s, int64_t first, int lines, uint8_t *weight, float *scale) {
         for (int64_t g = first / kDepth; g < first / kDepth + lines / kCodedLines; g++, weight += kCodedBytes) {
-            place_group(row, g, lane, weight);
+            place_group(row, g, column % kColumns, weight);
         }
         scale[lane] = scales[s];
     };
