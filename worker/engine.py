@@ -94,6 +94,7 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
         native=settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=device.type == "cuda" or settings.backend == "triton",
+        file_bytes=path.stat().st_size if path.is_file() else 0,  # only files are in blocks
     )
 
 

@@ -12,7 +12,8 @@ from engine.precision import Precision, choose_precision, stored_dtype
     ("quantised_file", "native", "features", "expected"),
     [
         (True, True, {"avx2"}, "gguf"),
-        (True, True, {"avx512_bf16"}, "gguf"),
+        (True, True, {"avx512f"}, "gguf"),
+        (True, True, {"avx512_vnni"}, "int8"),
         (True, False, {"avx512_bf16"}, "bf16"),
         (True, False, set(), "fp32"),
         (False, True, {"fpu", "amx_bf16"}, "bf16"),
@@ -22,6 +23,14 @@ from engine.precision import Precision, choose_precision, stored_dtype
 )
 def test_auto(quantised_file: bool, native: bool, features: set[str], expected: Precision) -> None:
     chosen = choose_precision(quantised_file=quantised_file, native=native, cpu_features=features)
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(("file_bytes", "expected"), [(1 << 30, "int8"), ((1 << 30) + 1, "gguf")])
+def test_a_large_file_keeps_its_own_blocks(file_bytes: int, expected: Precision) -> None:
+    chosen = choose_precision(
+        quantised_file=True, native=True, cpu_features={"avx512_vnni"}, file_bytes=file_bytes
+    )
     assert chosen == expected
 
 
