@@ -47,6 +47,8 @@ class WeightSize:
     layers: int
     head: int
     nbytes: float
+    closing: int
+    """Of the last layer what only tokens with logits need: all but the matrices of keys and values."""
 
 
 def weight_size(shape: ModelShape, precision: str, file_bytes: int | None = None) -> WeightSize:
@@ -55,11 +57,11 @@ def weight_size(shape: ModelShape, precision: str, file_bytes: int | None = None
     Raises KeyError for a precision that is neither known nor given in bytes.
     """
     heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (heads + 2 * kv) + heads * shape.hidden_size
-    layers = shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+    closing = shape.hidden_size * (2 * heads + 3 * shape.intermediate_size)
+    layers = shape.num_layers * (closing + shape.hidden_size * 2 * kv)
     head = shape.vocab_size * shape.hidden_size
     known = file_bytes if file_bytes is not None else (layers + head) * BITS_A_WEIGHT[precision] / 8
-    return WeightSize(layers, head, known)
+    return WeightSize(layers, head, known, closing)
 
 
 def decode_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, batch: int, context: int) -> Work:
@@ -67,18 +69,21 @@ def decode_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, batch:
     return Work(
         read_bytes=weights.nbytes + batch * context * _kv_elements(shape) * kv_itemsize,
         products=2.0 * batch * (weights.layers + weights.head),
-        attention=_attention(shape, batch * context),
+        attention=_attention(shape, batch * context, shape.num_layers),
     )
 
 
 def prefill_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, tokens: int, chunk: int) -> Work:
-    """A prompt of `tokens`, in chunks; only the last token goes through the head."""
+    """A prompt of `tokens`, in chunks; only the last token goes through the head, and through the last layer
+    beyond its keys and values.
+    """
     steps = -(-tokens // chunk)
     ends = [min(tokens, (step + 1) * chunk) for step in range(steps)]
     return Work(
         read_bytes=steps * weights.nbytes + sum(ends) * _kv_elements(shape) * kv_itemsize,
-        products=2.0 * (tokens * weights.layers + weights.head),
-        attention=_attention(shape, tokens * (tokens + 1) // 2),
+        products=2.0 * (tokens * weights.layers - (tokens - 1) * weights.closing + weights.head),
+        attention=_attention(shape, tokens * (tokens + 1) // 2, shape.num_layers - 1)
+        + _attention(shape, tokens, 1),
     )
 
 
@@ -97,6 +102,6 @@ def _kv_elements(shape: ModelShape) -> int:
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
 
-def _attention(shape: ModelShape, pairs: int) -> float:
+def _attention(shape: ModelShape, pairs: int, layers: int) -> float:
     """`pairs` of a query and a token that it sees: a product with its key and one with its value."""
-    return 4.0 * pairs * shape.num_layers * shape.num_heads * shape.head_dim
+    return 4.0 * pairs * layers * shape.num_heads * shape.head_dim

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.peers.servers import Server
 
-TEXT, PREFILL, STREAMS = "text", "prefill", "streams"
+TEXT, PREFILL, STREAMS, QUEUED = "text", "prefill", "streams", "queued"
 START, PEAK = "start", "peak"  # noted beside what is asked for
 MACHINE = "machine"  # stands for the server in measurements of PEAK
 
@@ -47,7 +47,7 @@ def clients_of(load: str) -> int:
 
 def loads_of(server: Server, concurrencies: Sequence[int]) -> list[str]:
     """All loads of one round."""
-    return [TEXT, *map(closed_loop, concurrencies), PREFILL, *([STREAMS] if server.streams else [])]
+    return [TEXT, *map(closed_loop, concurrencies), PREFILL, *([STREAMS, QUEUED] if server.streams else [])]
 
 
 def all_cells(servers: Sequence[Server], concurrencies: Sequence[int], rounds: int) -> list[Cell]:

@@ -152,7 +152,8 @@ def _method(options: Options) -> str:
         f"prefixes; medians of {options.rounds} interleaved rounds (smallest–largest), {sizes.per_client} "
         "requests a client, one load generator for all, on the same cores. Times in ms. Prefill: 512 tokens "
         "in, 1 out, one client. Interference: 8 streams alone, then beside 512-token prompts one after the "
-        "other. Paris: 1 where 'The capital of France is' was continued with it."
+        "other; a queue: the same with four of these prompts in flight. Paris: 1 where 'The "
+        "capital of France is' was continued with it."
     )
 
 

@@ -1,8 +1,9 @@
 """The load that disaggregation is for: streams that decode while long prompts arrive back to back.
 
 Eight clients read long answers. Once all have their first token they are watched alone; then one more
-client sends 512-token prompts, each as soon as the one before has its first token. What counts is the gap
-between two messages of a stream (ITL), and how many prompt tokens a second get through beside them.
+client sends 512-token prompts, each as soon as the one before has its first token, or several clients do, so
+that there is always a prompt that waits. What counts is the gap between two messages of a stream (ITL), and
+how many prompt tokens a second get through beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from benchmarks.measurement import Figures, latencies
 from benchmarks.request import BenchRequest
 
 STREAMS = 8
+QUEUED_PROMPTS = 4  # in flight where prompts queue
 STREAM_PROMPT, LONG_PROMPT = 128, 512
 STREAM_TOKENS = 1_700  # asked for; nobody reads to the end. With its prompt it fits a context of 2,048.
 _PROMPTS = 400  # more than are sent
@@ -72,23 +74,28 @@ class Watched:
         return LONG_PROMPT * len(self.prompts) / (self.end - self.middle)
 
 
-async def watch(connect: Connect, seed: int, alone_s: float, beside_s: float) -> Watched:
-    """Takes both times, and what the last prompt needs. Raises RequestFailed."""
+async def watch(connect: Connect, seed: int, alone_s: float, beside_s: float, in_flight: int = 1) -> Watched:
+    """Takes both times, and what the last prompts need; `in_flight` of them at once. Raises RequestFailed."""
     asked = RandomLengths(STREAM_PROMPT, STREAM_TOKENS).requests(STREAMS, seed)
     prompts = RandomLengths(LONG_PROMPT, 1).requests(_PROMPTS, seed + _OTHER_SEED)
     arrivals = [_Arrivals() for _ in asked]
     async with AsyncExitStack() as clients:
-        prompter = await clients.enter_async_context(connect(lambda moment: None))
-        readers = [await clients.enter_async_context(connect(one.add)) for one in arrivals]
+        enter = clients.enter_async_context
+        prompters = [await enter(connect(lambda moment: None)) for _ in range(in_flight)]
+        readers = [await enter(connect(one.add)) for one in arrivals]
         async with _running(readers, asked):
             for one in arrivals:
                 await one.begun.wait()
             begin = time.perf_counter()
             await asyncio.sleep(alone_s)
             middle = time.perf_counter()
-            answered = await _back_to_back(prompter, prompts, middle + beside_s)
+            coming = iter(prompts)
+            answered = await asyncio.gather(
+                *(_back_to_back(one, coming, middle + beside_s) for one in prompters)
+            )
             end = time.perf_counter()
-    return Watched(tuple(tuple(one.moments) for one in arrivals), tuple(answered), begin, middle, end)
+    streams = tuple(tuple(one.moments) for one in arrivals)
+    return Watched(streams, tuple(itertools.chain(*answered)), begin, middle, end)
 
 
 class _Arrivals:
@@ -120,7 +127,7 @@ async def _running(readers: Sequence[Backend], asked: Sequence[BenchRequest]) ->
 
 
 async def _back_to_back(
-    prompter: Backend, prompts: Sequence[BenchRequest], until: float
+    prompter: Backend, prompts: Iterator[BenchRequest], until: float
 ) -> list[tuple[float, float]]:
     answered: list[tuple[float, float]] = []
     for prompt in prompts:

@@ -24,8 +24,8 @@ from benchmarks.datasets.synthetic import RandomLengths
 from benchmarks.drive import Run, drive
 from benchmarks.load import Load
 from benchmarks.measurement import Figures, measure
-from benchmarks.peers.cells import PREFILL, STREAMS, TEXT, Cell, Measurement, clients_of
-from benchmarks.peers.interference import LONG_PROMPT, watch
+from benchmarks.peers.cells import PREFILL, QUEUED, STREAMS, TEXT, Cell, Measurement, clients_of
+from benchmarks.peers.interference import LONG_PROMPT, QUEUED_PROMPTS, watch
 from benchmarks.peers.process import RunningServer
 from benchmarks.peers.servers import MODEL_NAME
 from benchmarks.request import BenchRequest
@@ -73,6 +73,9 @@ async def _figures(running: RunningServer, cell: Cell, sizes: Sizes) -> Figures:
     seed = zlib.crc32(f"{cell.round} {cell.load}".encode())
     if cell.load == STREAMS:
         watched = await watch(partial(_backend, running), seed, sizes.alone_s, sizes.beside_s)
+        return watched.figures()
+    if cell.load == QUEUED:
+        watched = await watch(partial(_backend, running), seed, 0.0, sizes.beside_s, QUEUED_PROMPTS)
         return watched.figures()
     async with _backend(running, ignore_eos=cell.load != TEXT) as backend:
         if cell.load == TEXT:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from benchmarks.peers.cells import PREFILL, STREAMS, TEXT, Cell
+from benchmarks.peers.cells import PREFILL, QUEUED, STREAMS, TEXT, Cell
 
 _SHOWN = {
     PREFILL: (("prefill_throughput", "prompt tok/s"),),
     STREAMS: (("median_itl_beside_ms", "ms ITL p50"), ("p99_itl_beside_ms", "ms p99")),
+    QUEUED: (("median_itl_beside_ms", "ms ITL p50"), ("p99_itl_beside_ms", "ms p99")),
     TEXT: (("right_answers", "of 1 right"),),
 }
 _CLOSED = (("output_throughput", "tok/s"), ("median_ttft_ms", "ms TTFT"), ("median_itl_ms", "ms ITL"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.cells import PREFILL, START, STREAMS, TEXT, closed_loop
+from benchmarks.peers.cells import PREFILL, QUEUED, START, STREAMS, TEXT, closed_loop
 from benchmarks.peers.servers import Server
 from benchmarks.peers.summary import Best, Summary
 from benchmarks.peers.targets import Limits, Target
@@ -90,6 +90,8 @@ def _others(report: Report) -> str:
         "p50 beside",
         "p99 beside",
         "tokens/s beside",
+        "p99 beside a queue",
+        "tokens/s of the queue",
     ]
     figures = [
         (PREFILL, "prefill_throughput", 0),
@@ -98,6 +100,8 @@ def _others(report: Report) -> str:
         (STREAMS, "median_itl_beside_ms", 1),
         (STREAMS, "p99_itl_beside_ms", 1),
         (STREAMS, "prompt_throughput_beside", 0),
+        (QUEUED, "p99_itl_beside_ms", 1),
+        (QUEUED, "prompt_throughput_beside", 0),
         (START, "start_s", 1),
         (TEXT, "right_answers", 0),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.peers.cells import PREFILL, START, STREAMS, closed_loop
+from benchmarks.peers.cells import PREFILL, QUEUED, START, STREAMS, closed_loop
 from benchmarks.peers.servers import Family, Server
 from benchmarks.peers.summary import Best, Summary
 
@@ -128,15 +128,14 @@ def _prefill(
 
 def _streams(servers: Sequence[Server], summary: Summary, path: str) -> Iterator[Target]:
     fastest = summary.highest(_names(servers, "vllm"), closed_loop(16), _OUT)
-    theirs = None if fastest is None else _of(summary, fastest.server, STREAMS, _P99_BESIDE)
-    ours = _of(summary, path, STREAMS, _P99_BESIDE)
-    yield Target(
-        "ITL p99 of 8 streams beside prompts, ours / vLLM's at its best throughput",
-        "at most",
-        0.05,
-        ours,
-        theirs,
-    )
+    for load, beside in ((STREAMS, "prompts, one at a time"), (QUEUED, "prompts that queue")):
+        yield Target(
+            f"ITL p99 of 8 streams beside {beside}, ours / vLLM's at its best throughput",
+            "at most",
+            0.05,
+            _of(summary, path, load, _P99_BESIDE),
+            None if fastest is None else _of(summary, fastest.server, load, _P99_BESIDE),
+        )
 
 
 def _start(summary: Summary, path: str) -> Iterator[Target]:

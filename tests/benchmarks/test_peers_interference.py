@@ -85,6 +85,18 @@ async def test_sees_the_stalls_that_prompts_cause() -> None:
     assert server.open == 0
 
 
+async def test_so_many_prompts_are_in_flight_as_asked_for() -> None:
+    server = Stalling()
+    watched = await watch(server.connect, seed=3, alone_s=0.0, beside_s=0.4, in_flight=4)
+    together = [
+        sum(sent <= moment < answered for sent, answered in watched.prompts)
+        for moment in (sent for sent, _ in watched.prompts)
+    ]
+    assert max(together) == 4
+    assert len(watched.prompts) == len(set(watched.prompts))
+    assert server.sent == STREAMS + len(watched.prompts)
+
+
 async def test_a_failed_request_ends_it_all() -> None:
     with pytest.raises(RequestFailed, match="BROKEN"):
         await watch(Stalling(breaks=True).connect, seed=3, alone_s=0.1, beside_s=0.4)
