@@ -25,12 +25,12 @@ inline float float_of(int32_t bits) {
 }
 
 // The five lines with the greatest peaks, widest first. Sizes of floats are ordered as their bits are, NaN above all,
-// so that a peak with its line in the last six bits is a number of its own.
+// so that a peak with its line in the last seven bits is a number of its own.
 struct WidestLines {
     int32_t keys[kWide + 1];
 
-    int line(int n) const { return keys[n] & (kLines - 1); }
-    float peak(int n) const { return float_of(keys[n] & ~(kLines - 1)); }
+    int line(int n) const { return keys[n] & kLineBits; }
+    float peak(int n) const { return float_of(keys[n] & ~kLineBits); }
 };
 
 }  // namespace

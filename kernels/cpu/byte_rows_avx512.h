@@ -13,7 +13,7 @@ namespace {
 constexpr int kRegisterLines = kLanes / kFour;  // in one register of floats
 constexpr int kQuad = 4;                        // registers whose lines' peaks fill one register
 constexpr int kQuadLines = kQuad * kRegisterLines;
-constexpr int kQuads = kLines / kQuadLines;
+constexpr int kQuads = (kLines + kQuadLines - 1) / kQuadLines;
 
 inline __m512i greatest_everywhere(__m512i v) {
     v = _mm512_max_epi32(v, _mm512_shuffle_i64x2(v, v, 0x4e));
@@ -30,7 +30,7 @@ inline __m512i peaks_of_lines(const float *x) {
     return _mm512_max_epi32(size, _mm512_shuffle_epi32(size, _MM_PERM_CDAB));
 }
 
-// Peaks with their lines in the last six bits: lane 4 g + r has line g of register r.
+// Peaks with their lines in the last seven bits: lane 4 g + r has line g of register r.
 inline __m512i keys_of_quad(const float *x, int quad, int lines) {
     const __m512i within = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __mmask16 second = 0x2222, third = 0x4444, fourth = 0x8888;
@@ -43,21 +43,23 @@ inline __m512i keys_of_quad(const float *x, int quad, int lines) {
     keys = _mm512_mask_mov_epi32(keys, fourth, registers > 3 ? peaks_of_lines(at + 3 * kLanes) : none);
     __m512i line = _mm512_add_epi32(within, _mm512_set1_epi32(quad * kQuadLines));
     __mmask16 there = _mm512_cmpge_epi32_mask(keys, _mm512_setzero_si512());
-    keys = _mm512_andnot_si512(_mm512_set1_epi32(kLines - 1), keys);
+    keys = _mm512_andnot_si512(_mm512_set1_epi32(kLineBits), keys);
     return _mm512_mask_or_epi32(none, there, keys, line);
 }
 
 inline WidestLines widest_lines(const float *x, int lines) {
     __m512i keys[kQuads];
-#pragma GCC unroll 4
+#pragma GCC unroll 5
     for (int q = 0; q < kQuads; q++) keys[q] = keys_of_quad(x, q, lines);
     WidestLines found;
 #pragma GCC unroll 5
     for (int n = 0; n <= kWide; n++) {
-        __m512i best = _mm512_max_epi32(_mm512_max_epi32(keys[0], keys[1]), _mm512_max_epi32(keys[2], keys[3]));
+        __m512i best = keys[0];
+#pragma GCC unroll 4
+        for (int q = 1; q < kQuads; q++) best = _mm512_max_epi32(best, keys[q]);
         best = greatest_everywhere(best);
         found.keys[n] = _mm_cvtsi128_si32(_mm512_castsi512_si128(best));
-#pragma GCC unroll 4
+#pragma GCC unroll 5
         for (int q = 0; q < kQuads; q++) {
             keys[q] = _mm512_mask_mov_epi32(keys[q], _mm512_cmpeq_epi32_mask(keys[q], best), _mm512_set1_epi32(-1));
         }

@@ -23,7 +23,7 @@ inline WidestLines widest_lines(const float *x, int lines) {
     for (int i = 0; i < lines; i++) {
         int32_t left = greater(bits_of(x[4 * i]) & size, bits_of(x[4 * i + 1]) & size);
         int32_t right = greater(bits_of(x[4 * i + 2]) & size, bits_of(x[4 * i + 3]) & size);
-        keys[i] = (greater(left, right) & ~(kLines - 1)) | i;
+        keys[i] = (greater(left, right) & ~kLineBits) | i;
     }
     WidestLines found;
     int32_t below = size;

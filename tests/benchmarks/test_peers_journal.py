@@ -23,7 +23,7 @@ B = Server("b", "llama.cpp", "Q4_0", ())
 def test_rounds_are_interleaved_and_the_text_comes_first() -> None:
     cells = all_cells([A, B], [1, 16], 2)
     of_a = [TEXT, "C=1", "C=16", PREFILL, STREAMS, QUEUED]
-    of_b = of_a[:-1]
+    of_b = of_a[:-2]
     turns = [(number, name, loads) for number in range(2) for name, loads in (("a", of_a), ("b", of_b))]
     assert cells == [Cell(number, name, load) for number, name, loads in turns for load in loads]
 

@@ -23,7 +23,7 @@ from tests.kernels.cpu.tiny_models import Pool, byte_weights_of, layout_of, shap
 
 ROWS = 29
 SETS = native.instruction_sets(native.BYTES)
-DEPTHS = [1, 4, 31, 100, 255, 256, 257, 290, 576, 901]
+DEPTHS = [1, 4, 31, 100, 256, 287, 288, 289, 320, 576, 901]
 
 
 def product_of(depth: int, outliers: int) -> tuple[ModelShape, Weights]:
@@ -75,7 +75,7 @@ def test_a_row_that_is_not_finite_spoils_itself_only(instructions: str, bad: flo
     assert torch.equal(spoiled[:20], good[:20])
 
 
-@pytest.mark.parametrize("depth", [290, 576])
+@pytest.mark.parametrize("depth", [289, 576])
 def test_instruction_sets_agree_but_for_float_sums(depth: int) -> None:
     shape, weights = product_of(depth, 3)
     first, *others = (computed(shape, weights, name, list(range(ROWS))) for name in SETS)
