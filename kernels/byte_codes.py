@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from kernels import quantised_linear
 from kernels.byte_linear import ByteMatrix, peaks_of_segments, segments
@@ -65,8 +66,8 @@ def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
     if matrix.format == "q8_0":
         return None
     scale, least, codes = codes_of(matrix)
-    scales = peaks_of_segments(quantised_linear.dequantise(matrix)) / 127.0
     groups_a_segment = segments(matrix.columns)[1] // GROUP
+    scales = _peaks(matrix, scale, least, codes) / 127.0
     step = scales.repeat_interleave(groups_a_segment, dim=1)[:, : scale.shape[1]].double().unsqueeze(-1)
     # A segment of nothing but zeros has no step, and one with an infinity none that is finite.
     lines = (torch.cat([scale, least], dim=-1).double() * _ONE / step).nan_to_num(0.0, 0.0, 0.0).round()
@@ -80,6 +81,21 @@ def as_bytes(matrix: CodedBytes) -> ByteMatrix:
     codes = torch.cat([matrix.codes & 15, matrix.codes >> 4], dim=-1).int()
     values = (codes * slope + intercept).to(torch.int16) >> 8
     return ByteMatrix(values.to(torch.int8).flatten(1)[:, : matrix.columns].contiguous(), matrix.scales)
+
+
+def _peaks(
+    matrix: BlockMatrix, scale: torch.Tensor, least: torch.Tensor, codes: torch.Tensor
+) -> torch.Tensor:
+    """As `peaks_of_segments` of the numbers: the greatest of a group is that of its least or of its last code."""
+    if matrix.columns % GROUP:
+        return peaks_of_segments(quantised_linear.dequantise(matrix))
+    halves = codes & 15, codes >> 4
+    first = torch.minimum(*(half.amin(dim=-1, keepdim=True) for half in halves))
+    last = torch.maximum(*(half.amax(dim=-1, keepdim=True) for half in halves))
+    of_groups = (scale * torch.cat([first, last], dim=-1).float() + least).abs().amax(dim=-1)
+    count, width = segments(matrix.columns)
+    padded = functional.pad(of_groups, (0, count * width // GROUP - of_groups.shape[1]))
+    return padded.view(len(padded), count, -1).amax(dim=-1)
 
 
 def _modulo(whole: torch.Tensor) -> torch.Tensor:

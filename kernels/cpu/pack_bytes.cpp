@@ -26,20 +26,19 @@ uint8_t *block_of(void *data, int64_t block_bytes, int64_t column) {
     return static_cast<uint8_t *>(data) + column / kColumns * block_bytes;
 }
 
-// A row of a source matrix and its scales into their column.
+// A row of a source matrix, padded with zeros to the depth of the packed one, and its scales into their column.
 void place_bytes(Linear &to, const int8_t *values, const float *scales, int64_t column) {
     int64_t lane = column % kColumns;
-    bool least = false;
     auto place = [&](int s, int64_t first, int lines, uint8_t *weight, float *scale) {
-        for (int64_t i = 0; i < lines * kFour && first + i < to.in; i++) {
-            int8_t value = values[first + i];
-            least = least || value == -128;
-            weight[i / kFour * kLineBytes + lane * kFour + i % kFour] = static_cast<uint8_t>(value + 128);
+        for (int line = 0; line < lines; line++) {
+            uint32_t four;
+            std::memcpy(&four, values + first + line * kFour, sizeof four);
+            four ^= 0x80808080u;  // 128 more, byte by byte
+            std::memcpy(weight + line * kLineBytes + lane * kFour, &four, sizeof four);
         }
         scale[lane] = scales[s];
     };
     for_segments(block_of(to.data, to.block_bytes, column), DIPTYCH_I8, to.depth, place);
-    if (least) throw std::invalid_argument("a matrix of bytes holds -128; -127 is the least");
 }
 
 // A row of a matrix in codes, as kernels/byte_codes.py has them.
@@ -47,17 +46,17 @@ struct CodedRow {
     const uint8_t *codes;
     const int16_t *lines;
 
-    uint8_t code(int64_t i) const {
-        constexpr int kHalf = kDepth / 2;
-        int64_t within = i % kDepth;
-        uint8_t both = codes[i / kDepth * kHalf + within % kHalf];
-        return within < kHalf ? both & 0x0fu : static_cast<uint8_t>(both >> 4);
-    }
-    int32_t slope(int64_t group) const { return lines[2 * group]; }
-    int32_t intercept(int64_t group) const { return lines[2 * group + 1]; }
-    int8_t byte(int64_t i) const {
-        int32_t sum = code(i) * slope(i / kDepth) + intercept(i / kDepth);
-        return static_cast<int8_t>(static_cast<int16_t>(sum) >> 8);
+    const uint8_t *codes_of(int64_t group) const { return codes + group * kLaneCodes; }
+    uint16_t slope(int64_t group) const { return static_cast<uint16_t>(lines[2 * group]); }
+    uint16_t intercept(int64_t group) const { return static_cast<uint16_t>(lines[2 * group + 1]); }
+
+    void read(int64_t group, int8_t *bytes) const {
+        const uint8_t *both = codes_of(group);
+        uint16_t slope_of = slope(group), more = intercept(group);
+        for (int i = 0; i < kLaneCodes; i++) {
+            bytes[i] = static_cast<int8_t>(static_cast<uint16_t>((both[i] & 15u) * slope_of + more) >> 8);
+            bytes[kLaneCodes + i] = static_cast<int8_t>(static_cast<uint16_t>((both[i] >> 4u) * slope_of + more) >> 8);
+        }
     }
 };
 
@@ -69,9 +68,10 @@ uint8_t places_of(uint8_t codes) {
 // One group of a row into its column of a packed one.
 void place_group(const CodedRow &row, int64_t group, int64_t column, uint8_t *to) {
     int four = four_of(column), lane = lane_of(column);
-    const uint8_t *codes = row.codes + group * kLaneCodes;
-    for (int i = 0; i < kLaneCodes; i++) to[codes_at(four) + lane * kLaneCodes + i] = places_of(codes[i]);
-    uint16_t line[2] = {static_cast<uint16_t>(row.slope(group)), static_cast<uint16_t>(row.intercept(group) + 0x8000)};
+    const uint8_t *codes = row.codes_of(group);
+    uint8_t *place = to + codes_at(four) + lane * kLaneCodes;
+    for (int i = 0; i < kLaneCodes; i++) place[i] = places_of(codes[i]);
+    uint16_t line[2] = {row.slope(group), static_cast<uint16_t>(row.intercept(group) ^ 0x8000u)};
     std::memcpy(to + slopes_at(four) + lane * static_cast<int>(sizeof line), line, sizeof line);
 }
 
@@ -94,18 +94,22 @@ int64_t byte_block_bytes(int32_t format, int64_t depth) {
 
 void pack_bytes(Linear &to, const DiptychMatrix &part, const ColumnOf &column) {
     int64_t segments = SegmentCut::of(to.depth).count, groups = to.depth / kDepth;
-    std::vector<int8_t> read(static_cast<size_t>(to.in));
+    std::vector<int8_t> values(static_cast<size_t>(to.depth));
     for (int64_t row = 0; row < part.rows; row++) {
         const float *scales = part.scales + row * segments;
-        const int8_t *values = static_cast<const int8_t *>(part.data) + row * to.in;
         if (part.format == DIPTYCH_I8_CODED) {
-            CodedRow coded = {static_cast<const uint8_t *>(part.data) + row * groups * (kDepth / 2),
+            CodedRow coded = {static_cast<const uint8_t *>(part.data) + row * groups * kLaneCodes,
                               part.lines + row * groups * 2};
-            for (int64_t i = 0; i < to.in; i++) read[static_cast<size_t>(i)] = coded.byte(i);
+            for (int64_t g = 0; g < groups; g++) coded.read(g, values.data() + g * kDepth);
             if (to.codes != nullptr) place_codes(to, coded, scales, column(row));
-            values = read.data();
+        } else {
+            const auto *from = static_cast<const int8_t *>(part.data) + row * to.in;
+            if (std::memchr(from, -128, static_cast<size_t>(to.in)) != nullptr) {
+                throw std::invalid_argument("a matrix of bytes holds -128; -127 is the least");
+            }
+            std::memcpy(values.data(), from, static_cast<size_t>(to.in));
         }
-        place_bytes(to, values, scales, column(row));
+        place_bytes(to, values.data(), scales, column(row));
     }
 }
 
