@@ -216,7 +216,7 @@ class NativeBackend:
                     matrix.scales = address(weight.scales)
                 case CodedBytes():
                     matrix.format, matrix.data = native.I8_CODED, address(weight.codes)
-                    matrix.scales, matrix.lines = address(weight.scales), address(weight.lines)
+                    matrix.scales, matrix.slopes = address(weight.scales), address(weight.slopes)
                 case _:
                     matrix.data = address(self._canonical(weight))
             if bias is not None:

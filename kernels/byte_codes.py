@@ -2,7 +2,8 @@
 
 In Q4_0 and Q4_1 a group of 32 weights has at most sixteen values, which lie evenly: `scale * code + least`.
 Rounded to the steps of a segment (kernels/byte_linear.py) they are sixteen bytes, and lie evenly but for that
-rounding. So a group keeps its codes as the file has them, and a line to read them by, in steps of 1/256:
+rounding. So a group keeps its codes as the file has them, with a slope and an intercept to read them by, in
+steps of 1/256:
 
     byte = floor((code * slope + intercept) / 256)
 
@@ -33,7 +34,7 @@ class CodedBytes:
     codes: torch.Tensor
     """uint8 `[rows, groups, 16]`: number i of a group is the low half of byte i, number 16 + i its high half.
     """
-    lines: torch.Tensor
+    slopes: torch.Tensor
     """int16 `[rows, groups, 2]`: slope and intercept, both modulo 2^16, as `code * slope + intercept` is."""
     scales: torch.Tensor
     """float32 `[rows, segments]`, as those of a ByteMatrix."""
@@ -41,10 +42,10 @@ class CodedBytes:
     def __post_init__(self) -> None:
         rows, groups = self.scales.shape[0], -(-self.columns // GROUP)
         expected = (rows, groups, GROUP // 2), (rows, groups, 2), (rows, segments(self.columns)[0])
-        if (tuple(self.codes.shape), tuple(self.lines.shape), tuple(self.scales.shape)) != expected:
-            raise ValueError(f"{self.columns} columns have codes, lines and scales {expected}")
-        if (self.codes.dtype, self.lines.dtype) != (torch.uint8, torch.int16):
-            raise ValueError("codes are uint8 and lines int16")
+        if (tuple(self.codes.shape), tuple(self.slopes.shape), tuple(self.scales.shape)) != expected:
+            raise ValueError(f"{self.columns} columns have codes, slopes and scales {expected}")
+        if (self.codes.dtype, self.slopes.dtype) != (torch.uint8, torch.int16):
+            raise ValueError("codes are uint8 and slopes int16")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,12 +55,12 @@ class CodedBytes:
     def contiguous(self) -> CodedBytes:
         """The same matrix with its numbers row after row."""
         return CodedBytes(
-            self.columns, self.codes.contiguous(), self.lines.contiguous(), self.scales.contiguous()
+            self.columns, self.codes.contiguous(), self.slopes.contiguous(), self.scales.contiguous()
         )
 
 
 def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
-    """The bytes nearest to the numbers of `matrix`, but for lines that are rounded to 1/256 of a step.
+    """The bytes nearest to the numbers of `matrix`, but for slopes that are rounded to 1/256 of a step.
 
     None for a format whose groups have more than sixteen values.
     """
@@ -70,14 +71,14 @@ def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
     scales = _peaks(matrix, scale, least, codes) / 127.0
     step = scales.repeat_interleave(groups_a_segment, dim=1)[:, : scale.shape[1]].double().unsqueeze(-1)
     # A segment of nothing but zeros has no step, and one with an infinity none that is finite.
-    lines = (torch.cat([scale, least], dim=-1).double() * _ONE / step).nan_to_num(0.0, 0.0, 0.0).round()
-    lines[..., 1] += _ONE // 2
-    return CodedBytes(matrix.columns, codes, _modulo(lines), scales)
+    slopes = (torch.cat([scale, least], dim=-1).double() * _ONE / step).nan_to_num(0.0, 0.0, 0.0).round()
+    slopes[..., 1] += _ONE // 2
+    return CodedBytes(matrix.columns, codes, _modulo(slopes), scales)
 
 
 def as_bytes(matrix: CodedBytes) -> ByteMatrix:
     """The numbers that are written there."""
-    slope, intercept = matrix.lines.int().unsqueeze(-2).unbind(-1)
+    slope, intercept = matrix.slopes.int().unsqueeze(-2).unbind(-1)
     codes = torch.cat([matrix.codes & 15, matrix.codes >> 4], dim=-1).int()
     values = (codes * slope + intercept).to(torch.int16) >> 8
     return ByteMatrix(values.to(torch.int8).flatten(1)[:, : matrix.columns].contiguous(), matrix.scales)

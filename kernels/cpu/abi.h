@@ -69,7 +69,7 @@ struct DiptychMatrix {
     int32_t format;       // DiptychFormat, the same for all parts of a matrix
     const float *bias;    // [rows] or null
     const float *scales;  // of both kinds of int8: [rows, segments], see kernels/byte_linear.py; else null
-    const int16_t *lines; // of DIPTYCH_I8_CODED: [rows, groups, 2], see kernels/byte_codes.py; else null
+    const int16_t *slopes;  // of DIPTYCH_I8_CODED: [rows, groups, 2], see kernels/byte_codes.py; else null
 };
 
 // One step: `sequences` chunks of tokens, laid end to end in `tokens`.

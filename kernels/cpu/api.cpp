@@ -158,8 +158,8 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
             if ((coded || parts[p].format == DIPTYCH_I8) != (parts[p].scales != nullptr)) {
                 return fail(DIPTYCH_INVALID, "matrices of bytes have scales, and no others do");
             }
-            if (coded != (parts[p].lines != nullptr)) {
-                return fail(DIPTYCH_INVALID, "matrices in codes have lines, and no others do");
+            if (coded != (parts[p].slopes != nullptr)) {
+                return fail(DIPTYCH_INVALID, "matrices in codes have slopes, and no others do");
             }
         }
         pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype,

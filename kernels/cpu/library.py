@@ -47,7 +47,7 @@ class Matrix(Structure):
         ("format", c_int32),
         ("bias", c_void_p),
         ("scales", c_void_p),
-        ("lines", c_void_p),
+        ("slopes", c_void_p),
     )
 
 

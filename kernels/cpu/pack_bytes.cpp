@@ -44,11 +44,11 @@ void place_bytes(Linear &to, const int8_t *values, const float *scales, int64_t 
 // A row of a matrix in codes, as kernels/byte_codes.py has them.
 struct CodedRow {
     const uint8_t *codes;
-    const int16_t *lines;
+    const int16_t *slopes;  // and intercepts, in turn
 
     const uint8_t *codes_of(int64_t group) const { return codes + group * kLaneCodes; }
-    uint16_t slope(int64_t group) const { return static_cast<uint16_t>(lines[2 * group]); }
-    uint16_t intercept(int64_t group) const { return static_cast<uint16_t>(lines[2 * group + 1]); }
+    uint16_t slope(int64_t group) const { return static_cast<uint16_t>(slopes[2 * group]); }
+    uint16_t intercept(int64_t group) const { return static_cast<uint16_t>(slopes[2 * group + 1]); }
 
     void read(int64_t group, int8_t *bytes) const {
         const uint8_t *both = codes_of(group);
@@ -99,7 +99,7 @@ void pack_bytes(Linear &to, const DiptychMatrix &part, const ColumnOf &column) {
         const float *scales = part.scales + row * segments;
         if (part.format == DIPTYCH_I8_CODED) {
             CodedRow coded = {static_cast<const uint8_t *>(part.data) + row * groups * kLaneCodes,
-                              part.lines + row * groups * 2};
+                              part.slopes + row * groups * 2};
             for (int64_t g = 0; g < groups; g++) coded.read(g, values.data() + g * kDepth);
             if (to.codes != nullptr) place_codes(to, coded, scales, column(row));
         } else {

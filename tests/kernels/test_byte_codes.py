@@ -80,8 +80,8 @@ def test_q8_0_has_no_codes() -> None:
 def test_parts_that_do_not_fit_are_refused() -> None:
     made = coded(random_blocks(3, 300, "q4_0"))
     with pytest.raises(ValueError, match="330 columns"):
-        CodedBytes(330, made.codes, made.lines, made.scales)
+        CodedBytes(330, made.codes, made.slopes, made.scales)
     with pytest.raises(ValueError, match="int16"):
-        CodedBytes(300, made.codes, made.lines.int(), made.scales)
+        CodedBytes(300, made.codes, made.slopes.int(), made.scales)
     assert isinstance(as_bytes(made), ByteMatrix)
     assert made.shape == as_bytes(made).shape == (3, 300)

@@ -58,7 +58,7 @@ def test_codes_give_the_bits_of_their_bytes(instructions: str, name: str, rows: 
         assert torch.equal(ours, theirs)
 
 
-def test_codes_without_lines_are_refused() -> None:
+def test_codes_without_slopes_are_refused() -> None:
     shape = shape_of()
     weights = coded_weights_of(shape, "q4_1")
     backend = NativeBackend(shape, weights, torch.bfloat16)
@@ -67,5 +67,5 @@ def test_codes_without_lines_are_refused() -> None:
     matrix = native.Matrix(
         codes.codes.data_ptr(), *codes.shape, native.I8_CODED, None, codes.scales.data_ptr(), None
     )
-    with pytest.raises(NativeError, match="lines"):
+    with pytest.raises(NativeError, match="slopes"):
         backend._check(backend._library.diptych_set_linear(backend._model, 0, native.OUTPUT, matrix, 1))
