@@ -71,11 +71,9 @@ def measure_cell(running: RunningServer, cell: Cell, sizes: Sizes) -> Measuremen
 
 async def _figures(running: RunningServer, cell: Cell, sizes: Sizes) -> Figures:
     seed = zlib.crc32(f"{cell.round} {cell.load}".encode())
-    if cell.load == STREAMS:
-        watched = await watch(partial(_backend, running), seed, sizes.alone_s, sizes.beside_s)
-        return watched.figures()
-    if cell.load == QUEUED:
-        watched = await watch(partial(_backend, running), seed, 0.0, sizes.beside_s, QUEUED_PROMPTS)
+    if cell.load in (STREAMS, QUEUED):
+        alone_s, in_flight = (sizes.alone_s, 1) if cell.load == STREAMS else (0.0, QUEUED_PROMPTS)
+        watched = await watch(partial(_backend, running), seed, alone_s, sizes.beside_s, in_flight)
         return watched.figures()
     async with _backend(running, ignore_eos=cell.load != TEXT) as backend:
         if cell.load == TEXT:

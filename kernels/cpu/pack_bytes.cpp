@@ -79,7 +79,7 @@ void place_codes(Linear &to, const CodedRow &row, const float *scales, int64_t c
     int64_t lane = column % kColumns;
     auto place = [&](int s, int64_t first, int lines, uint8_t *weight, float *scale) {
         for (int64_t g = first / kDepth; g < first / kDepth + lines / kCodedLines; g++, weight += kCodedBytes) {
-            place_group(row, g, column % kColumns, weight);
+            place_group(row, g, lane, weight);
         }
         scale[lane] = scales[s];
     };
