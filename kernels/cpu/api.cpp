@@ -163,7 +163,7 @@ int32_t diptych_set_linear(DiptychModel *model, int32_t layer, int32_t which, co
             }
         }
         pack(*to, model->memory, parts, count, which == DIPTYCH_GATE_UP, model->shape.dtype,
-             model->kernels->reads_codes);
+             model->kernels->reads_codes ? &model->codes : nullptr);
         return DIPTYCH_OK;
     } catch (const std::exception &error) {
         return fail(DIPTYCH_FAILED, error.what());

@@ -8,8 +8,6 @@
 namespace diptych {
 namespace {
 
-constexpr int kCodesAhead = 8192;  // as kByteAhead
-
 inline __m512i four_times(const void *lane) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i *>(lane)));
 }
@@ -75,8 +73,6 @@ template <bool First>
         __m512i first_high = four_times(high + at), second_high = four_times(high + at + kLaneCodes);
 #pragma GCC unroll 8
         for (int i = 0; i < kFours; i++) {
-            if (i % kStripFours == 0) __builtin_prefetch(group + slopes_at(i) + kCodesAhead, 0, 2);
-            __builtin_prefetch(group + codes_at(i) + kCodesAhead, 0, 2);
             __m512i table = table_of(group + slopes_at(i));
             __m512i both = _mm512_load_si512(group + codes_at(i));
             __m512i weights = _mm512_shuffle_epi8(table, _mm512_and_si512(both, half));

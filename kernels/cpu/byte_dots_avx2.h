@@ -39,7 +39,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
         const uint8_t *of_columns = weight + kFour * column;
         __m256i dot[Rows];
 #pragma GCC unroll 4
-        for (int m = 0; m < Rows; m++) dot[m] = high_dot(x[m], of_columns);
+        for (int m = 0; m < Rows; m++) dot[m] = _mm256_setzero_si256();
         for (int line = 0; line < lines; line++) {
             __m256i now = load_weights(of_columns + line * kLineBytes);
 #pragma GCC unroll 4
@@ -49,6 +49,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
         }
         Lanes scale = load(scales + column);
         for (int m = 0; m < Rows; m++) {
+            dot[m] = _mm256_add_epi32(dot[m], high_dot(x[m], of_columns));
             float *to = out + m * kColumns + column;
             store(to, fma(_mm256_cvtepi32_ps(dot[m]), mul(scale, splat(x[m].scale)), First ? splat(0.0f) : load(to)));
         }

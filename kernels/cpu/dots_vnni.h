@@ -11,7 +11,8 @@ namespace diptych {
 namespace {
 
 constexpr int kBlockRows = 6;  // of two strips: 12 sums, 12 dots, 2 weights and 1 activation in 32 registers
-// Weights come from memory, and the hardware's own fetching stops at page borders. In bytes.
+// From so many rows on weights are asked for kAhead bytes before they are needed, as in byte_dots_vnni.h.
+constexpr int kFetchingRows = 3;
 constexpr int kAhead = 8192;
 
 // NaN if any is.
@@ -93,8 +94,9 @@ template <int Format, int Rows>
     for (int m = 0; m < Rows; m++) {
         dot[m][0] = dot[m][1] = _mm512_set1_epi32(offset_of<Format>(x[m].minus_8_values, x[m].minus_128_values));
     }
-    add_bytes<Format, Rows, true>(x->values, group, dot);
-    fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
+    constexpr bool kFetches = Rows >= kFetchingRows;
+    add_bytes<Format, Rows, kFetches>(x->values, group, dot);
+    if (kFetches) fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; strip++) {
         GroupOfStrip parts = strip_of(group, Format, strip);

@@ -55,16 +55,17 @@ std::vector<const Kernels *> runnable(int32_t dtype);
 // A column of gate and its column of up sit 16 apart in one block of 32.
 constexpr int kGateColumns = kColumns / 2;
 
-// `codes`: keep the codes of a matrix that comes in codes, beside its bytes.
+// `codes`: where to keep the codes of a matrix that comes in codes, too; null: nowhere.
 void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype,
-          bool codes);
+          WeightMemory *codes);
 
 }  // namespace diptych
 
 struct DiptychModel {
     DiptychShape shape;
     const diptych::Kernels *kernels;
-    diptych::WeightMemory memory;
+    // Codes apart: a step reads them or the bytes, from one matrix on to the next.
+    diptych::WeightMemory memory, codes;
     std::vector<diptych::Layer> layers;
     diptych::Linear head;
     std::vector<float> final_norm;

@@ -35,7 +35,7 @@ int64_t block_bytes(const Linear &matrix, int32_t dtype) {
 }  // namespace
 
 void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype,
-          bool codes) {
+          WeightMemory *codes) {
     int64_t rows = 0;
     bool biased = false;
     for (int32_t p = 0; p < count; p++) {
@@ -49,9 +49,9 @@ void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t 
     to.format = parts[0].format;
     to.block_bytes = block_bytes(to, dtype);
     to.data = memory.take(to.blocks * to.block_bytes);
-    if (codes && to.format == DIPTYCH_I8_CODED) {
+    if (codes != nullptr && to.format == DIPTYCH_I8_CODED) {
         to.code_block_bytes = byte_block_bytes(DIPTYCH_I8_CODED, to.depth);
-        to.codes = memory.take(to.blocks * to.code_block_bytes);
+        to.codes = codes->take(to.blocks * to.code_block_bytes);
     }
     void *bias = biased ? memory.take(static_cast<int64_t>(to.blocks) * kColumns * sizeof(float)) : nullptr;
     to.bias = static_cast<float *>(bias);
