@@ -37,6 +37,8 @@ class Runner:
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
         self._recording = model.backend if isinstance(model.backend, RecordingBackend) else None
+        # Whether launched steps are computed on cores of this machine, and not on a device.
+        self._launches_on_cores = isinstance(self._launching, Assisted)
         self._share = share
         self._assisted: Assisted | None = None
         if share is not None and isinstance(model.backend, Assisted):
@@ -88,8 +90,8 @@ class Runner:
         """Whether a core is left to those who pass tokens on while steps follow one another. Without one they
         take their time from a step, of ours or of others; between steps it costs nobody more than us.
         """
-        if not isinstance(self._launching, Assisted):
-            return True  # a device computes
+        if not self._launches_on_cores:
+            return True
         return self._share is not None and self._share.spare()
 
     def launch(

@@ -42,11 +42,12 @@ class Sizes:
     input_len: int = 128
     output_len: int = 64
     per_client: int = 4
-    fewest: int = 8
+    fewest: int = 16
     prefills: int = 16
     alone_s: float = 2.5
     beside_s: float = 7.0
     warm_ups: int = 8
+    rest_s: float = 3.0  # after these: a server goes on taking memory for a while after it is ready
 
 
 def warm_up(running: RunningServer, sizes: Sizes) -> None:

@@ -13,6 +13,7 @@ from benchmarks.peers.places import DEFAULT_ROOT, Places
 GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 VLLM_KINDS = ("bf16", "w8a8")
 _QUICK_GGUF = ("Q4_0", "BF16")
+_QUICK = Sizes(per_client=2, fewest=4, prefills=8, alone_s=1.5, beside_s=4.0)
 _RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -37,7 +38,7 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Exits with status 2 and a line about it for wrong flags."""
     given = _parser().parse_args(argv)
-    sizes = Sizes(per_client=2, fewest=4, prefills=8, alone_s=1.5, beside_s=4.0) if given.quick else Sizes()
+    sizes = _QUICK if given.quick else Sizes()
     return Options(
         places=Places(given.cache.expanduser().absolute()),
         results=given.results.absolute(),

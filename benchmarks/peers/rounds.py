@@ -63,6 +63,7 @@ class Rounds:
         try:
             with self._up(server, cells[0].round) as running:
                 warm_up(running, self._sizes)
+                time.sleep(self._sizes.rest_s)
                 for cell in cells:
                     measured = measure_cell(running, cell, self._sizes)
                     figures = {**measured.figures, "busy_before_share": others}

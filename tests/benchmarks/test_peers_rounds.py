@@ -14,7 +14,9 @@ from benchmarks.peers.servers import Family, Server
 from benchmarks.peers.summary import Summary
 
 ROOT = Path(__file__).parents[2]
-SIZES = Sizes(input_len=11, output_len=3, per_client=1, fewest=2, prefills=1, alone_s=0.1, beside_s=0.2)
+SIZES = Sizes(
+    input_len=11, output_len=3, per_client=1, fewest=2, prefills=1, alone_s=0.1, beside_s=0.2, rest_s=0.0
+)
 SCRIPTED = textwrap.dedent(
     """
     import asyncio, sys
