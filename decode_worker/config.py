@@ -26,7 +26,7 @@ class DecodeSettings(WorkerSettings):
         0.9, description="share of a GPU's memory that this worker may take, KV blocks included"
     )
     itl_stretch: Annotated[float, Field(ge=1, le=10)] = Field(
-        1.5,
+        1.3,
         description="while prompts queue for cores that they share with this worker, a step begins this many "
         "times its length after the one before, and prefill has the cores in between; 1 = at once",
     )
