@@ -11,10 +11,6 @@ namespace diptych {
 namespace {
 
 constexpr int kByteRows = 12;  // of two strips: 24 dots, 2 weights and 1 activation in 32 registers
-// From so many rows on weights are asked for kByteAhead bytes before they are needed: the core computes for too long
-// to see far enough ahead itself. With fewer rows the hardware's own fetching is faster, as long as nothing is asked for
-// out of order.
-constexpr int kFetchingByteRows = 6;
 constexpr int kByteAhead = 8192;
 
 [[gnu::always_inline]] inline __m512i strip_of_line(const uint8_t *line, int strip) {
@@ -55,7 +51,7 @@ template <bool First>
 template <int Rows, bool First>
 [[gnu::noinline]] void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales,
                                    float *out) {
-    constexpr bool kFetches = Rows >= kFetchingByteRows;
+    constexpr bool kFetches = Rows > kFewRows;
     __m512i dot[Rows][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) dot[m][0] = dot[m][1] = _mm512_set1_epi32(x[m].minus_128_sum);

@@ -11,8 +11,7 @@ namespace diptych {
 namespace {
 
 constexpr int kBlockRows = 6;  // of two strips: 12 sums, 12 dots, 2 weights and 1 activation in 32 registers
-// From so many rows on weights are asked for kAhead bytes before they are needed, as in byte_dots_vnni.h.
-constexpr int kFetchingRows = 3;
+constexpr int kFewBlockRows = 2;  // as kFewRows; a group takes more computing
 constexpr int kAhead = 8192;
 
 // NaN if any is.
@@ -94,7 +93,7 @@ template <int Format, int Rows>
     for (int m = 0; m < Rows; m++) {
         dot[m][0] = dot[m][1] = _mm512_set1_epi32(offset_of<Format>(x[m].minus_8_values, x[m].minus_128_values));
     }
-    constexpr bool kFetches = Rows >= kFetchingRows;
+    constexpr bool kFetches = Rows > kFewBlockRows;
     add_bytes<Format, Rows, kFetches>(x->values, group, dot);
     if (kFetches) fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
 #pragma GCC unroll 2

@@ -23,6 +23,10 @@ inline void fetch(const void *weights) {
     __builtin_prefetch(static_cast<const char *>(weights) + Ahead + 64, 0, Locality);
 }
 
+// Rows of a tile with which the hardware's own fetching is faster, as long as nothing is read out of order. With more
+// the core computes for too long to see far enough ahead itself.
+constexpr int kFewRows = 4;
+
 // Calls f with the compile-time number that equals n, 1 .. Most.
 template <int Most, class F>
 inline void with_count(int n, F f) {
@@ -65,7 +69,7 @@ struct Fp32 : AnyKind {
             for (int j = 0; j < kRegisters; j++) sum[m][j] = splat(0.0f);
         }
         for (int k = 0; k < depth; k++, weight += kColumns) {
-            fetch<2048, 3>(weight);
+            if (Rows > kFewRows) fetch<2048, 3>(weight);
             Lanes w[kRegisters];
 #pragma GCC unroll 8
             for (int j = 0; j < kRegisters; j++) w[j] = load(weight + j * kLanes);
@@ -106,7 +110,7 @@ struct WidenedBf16 : AnyKind {
             for (int j = 0; j < kRegisters; j++) sum[m][j] = splat(0.0f);
         }
         for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
-            fetch<2048, 3>(weight);
+            if (Rows > kFewRows) fetch<2048, 3>(weight);
             Lanes even[kRegisters], odd[kRegisters];
 #pragma GCC unroll 8
             for (int j = 0; j < kRegisters; j++) {

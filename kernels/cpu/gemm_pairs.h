@@ -25,15 +25,12 @@ struct PairedBf16 : AnyKind {
         return (__m512bh)_mm512_set1_epi32(both);
     }
 
-    // From so many rows on, as in byte_dots_vnni.h.
-    static constexpr int kFetchingRows = 5;
-
     template <int Rows>
     static void multiply(const bf16 *input, int64_t stride, const bf16 *weight, int depth, float *out) {
         Lanes sum[Rows][kRegisters];
         for (int m = 0; m < Rows; m++) sum[m][0] = sum[m][1] = splat(0.0f);
         for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
-            if (Rows >= kFetchingRows) fetch<8192, 2>(weight);
+            if (Rows > kFewRows) fetch<8192, 2>(weight);
             __m512bh left = pairs(weight), right = pairs(weight + kColumns);
 #pragma GCC unroll 16
             for (int m = 0; m < Rows; m++) {
