@@ -34,13 +34,23 @@ struct TableMaker {
     static constexpr uint16_t kFirstCodes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 };
 
-// The high bytes of a segment by line, 0 where a line is not wide.
-inline void spread_high(const Segment &x, int lines, int8_t (&high)[kSegment]) {
-    for (int i = 0; i < lines * kFour; i += 32) {
-        _mm256_store_si256(reinterpret_cast<__m256i *>(high + i), _mm256_setzero_si256());
+// The high bytes of a segment by line, 0 where a line is not wide, and which groups have any: most have none.
+struct HighBytes {
+    alignas(64) int8_t bytes[kSegment];
+    uint32_t groups = 0;
+    static_assert(kLines / kCodedLines <= 32);
+
+    HighBytes(const Segment &x, int lines) {
+        for (int i = 0; i < lines * kFour; i += 32) {
+            _mm256_store_si256(reinterpret_cast<__m256i *>(bytes + i), _mm256_setzero_si256());
+        }
+        for (int n = 0; n < kWide; n++) {
+            int line = x.wide[n] / kLineBytes;
+            std::memcpy(bytes + line * kFour, x.high[n], kFour);
+            groups |= 1u << (line / kCodedLines);
+        }
     }
-    for (int n = 0; n < kWide; n++) std::memcpy(high + x.wide[n] / kLineBytes * kFour, x.high[n], kFour);
-}
+};
 
 // The sums of four columns, four parts each: of the values, and of the high bytes.
 struct FourDots {
@@ -57,30 +67,41 @@ inline __m512i sums_of(const FourDots *fours) {
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
+// dots += one group of activations times its weights; `high` counts where it is Wide.
+template <bool Wide>
+[[gnu::always_inline]] inline void add_coded_group(const TableMaker &table_of, const int8_t *values, const int8_t *high,
+                                                   const uint8_t *group, FourDots (&dots)[kFours]) {
+    const __m512i half = _mm512_set1_epi8(15);
+    __m512i first = four_times(values), second = four_times(values + kLaneCodes);
+    __m512i first_high = four_times(high), second_high = four_times(high + kLaneCodes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kFours; i++) {
+        __m512i table = table_of(group + slopes_at(i));
+        __m512i both = _mm512_load_si512(group + codes_at(i));
+        __m512i weights = _mm512_shuffle_epi8(table, _mm512_and_si512(both, half));
+        add_dots(dots[i].low, weights, first);
+        if (Wide) add_dots(dots[i].high, weights, first_high);
+        weights = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), half));
+        add_dots(dots[i].low, weights, second);
+        if (Wide) add_dots(dots[i].high, weights, second_high);
+    }
+}
+
 // out[32] += one segment of a row of activations times its weights; = of the First one.
 template <bool First>
 [[gnu::noinline]] void add_coded_segment(const Segment &x, const uint8_t *group, int lines, const float *scales,
                                          float *out) {
-    alignas(64) int8_t high[kSegment];
-    spread_high(x, lines, high);
+    const HighBytes high(x, lines);
     const TableMaker table_of;
-    const __m512i half = _mm512_set1_epi8(15);
     FourDots dots[kFours];
 #pragma GCC unroll 8
     for (FourDots &four : dots) four.low = four.high = _mm512_setzero_si512();
-    for (int at = 0; at < lines * kFour; at += 2 * kLaneCodes, group += kCodedBytes) {
-        __m512i first = four_times(x.values + at), second = four_times(x.values + at + kLaneCodes);
-        __m512i first_high = four_times(high + at), second_high = four_times(high + at + kLaneCodes);
-#pragma GCC unroll 8
-        for (int i = 0; i < kFours; i++) {
-            __m512i table = table_of(group + slopes_at(i));
-            __m512i both = _mm512_load_si512(group + codes_at(i));
-            __m512i weights = _mm512_shuffle_epi8(table, _mm512_and_si512(both, half));
-            add_dots(dots[i].low, weights, first);
-            add_dots(dots[i].high, weights, first_high);
-            weights = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(both, 4), half));
-            add_dots(dots[i].low, weights, second);
-            add_dots(dots[i].high, weights, second_high);
+    for (int g = 0; g < lines / kCodedLines; g++, group += kCodedBytes) {
+        const int8_t *values = x.values + g * kDepth, *of_values = high.bytes + g * kDepth;
+        if ((high.groups >> g & 1u) != 0) {
+            add_coded_group<true>(table_of, values, of_values, group, dots);
+        } else {
+            add_coded_group<false>(table_of, values, of_values, group, dots);
         }
     }
     Lanes scale = splat(x.scale);
