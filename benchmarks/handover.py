@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.percentile import percentile
-from diptych.worker.v1 import handoff_pb2_grpc, work_pb2
+from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.client import HandoffClient
@@ -35,6 +35,8 @@ from kvtransfer.peer import Peer
 from kvtransfer.pool_memory import PoolMemory, allocate_pool
 from kvtransfer.ready import Ready
 from kvtransfer.server import HandoffServer
+from runtime.links.local_door import LocalDoor
+from runtime.links.over_grpc import add_links
 from runtime.rpc import bind, make_server
 
 TRANSPORTS = {
@@ -111,10 +113,11 @@ async def decode_end(transport: str, setting: Setting) -> None:
     )
     await server.start()
     edge = make_server(internal=True)
-    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(server.servicer, edge)
-    port = bind(edge, "127.0.0.1", 0, False)
+    add_links(edge, [server.service])
+    address = f"127.0.0.1:{bind(edge, '127.0.0.1', 0, False)}"
     await edge.start()
-    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+    await LocalDoor([server.service]).open(address)
+    print(json.dumps({"address": address}), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

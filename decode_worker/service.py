@@ -1,14 +1,14 @@
-"""The gRPC edge of the decode worker for gateways; prefill workers link to the hand-over's own service."""
+"""The edge of the decode worker for gateways; prefill workers link to the hand-over's own service."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
-from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from diptych.worker.v1 import decode_pb2, work_pb2
 from kvtransfer.wire import key_of
-from worker.gateway_link import Context, GatewayLinks, drain_grace_s
+from worker.gateway_link import GatewayLinks, drain_grace_s
 
 Request = decode_pb2.DecodeServiceLinkRequest
 
@@ -32,13 +32,3 @@ def gateway_links(
 
     greeting = decode_pb2.DecodeServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, attempts.gateway_lost)
-
-
-class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """One stream per gateway."""
-
-    def __init__(self, links: GatewayLinks[GatewayStream]) -> None:
-        self._links = links
-
-    async def Link(self, requests: AsyncIterator[Request], context: Context) -> None:
-        await self._links.serve(requests, context)

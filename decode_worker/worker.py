@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-
 from decode_worker.attempts import Listeners
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.pace import Pace
 from decode_worker.pool import make_pool
 from decode_worker.request import DecodeRequest, State
-from decode_worker.service import DecodeServicer, gateway_links
+from decode_worker.service import gateway_links
 from decode_worker.spans import attempt_span
-from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, handoff_pb2, handoff_pb2_grpc, work_pb2
+from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.server import HandoffServer
 from kvtransfer.transports import registry
+from runtime.links.method import DECODE
+from runtime.links.stream import LinkService
 from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
@@ -87,22 +87,14 @@ class DecodeWorker:
         return WorkerKind(
             role="decode",
             loop=self._loop,
-            services=(
-                decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
-                handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
-            ),
-            add_services=self._add_services,
-            streams=self._gateways.streams,
+            services=(LinkService(DECODE, self._gateways.serve), self._handoff.service),
+            gateways=self._gateways,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
             total_blocks=self._pool.total,
             owned_keys=self._pool.cached_keys,
         )
-
-    def _add_services(self, server: grpc.aio.Server) -> None:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self._gateways), server)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._handoff.servicer, server)
 
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(

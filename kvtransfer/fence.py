@@ -12,26 +12,11 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 from collections.abc import Callable
-from typing import NamedTuple
+
+from runtime.peer_credentials import peer_credentials
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not yet in Python's socket module
-_UCRED = struct.Struct("iII")
-
-
-class PeerCredentials(NamedTuple):
-    """Who opened the other end of a Unix socket, by the kernel's word."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def peer_credentials(connection: socket.socket) -> PeerCredentials:
-    """Credentials of the process that connected."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return PeerCredentials(*_UCRED.unpack(raw))
 
 
 class WriterProcess:

@@ -6,20 +6,20 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import grpc
 
-from diptych.worker.v1 import handoff_pb2, handoff_pb2_grpc, work_pb2
+from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.errors import HandoffRefused
 from kvtransfer.fingerprint import Fingerprint, incompatible_field
 from kvtransfer.host import host_id
 from kvtransfer.messages import WriterId
 from kvtransfer.wire import Request, Response
+from runtime.links.connect import open_link
+from runtime.links.method import HANDOFF
+from runtime.links.stream import ClientStream, Stream, StreamLost
 from runtime.outbox import Outbox
-from runtime.rpc import make_channel
 
-Call = grpc.aio.StreamStreamCall[Any, Any]
 _CONNECT_S = 3.0
 _INCOMPATIBLE = work_pb2.FailureReason.FAILURE_REASON_INCOMPATIBLE
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -28,9 +28,9 @@ _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 class PeerLink:
     """The I/O of one stream; what its messages mean is decided elsewhere."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Call, welcome: handoff_pb2.HandoffWelcome) -> None:
+    def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
         self.welcome = welcome
-        self._channel, self._call = channel, call
+        self._stream = stream
         self._outbox: Outbox[Request] = Outbox()
         self._task: asyncio.Task[None] | None = None
 
@@ -53,18 +53,16 @@ class PeerLink:
             host_id=host_id(),
             device=device,
         )
-        channel = make_channel(address)
-        call = handoff_pb2_grpc.HandoffServiceStub(channel).Link()
+        stream = await _opened(address)
         try:
-            welcome = await _exchange_hello(call, hello)
+            welcome = await _exchange_hello(stream, hello)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
             if field is not None:
                 raise HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {field}")
         except BaseException:
-            call.cancel()
-            await channel.close()
+            await stream.close()
             raise
-        return cls(channel, call, welcome)
+        return cls(stream, welcome)
 
     def start(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
         """Pass every message to `handle` until the stream ends, then call `ended` once."""
@@ -76,55 +74,62 @@ class PeerLink:
 
     def close(self) -> None:
         """End the stream from our side; `ended` follows."""
-        self._call.cancel()
+        self._stream.cancel()
 
     async def wait_closed(self) -> None:
         """Until the stream has ended and `ended` was called."""
-        self._call.cancel()
+        self._stream.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
         else:
-            await self._channel.close()
+            await self._stream.close()
 
     async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
         writing = asyncio.create_task(self._write())
         try:
             # However it ends, the link is lost, and that is all that matters here.
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                while isinstance(response := await self._call.read(), Response):
+            with contextlib.suppress(StreamLost, asyncio.CancelledError):
+                while (response := await self._stream.read()) is not None:
                     handle(response)
         finally:
             self._outbox.close()
-            self._call.cancel()
+            self._stream.cancel()
             writing.cancel()
             ended()
             await asyncio.gather(writing, return_exceptions=True)
-            await self._channel.close()
+            await self._stream.close()
 
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with contextlib.suppress(StreamLost):
             while requests := await self._outbox.take():
                 for request in requests:
-                    await self._call.write(request)
+                    await self._stream.write(request)
 
 
-async def _exchange_hello(call: Call, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
+async def _opened(address: str) -> ClientStream:
+    try:
+        return await open_link(address, HANDOFF)
+    except StreamLost as error:
+        raise _refused(error) from error
+
+
+async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
+    first: Response | None
     try:
         async with asyncio.timeout(_CONNECT_S):
-            await call.write(Request(hello=hello))
-            first = await call.read()
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-            text = f"the decode worker differs in {error.details()}"
-            raise HandoffRefused(_INCOMPATIBLE, text) from error
-        raise HandoffRefused(
-            _PEER_LOST, f"the decode worker is not reachable ({error.code().name})"
-        ) from error
-    except asyncio.InvalidStateError as error:
-        raise HandoffRefused(_PEER_LOST, "the decode worker ended the link at once") from error
+            await stream.write(Request(hello=hello))
+            first = await stream.read()
+    except StreamLost as error:
+        raise _refused(error) from error
     except TimeoutError as error:
         raise HandoffRefused(_PEER_LOST, "the decode worker does not answer") from error
-    if not isinstance(first, Response) or first.WhichOneof("message") != "welcome":
+    if first is None or first.WhichOneof("message") != "welcome":
         raise HandoffRefused(_PEER_LOST, "the decode worker did not say welcome")
     return first.welcome
+
+
+def _refused(error: StreamLost) -> HandoffRefused:
+    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+        return HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
+    return HandoffRefused(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")

@@ -15,7 +15,7 @@ from typing import cast
 
 import grpc
 
-from diptych.worker.v1 import handoff_pb2, handoff_pb2_grpc, work_pb2
+from diptych.worker.v1 import handoff_pb2, work_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.action_pump import ActionPump
 from kvtransfer.failpoints import damage_blocks
@@ -39,11 +39,13 @@ from kvtransfer.ready import Beat, HandoffStats, Ready
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiving_attempt import Patience
 from kvtransfer.reception import Reception
-from kvtransfer.server_link import Context, ServerLink, read_hello
+from kvtransfer.server_link import ServerLink, read_hello
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.registry import make_receiver
 from kvtransfer.wire import Request, Response, key_of, ref_of, response_of
 from kvtransfer.writers import Writers
+from runtime.links.method import HANDOFF
+from runtime.links.stream import LinkService, Refused, Stream
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class HandoffServer:
         self._reception = Reception(
             WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
         )
-        self.servicer: handoff_pb2_grpc.HandoffServiceServicer = _Servicer(self)
+        self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:
         """Listen for the transports' registrations. Call it before the gRPC server starts. Raises OSError."""
@@ -147,21 +149,18 @@ class HandoffServer:
 
     # -- links
 
-    async def serve_link(self, context: Context) -> None:
-        """One stream, from hello to end."""
-        hello = await read_hello(context)
+    async def serve_link(self, stream: Stream) -> None:
+        """One stream, from hello to end. Raises Refused and StreamLost."""
+        hello = await read_hello(stream)
         if hello is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
-            return
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         writer_id = WriterId(hello.worker_id, hello.incarnation)
         if self._writers.is_fenced(writer_id):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
-            return
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
         transport = self._reception.transport_for(hello)
         if isinstance(transport, str):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, transport)
-            return
-        link = ServerLink(writer_id, context)
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
+        link = ServerLink(writer_id, stream)
         writer = self._writers.link_up(link, transport)
         link.put(self._reception.welcome(hello, transport))
         self._pump.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
@@ -278,11 +277,3 @@ class HandoffServer:
 class _CommitNote:
     times: work_pb2.PhaseTimes
     received_at: float
-
-
-class _Servicer(handoff_pb2_grpc.HandoffServiceServicer):
-    def __init__(self, server: HandoffServer) -> None:
-        self._server = server
-
-    async def Link(self, request_iterator: object, context: Context) -> None:
-        await self._server.serve_link(context)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
-
-import grpc
 
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.messages import WriterId
 from kvtransfer.wire import Request, Response
+from runtime.links.stream import Stream, StreamLost
 from runtime.outbox import Outbox
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ServerLink:
     """The I/O of one stream; what its messages mean is decided elsewhere."""
 
-    def __init__(self, writer: WriterId, context: Context) -> None:
+    def __init__(self, writer: WriterId, stream: Stream) -> None:
         self.writer = writer
-        self._context = context
+        self._stream = stream
         self._outbox: Outbox[Response] = Outbox()
         self._task = asyncio.current_task()
         self._closed = False
@@ -42,11 +38,9 @@ class ServerLink:
         """Pass every message to `handle` until the stream ends."""
         writing = asyncio.create_task(self._write())
         try:
-            while True:
-                request = await self._context.read()
-                if not isinstance(request, Request):  # the end of the stream
-                    return
-                handle(self, request)
+            with contextlib.suppress(StreamLost):
+                while (request := await self._stream.read()) is not None:
+                    handle(self, request)
         except asyncio.CancelledError:
             if not self._closed:
                 raise
@@ -58,15 +52,15 @@ class ServerLink:
 
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError):
+        with contextlib.suppress(StreamLost):
             while responses := await self._outbox.take():
                 for response in responses:
-                    await self._context.write(response)
+                    await self._stream.write(response)
 
 
-async def read_hello(context: Context) -> handoff_pb2.HandoffHello | None:
-    """The first message, None if it is not a hello."""
-    first = await context.read()
-    if not isinstance(first, Request) or first.WhichOneof("message") != "hello":
+async def read_hello(stream: Stream) -> handoff_pb2.HandoffHello | None:
+    """The first message, None if it is not a hello. Raises StreamLost."""
+    first: Request | None = await stream.read()
+    if first is None or first.WhichOneof("message") != "hello":
         return None
     return first.hello

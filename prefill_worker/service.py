@@ -1,14 +1,14 @@
-"""The gRPC edge of the prefill worker: gateways link here."""
+"""The edge of the prefill worker: gateways link here."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
+from diptych.worker.v1 import prefill_pb2, work_pb2
 from kvtransfer.wire import key_of
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
-from worker.gateway_link import Context, GatewayLinks, drain_grace_s
+from worker.gateway_link import GatewayLinks, drain_grace_s
 
 Request = prefill_pb2.PrefillServiceLinkRequest
 
@@ -29,13 +29,3 @@ def gateway_links(
 
     greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
     return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)
-
-
-class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """One stream per gateway."""
-
-    def __init__(self, links: GatewayLinks[GatewayStream]) -> None:
-        self._links = links
-
-    async def Link(self, requests: AsyncIterator[Request], context: Context) -> None:
-        await self._links.serve(requests, context)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-
-from diptych.worker.v1 import prefill_pb2, prefill_pb2_grpc, work_pb2
+from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.client import HandoffClient
@@ -15,8 +13,10 @@ from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import ENOUGH_ON_CPU
-from prefill_worker.service import PrefillServicer, gateway_links
+from prefill_worker.service import gateway_links
 from prefill_worker.spans import attempt_span
+from runtime.links.method import PREFILL
+from runtime.links.stream import LinkService
 from runtime.metrics import PrefillMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
@@ -80,9 +80,8 @@ class PrefillWorker:
         return WorkerKind(
             role="prefill",
             loop=self._loop,
-            services=(prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],),
-            add_services=self._add_services,
-            streams=self._gateways.streams,
+            services=(LinkService(PREFILL, self._gateways.serve),),
+            gateways=self._gateways,
             load=self._load,
             metrics=self._metrics,
             registry=self._registry,
@@ -92,10 +91,6 @@ class PrefillWorker:
         """The worker's own pool, made when the first copying transport is registered."""
         blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
-
-    def _add_services(self, server: grpc.aio.Server) -> None:
-        servicer = PrefillServicer(self._gateways)
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
 
     def _load(self) -> work_pb2.Load:
         return work_pb2.Load(

@@ -34,6 +34,9 @@ class WorkerSettings(ProgramSettings):
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
         "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
     )
+    links: Literal["auto", "grpc"] = Field(
+        "auto", description="how processes reach this worker: auto = over a Unix socket from within its host"
+    )
     advertise_host: str | None = Field(
         None, description="host name under which gateways and other workers reach this one (default: host)"
     )

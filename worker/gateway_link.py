@@ -1,7 +1,8 @@
 """The worker's end of a gateway's long-lived stream: hello, messages both ways, loss.
 
-The handler writes by itself instead of yielding replies to gRPC: a generator that gRPC drops while it writes
-one ends when the garbage collector finds it, and until then nobody would cancel what came over the stream.
+A gateway beats ten times a second. One that says nothing for three is gone, or stopped: a stopped process
+keeps its connections. Silence is counted in our own ticks, so that a pause of this process is not taken for
+the gateway's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from diptych.worker.v1 import work_pb2
+from runtime.links.stream import Refused, StreamLost
+from runtime.links.stream import Stream as Link
 
+SILENT_TICKS = 30
+"""Of the worker's heartbeat."""
 _log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GatewayStream(Protocol):
@@ -52,28 +56,45 @@ class GatewayLinks(Generic[Stream]):
     opened: Callable[[str], Stream]
     heard: Callable[[Any, Stream], None]
     lost: Callable[[Stream], None]
-    streams: dict[Stream, None] = field(default_factory=dict)
-    """Those that are open, in the order in which they came: what is said to all is said in that order."""
+    streams: dict[Stream, int] = field(default_factory=dict)
+    """Those that are open, and for how many ticks each was silent. In the order in which they came: what is
+    said to all is said in that order.
+    """
 
-    async def serve(self, requests: AsyncIterator[Any], context: Context) -> None:
-        """One stream, from hello to end; `lost` follows however it ends."""
-        hello = await _first_message(requests, context)
+    async def serve(self, link: Link) -> None:
+        """One stream, from hello to end; `lost` follows however it ends. Raises Refused and StreamLost."""
+        hello = await _first_message(link)
         gateway = self.opened(hello.gateway_id)
-        self.streams[gateway] = None
-        reader = asyncio.create_task(self._read(requests, gateway), name="gateway-link-reader")
+        self.streams[gateway] = 0
+        reader = asyncio.create_task(self._read(link, gateway), name="gateway-link-reader")
         try:
-            await context.write(self.greeting)
+            await link.write(self.greeting)
             async for reply in gateway.messages():
-                await context.write(reply)
+                await link.write(reply)
         finally:
             reader.cancel()
             self._over(gateway)
 
-    async def _read(self, requests: AsyncIterator[Any], gateway: Stream) -> None:
+    def tick(self) -> None:
+        """Call it with every heartbeat: ends the streams of gateways that fell silent."""
+        for gateway, ticks in list(self.streams.items()):
+            self.streams[gateway] = ticks + 1
+            if ticks >= SILENT_TICKS:
+                _log.warning("a gateway says nothing any more; its stream ends")
+                self._over(gateway)
+
+    def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
+        """Say it to every gateway."""
+        for gateway in tuple(self.streams):
+            gateway.heartbeat(beat)
+
+    async def _read(self, link: Link, gateway: Stream) -> None:
         try:
-            # A reset stream is an end like any other: the attempts on it are cancelled either way.
-            with contextlib.suppress(grpc.aio.UsageError, grpc.RpcError):
-                async for message in requests:
+            # A stream that broke is an end like any other: the attempts on it are cancelled either way.
+            with contextlib.suppress(StreamLost):
+                while (message := await link.read()) is not None:
+                    if gateway in self.streams:
+                        self.streams[gateway] = 0
                     self.heard(message, gateway)
         except Exception:
             # What this message wanted is unknown, so nobody may wait for it: the stream ends, and with it
@@ -87,12 +108,10 @@ class GatewayLinks(Generic[Stream]):
         self.lost(gateway)
 
 
-async def _first_message(requests: AsyncIterator[Any], context: Context) -> work_pb2.GatewayHello:
+async def _first_message(link: Link) -> work_pb2.GatewayHello:
     """The hello with which a stream begins; anything else is refused."""
-    async for message in requests:
-        if message.WhichOneof("message") == "hello":
-            hello: work_pb2.GatewayHello = message.hello
-            return hello
-        break
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello: must be the first message of the stream")
-    raise RuntimeError("abort returned")
+    message = await link.read()
+    if message is None or message.WhichOneof("message") != "hello":
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "hello: must be the first message of the stream")
+    hello: work_pb2.GatewayHello = message.hello
+    return hello

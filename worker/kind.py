@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import grpc
-from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import CollectorRegistry
 
 from diptych.worker.v1 import work_pb2
 from runtime.directory.records import Role
+from runtime.links.stream import LinkService
 from runtime.metrics import WorkerMetrics
-from worker.gateway_link import GatewayStream
+from worker.gateway_link import GatewayLinks
 from worker.step_clock import StepClock
 
 
@@ -52,10 +51,9 @@ class WorkerKind:
 
     role: Role
     loop: EngineLoop
-    services: Sequence[ServiceDescriptor]
-    """For health and reflection."""
-    add_services: Callable[[grpc.aio.Server], None]
-    streams: Collection[GatewayStream]
+    services: Sequence[LinkService]
+    """All that it serves."""
+    gateways: GatewayLinks[Any]
     load: Callable[[], work_pb2.Load]
     metrics: WorkerMetrics
     registry: CollectorRegistry

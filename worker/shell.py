@@ -15,9 +15,12 @@ import time
 from collections.abc import Sequence
 
 from diptych.worker.v1 import work_pb2
+from runtime.bind_address import join_host_port
 from runtime.directory.publisher import DirectoryPublisher
 from runtime.directory.records import WorkerRecord
 from runtime.http_edge import HttpEdge
+from runtime.links.local_door import LocalDoor
+from runtime.links.over_grpc import add_links
 from runtime.process import announce_ready, incarnation
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
@@ -58,10 +61,15 @@ class WorkerShell:
         """Serve until `stop` is set or `drain` is called; returns the exit status."""
         settings = self._settings
         server = make_server(internal=True)
-        self._kind.add_services(server)
-        health = await add_health_and_reflection(server, [s.full_name for s in self._kind.services])
+        services = self._kind.services
+        add_links(server, services)
+        health = await add_health_and_reflection(server, [service.method.service for service in services])
         port = bind(server, settings.host, settings.grpc_port, settings.insecure)
         await server.start()
+        address = join_host_port(settings.advertise_host or settings.host, port)
+        door = LocalDoor(services)
+        if settings.links == "auto":
+            await door.open(address)
         http = await HttpEdge.start(
             settings.host,
             settings.http_port,
@@ -72,7 +80,7 @@ class WorkerShell:
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._beat(), name="heartbeat")
-        record = self._record(f"{settings.advertise_host or settings.host}:{port}")
+        record = self._record(address)
         self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._kind.owned_keys)
         await self._publisher.start()
         await health.set_ready(True)
@@ -84,6 +92,7 @@ class WorkerShell:
         await self._publisher.close()
         if status == 0:
             await self._drain()
+        await door.close()
         await server.stop(0.2)
         await _end(engine, beat)
         self._loop.close()
@@ -147,14 +156,13 @@ class WorkerShell:
 
     def _beat_once(self) -> work_pb2.Load:
         load = self._kind.load()
-        beat = heartbeat(self._loop, load)
-        for stream in tuple(self._kind.streams):
-            stream.heartbeat(beat)
+        self._kind.gateways.heartbeat(heartbeat(self._loop, load))
         return load
 
     async def _beat(self) -> None:
         """Say ten times a second that the engine moves, or how late its step is, and how loaded it is."""
         while True:
+            self._kind.gateways.tick()
             load = self._beat_once()
             if self._publisher is not None:
                 self._publisher.set_load(

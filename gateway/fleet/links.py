@@ -14,17 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc
 from google.protobuf.message import Message
 
 from gateway.fleet.wires import Beat, Flushed, Greeting, Load, News, Wire
-from runtime.rpc import make_channel
+from runtime.links.connect import open_link
+from runtime.links.stream import Stream, StreamLost
 
 _log = logging.getLogger(__name__)
-_LOSSES = (grpc.RpcError, TimeoutError, asyncio.InvalidStateError)
-"""What a stream that ended raises, the last one where it is written to before the end was read."""
+_LOSSES = (StreamLost, TimeoutError)
+"""What ends a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class Link:
         while True:
             try:
                 await self._connect_once()
-            except (grpc.aio.AioRpcError, grpc.aio.UsageError, WrongWorker, TimeoutError, OSError) as error:
-                reason = _describe(error)
+            except (StreamLost, WrongWorker, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
                 if reason != complaint:  # once per reason, not four times a second
                     _log.warning("%s worker %s: %s", self.wire.role.value, self.worker_id, reason)
                 complaint = reason
@@ -125,42 +125,40 @@ class Link:
 
     async def _connect_once(self) -> None:
         """One connection from hello to loss."""
-        channel = make_channel(self.address)
-        call = self.wire.open(channel)
+        stream = await open_link(self.address, self.wire.method)
         try:
             async with asyncio.timeout(self._timing.connect_s):
-                await call.write(self.wire.hello())
-                await self._check_greeting(call)
-                await self._check_that_it_moves(call)
-            await self._serve(call)
+                await stream.write(self.wire.hello())
+                await self._check_greeting(stream)
+                await self._check_that_it_moves(stream)
+            await self._serve(stream)
         finally:
-            call.cancel()
-            await channel.close()
+            await stream.close()
 
-    async def _check_greeting(self, call: Any) -> None:
-        message = await call.read()
-        heard = None if message is grpc.aio.EOF else self.wire.read(message)
+    async def _check_greeting(self, stream: Stream) -> None:
+        message = await stream.read()
+        heard = None if message is None else self.wire.read(message)
         if heard != Greeting(self.worker_id, self.incarnation):
             raise WrongWorker(f"another process answers at {self.address}")
 
-    async def _check_that_it_moves(self, call: Any) -> None:
+    async def _check_that_it_moves(self, stream: Stream) -> None:
         """After a stall the first heartbeat has to tell of its end."""
         while self._late_s >= self._timing.late_s:
-            message = await call.read()
-            heard = None if message is grpc.aio.EOF else self.wire.read(message)
+            message = await stream.read()
+            heard = None if message is None else self.wire.read(message)
             if isinstance(heard, Beat):
                 self._late_s = heard.late_s
             if heard is None or self._late_s >= self._timing.late_s:
                 raise WrongWorker("its engine is stuck")
 
-    async def _serve(self, call: Any) -> None:
+    async def _serve(self, stream: Stream) -> None:
         """Run the three loops until one ends; then the link is down, whatever the others still do."""
         outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox = outbox
         self._silent_ticks = 0
         tasks = [
-            asyncio.create_task(self._read(call)),
-            asyncio.create_task(self._write(call, outbox)),
+            asyncio.create_task(self._read(stream)),
+            asyncio.create_task(self._write(stream, outbox)),
             asyncio.create_task(self._beat(outbox)),
         ]
         _log.info("%s worker %s: linked", self.wire.role.value, self.worker_id)
@@ -177,9 +175,9 @@ class Link:
                 if isinstance(result, Exception) and not isinstance(result, _LOSSES):
                     _log.error("link to %s", self.worker_id, exc_info=result)
 
-    async def _read(self, call: Any) -> None:
+    async def _read(self, stream: Stream) -> None:
         clock = asyncio.get_running_loop().time
-        while (message := await call.read()) is not grpc.aio.EOF:
+        while (message := await stream.read()) is not None:
             self._silent_ticks = 0
             self.heard_at = clock()
             heard = self.wire.read(message)
@@ -192,9 +190,9 @@ class Link:
             elif isinstance(heard, Flushed):
                 self._listener.on_flushed(self.worker_id, heard)
 
-    async def _write(self, call: Any, outbox: asyncio.Queue[Message]) -> None:
+    async def _write(self, stream: Stream, outbox: asyncio.Queue[Message]) -> None:
         while True:
-            await call.write(await outbox.get())
+            await stream.write(await outbox.get())
 
     async def _beat(self, outbox: asyncio.Queue[Message]) -> None:
         """Send heartbeats, count silence and look at lateness; raises TimeoutError when there is too much."""
@@ -206,9 +204,3 @@ class Link:
             await asyncio.sleep(self._timing.heartbeat_s)
             self._silent_ticks += 1
         raise TimeoutError
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import grpc
 from google.protobuf.message import Message
 
-from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
+from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.session.phase_times import Phases, read_phases
 from gateway.session.session_events import (
     AttemptFailed,
@@ -25,6 +24,8 @@ from gateway.session.session_events import (
     TokensArrived,
     TokenScore,
 )
+from runtime.links import method
+from runtime.links.method import LinkMethod
 
 _CAUSES = {
     work_pb2.FAILURE_REASON_UNSPECIFIED: Cause.INTERNAL,
@@ -125,10 +126,8 @@ class Wire(Protocol):
 
     @property
     def role(self) -> Role: ...
-    def open(self, channel: grpc.aio.Channel) -> Any:
-        """Start the stream: a ``grpc.aio.StreamStreamCall``."""
-        ...
-
+    @property
+    def method(self) -> LinkMethod: ...
     def hello(self) -> Message: ...
     def heartbeat(self, progress: int) -> Message: ...
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
@@ -140,12 +139,10 @@ class PrefillWire:
     """Gateway ↔ prefill worker."""
 
     role = Role.PREFILL
+    method = method.PREFILL
 
     def __init__(self, gateway_id: str, incarnation: int) -> None:
         self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
-
-    def open(self, channel: grpc.aio.Channel) -> Any:
-        return prefill_pb2_grpc.PrefillServiceStub(channel).Link()
 
     def hello(self) -> Message:
         return prefill_pb2.PrefillServiceLinkRequest(hello=self._hello)
@@ -172,12 +169,10 @@ class DecodeWire:
     """Gateway ↔ decode worker."""
 
     role = Role.DECODE
+    method = method.DECODE
 
     def __init__(self, gateway_id: str, incarnation: int) -> None:
         self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
-
-    def open(self, channel: grpc.aio.Channel) -> Any:
-        return decode_pb2_grpc.DecodeServiceStub(channel).Link()
 
     def hello(self) -> Message:
         return decode_pb2.DecodeServiceLinkRequest(hello=self._hello)

@@ -21,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvtransfer.fence import WriterProcess, peer_credentials
+from kvtransfer.fence import WriterProcess
 from kvtransfer.messages import WriterId
 from kvtransfer.transports.base import TransportError, Welcome
 from kvtransfer.transports.device_port import Exported
+from runtime.peer_credentials import peer_credentials
 
 _REGISTRATION_S = 2.0
 _TOKEN_BYTES = 32

@@ -1,6 +1,7 @@
 """Two prefill and two decode workers: all take part, any pair can hand over, and one may be drained.
 
-The text stays right, and an operator sees who is there.
+The text stays right, and an operator sees who is there. The decode workers are linked to over gRPC, as they
+would be from other machines; the prefill workers, and all workers in other tests, within the host.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -27,7 +29,7 @@ T = TypeVar("T")
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     flags = ("--dtype", "fp32", "--prefill-workers", "2", "--decode-workers", "2", "--kv-memory-mib", "256")
-    with running_stack(*flags) as running:
+    with running_stack(*flags, "--set", "decode.links=grpc") as running:
         yield running
 
 
@@ -44,6 +46,13 @@ def test_each_is_listed_with_its_load(admin: admin_pb2_grpc.AdminServiceStub) ->
     assert [w.role for w in workers] == 2 * [pb.WORKER_ROLE_PREFILL] + 2 * [pb.WORKER_ROLE_DECODE]
     assert all(w.load.total_blocks > 0 for w in workers if w.role == pb.WORKER_ROLE_DECODE)
     assert all(0 <= w.since_heartbeat.ToNanoseconds() < 60e9 for w in workers)
+
+
+def test_links_stay_within_the_host_unless_told_otherwise(admin: admin_pb2_grpc.AdminServiceStub) -> None:
+    sockets = Path("/proc/net/unix").read_text()
+    workers = _until(lambda: found if len(found := _listed(admin)) == 4 else None)
+    local = {w.role for w in workers if f"@diptych-links-{w.address}" in sockets}
+    assert local == {pb.WORKER_ROLE_PREFILL}
 
 
 def test_they_share_the_load_and_agree(stack: Stack) -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from diptych.worker.v1 import handoff_pb2_grpc, work_pb2
+from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.client import HandoffClient
@@ -25,6 +25,7 @@ from kvtransfer.pool_memory import PoolMemory, allocate_pool
 from kvtransfer.ready import Ready
 from kvtransfer.receiving_attempt import Patience
 from kvtransfer.server import HandoffServer
+from runtime.links.over_grpc import add_links
 from runtime.rpc import bind, make_server
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
@@ -65,7 +66,7 @@ class DecodeEnd:
     async def listen(self, port: int = 0) -> None:
         """Serve on a new gRPC server."""
         self.grpc = make_server(internal=True)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.server.servicer, self.grpc)
+        add_links(self.grpc, [self.server.service])
         self.address = f"127.0.0.1:{bind(self.grpc, '127.0.0.1', port, False)}"
         await self.grpc.start()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from diptych.worker.v1 import handoff_pb2_grpc
 from engine.block_pool import BlockPool
 from kvtransfer.messages import Expected
 from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.server import HandoffServer
+from runtime.links.over_grpc import add_links
 from runtime.rpc import bind, make_server
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT
 
@@ -31,7 +31,7 @@ async def main(transport: str) -> None:
     )
     await server.start()
     edge = make_server(internal=True)
-    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(server.servicer, edge)
+    add_links(edge, [server.service])
     port = bind(edge, "127.0.0.1", 0, False)
     await edge.start()
     for request in ("r", "waiting"):

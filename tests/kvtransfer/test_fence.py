@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.fence import WriterProcess, peer_credentials
+from kvtransfer.fence import WriterProcess
 from kvtransfer.lease import LeaseTimes
 from kvtransfer.receiving_attempt import Patience
+from runtime.peer_credentials import peer_credentials
 from tests.kvtransfer.conftest import INCARNATION, until
 
 ROOT = Path(__file__).resolve().parents[2]

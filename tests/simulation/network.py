@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -185,10 +186,13 @@ class Stream:
 
     def opened(self) -> None:
         server = self.network.servers.get(self.address)
-        if server is None or server.host is not self.server or self.method.path not in server.handlers:
+        handler = None
+        if server is not None and server.host is self.server:
+            handler = server.handler(self.method.path)
+        if handler is None:
             self.down.send(self.lost)
             return
-        self.method.handler = server.handlers[self.method.path]
+        self.method.handler = handler
         context = ServerContext(self)
         self.task = self.network.loop.create_task(
             self._serve(self.method.handler.stream_stream(context.requests(), context))
@@ -291,14 +295,16 @@ class Server:
 
     network: Network
     host: Host
-    handlers: dict[str, Any] = field(default_factory=dict)
+    generic: list[Any] = field(default_factory=list)
     address: str = ""
 
-    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
-        self.handlers.update({f"/{service}/{name}": handler for name, handler in methods.items()})
-
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        pass
+        self.generic += handlers
+
+    def handler(self, path: str) -> Any:
+        """What serves this method; None where nothing does."""
+        wanted = SimpleNamespace(method=path, invocation_metadata=())
+        return next((found for one in self.generic if (found := one.service(wanted)) is not None), None)
 
     async def start(self) -> None:
         self.network.servers[self.address] = self

@@ -77,8 +77,8 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "secrets.token_hex": lambda size=16: chance.randbytes(size).hex(),
         "secrets.token_bytes": lambda size=16: chance.randbytes(size),
         "secrets.randbits": chance.getrandbits,
-        "gateway.fleet.links.make_channel": network.channel,
-        "kvtransfer.peer_link.make_channel": network.channel,
+        "runtime.links.over_grpc.make_channel": network.channel,
+        "runtime.links.local.connect": _nobody_beside,
         "runtime.directory.store.connect": lambda url: StoreClient(cluster.store),
         "kvtransfer.server.make_receiver": _receiver_maker(cluster),
         "kvtransfer.transports.registry.map_pool": cluster.memories.open,
@@ -112,6 +112,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             f"{module}.add_health_and_reflection": _health,
             f"{module}.HttpEdge": SimpleNamespace(start=_nothing_started),
         }
+    found["worker.shell.LocalDoor"] = lambda services: SimpleNamespace(open=_nothing, close=_nothing)
     SimulatedSocket.network = cluster.sockets
     return found
 
@@ -160,6 +161,14 @@ async def _health(server: object, names: object) -> Any:
         pass
 
     return SimpleNamespace(set_ready=set_ready)
+
+
+async def _nobody_beside(address: str, method: object) -> None:
+    """Every host is a machine of its own."""
+
+
+async def _nothing(*_: object) -> None:
+    pass
 
 
 async def _nothing_started(*_: object, **__: object) -> Any:

@@ -15,7 +15,6 @@ from decode_worker.attempts import Listeners
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.pace import Pace
 from decode_worker.request import DecodeRequest
-from diptych.worker.v1 import handoff_pb2_grpc
 from engine.batch import SequenceStep
 from engine.block_pool import BlockPool
 from engine.core_share import CoreShare
@@ -32,6 +31,8 @@ from kvtransfer.pool_memory import allocate_pool
 from kvtransfer.server import HandoffServer
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
+from runtime.links.local_door import LocalDoor
+from runtime.links.over_grpc import add_links
 from runtime.rpc import bind, make_server
 from tests.engine.gpu.meanings import MEANINGS
 from tests.kernels.cpu.tiny_models import shape_of, weights_of
@@ -240,13 +241,16 @@ async def _decode(
     loop.attempts.grants = handoff
     await handoff.start()
     server = make_server(internal=True)
-    handoff_pb2_grpc.add_HandoffServiceServicer_to_server(handoff.servicer, server)
-    port = bind(server, "127.0.0.1", 0, False)
+    add_links(server, [handoff.service])
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, False)}"
     await server.start()
     stack.push_async_callback(server.stop, None)
+    door = LocalDoor([handoff.service])
+    await door.open(address)
+    stack.push_async_callback(door.close)
     stack.push_async_callback(handoff.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
-    return Decode(pool, memory.memory, loop, handoff, f"127.0.0.1:{port}", 100 + number, ended)
+    return Decode(pool, memory.memory, loop, handoff, address, 100 + number, ended)
 
 
 def _prefill(

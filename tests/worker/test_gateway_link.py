@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from decode_worker.service import DecodeServicer, gateway_links
+from decode_worker.service import gateway_links
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from runtime.links.method import DECODE
+from runtime.links.over_grpc import add_links
+from runtime.links.stream import LinkService
 from runtime.rpc import bind, make_channel, make_server
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import work
 from tests.worker.house import Decode, house
+from worker.gateway_link import SILENT_TICKS, GatewayLinks
 
 Request = decode_pb2.DecodeServiceLinkRequest
 HELLO = Request(hello=work_pb2.GatewayHello(gateway_id="g"))
@@ -26,8 +30,12 @@ class Edge:
     """A decode worker's loop behind its real edge."""
 
     decode: Decode
-    streams: set
+    links: GatewayLinks
     address: str
+
+    @property
+    def streams(self) -> dict:
+        return self.links.streams
 
     async def call(self) -> grpc.aio.StreamStreamCall:
         self.channel = make_channel(self.address)
@@ -41,10 +49,10 @@ async def edge() -> AsyncIterator[Edge]:
     async with house("shared_memory", prefills=0) as made:
         links = gateway_links(made.decodes[0].loop, work_pb2.WorkerHello(worker_id="w"), lambda grace_s: None)
         server = make_server(internal=True)
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
+        add_links(server, [LinkService(DECODE, links.serve)])
         port = bind(server, "127.0.0.1", 0, False)
         await server.start()
-        yield Edge(made.decodes[0], links.streams, f"127.0.0.1:{port}")
+        yield Edge(made.decodes[0], links, f"127.0.0.1:{port}")
         await server.stop(None)
 
 
@@ -104,6 +112,22 @@ async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
     assert not edge.streams
     assert "could not be taken" in caplog.text
     assert edge.decode.leftovers() == []
+
+
+async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
+    """A stopped process keeps its connections; one that beats is never silent."""
+    silent, beating = await edge.call(), await edge.call()
+    await beating.read()
+    await silent.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
+    await until(lambda: edge.decode.loop.num_waiting == 1)
+    for number in range(SILENT_TICKS + 1):
+        await beating.write(Request(heartbeat=work_pb2.Heartbeat(progress=number)))
+        await until(lambda: 0 in edge.streams.values())
+        edge.links.tick()
+    await until(lambda: edge.decode.loop.num_waiting == 0)
+    assert len(edge.streams) == 1
+    edge.links.heartbeat(work_pb2.Heartbeat(progress=1))
+    assert (await beating.read()).heartbeat.progress == 1
 
 
 async def test_whoever_does_not_begin_with_a_hello_is_refused(edge):

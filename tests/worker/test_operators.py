@@ -14,12 +14,15 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from decode_worker.config import DecodeSettings
-from decode_worker.service import DecodeServicer, gateway_links
+from decode_worker.service import gateway_links
 from decode_worker.worker import DecodeWorker
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
 from engine.runner import Runner
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
+from runtime.links.method import DECODE
+from runtime.links.over_grpc import add_links
+from runtime.links.stream import LinkService
 from runtime.rpc import bind, make_channel, make_server
 from runtime.telemetry import Telemetry
 from tests.kvtransfer.conftest import until
@@ -106,7 +109,7 @@ async def test_a_flush_forgets_every_prefix_and_says_how_many(held):
         await (until(lambda: len(heard.tokens) > 2) if held else heard.ended.wait())
         links = gateway_links(decode.loop, work_pb2.WorkerHello(worker_id="w"), lambda grace_s: None)
         server = make_server(internal=True)
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(links), server)
+        add_links(server, [LinkService(DECODE, links.serve)])
         port = bind(server, "127.0.0.1", 0, False)
         await server.start()
         cached = decode.pool.cached()

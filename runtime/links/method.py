@@ -1,0 +1,44 @@
+"""The streams of ``diptych.worker.v1``: each of its services has one RPC, Link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from diptych.worker.v1 import decode_pb2, handoff_pb2, prefill_pb2
+
+_RPC = "Link"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMethod:
+    """One kind of link: who serves it, and what each end says."""
+
+    service: str
+    """The full name of the gRPC service."""
+    request: type[Message]
+    response: type[Message]
+
+    @classmethod
+    def of(cls, file: FileDescriptor, service: str) -> LinkMethod:
+        """The one of a service that the file declares."""
+        declared = file.services_by_name[service]
+        rpc = declared.methods_by_name[_RPC]
+        return cls(declared.full_name, GetMessageClass(rpc.input_type), GetMessageClass(rpc.output_type))
+
+    @property
+    def rpc(self) -> str:
+        return _RPC
+
+    @property
+    def path(self) -> str:
+        """As gRPC names it on the wire."""
+        return f"/{self.service}/{_RPC}"
+
+
+PREFILL = LinkMethod.of(prefill_pb2.DESCRIPTOR, "PrefillService")
+DECODE = LinkMethod.of(decode_pb2.DESCRIPTOR, "DecodeService")
+HANDOFF = LinkMethod.of(handoff_pb2.DESCRIPTOR, "HandoffService")
