@@ -45,8 +45,10 @@ class Assisted(Backend, Protocol):
         """From the next step on. `states` is the address of a byte a core, see engine/core_share.py."""
         ...
 
-    def welcome(self, guests: bool) -> None:
-        """Whether the steps from now on take in such cores; at first they do."""
+    def welcome(self, after: float) -> None:
+        """Which share of its layers a step has computed before it takes in such cores, from the next step on:
+        0 is all the time, and so it is at first, 1 is never.
+        """
         ...
 
 

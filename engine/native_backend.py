@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class NativeBackend:
         self._shape = shape
         self._dtype = dtype
         self._threads = 1
-        self._guests = True
+        self._guests_from = 0
         name = None if instruction_set is None else instruction_set.encode()
         number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
         self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
@@ -85,9 +86,9 @@ class NativeBackend:
         numbers = (ctypes.c_int32 * len(cores))(*cores)
         self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
 
-    def welcome(self, guests: bool) -> None:
+    def welcome(self, after: float) -> None:
         """See `Assisted.welcome`."""
-        self._guests = guests
+        self._guests_from = math.ceil(after * self._shape.num_layers)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
@@ -133,7 +134,7 @@ class NativeBackend:
             batch.native,
             batch.follows,
             self._threads,
-            self._guests,
+            self._guests_from,
             batch.likeliest.buffer_info()[0],
         )
         if not step.number:
@@ -162,7 +163,7 @@ class NativeBackend:
             self._model,
             batch.native,
             self._threads,
-            self._guests,
+            self._guests_from,
             logits.data_ptr(),
             batch.likeliest.buffer_info()[0],
         )

@@ -111,11 +111,11 @@ class Runner:
         self._check(sequences, abort)
         self.own()
         self._use(self._cores())
-        helped = len(sequences) > 1 or self._help_worth.wanted()
+        alone = 0.0 if len(sequences) > 1 else self._help_worth.wanted()
         if self._assisted is not None:
-            self._assisted.welcome(helped)
+            self._assisted.welcome(alone)
         launched = self._launching.launch(sequences, draws, abort)
-        return None if launched is None else _Timed(launched, partial(self._ended, len(sequences), helped))
+        return None if launched is None else _Timed(launched, partial(self._ended, len(sequences), alone))
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
@@ -159,7 +159,7 @@ class Runner:
         self.own()
         self._use(self._cores())
         if self._assisted is not None:
-            self._assisted.welcome(True)
+            self._assisted.welcome(0.0)
         started = time.perf_counter()
         result = forward()
         self._tell(started, sum(len(s.token_ids) for s in sequences))
@@ -170,11 +170,11 @@ class Runner:
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
 
-    def _ended(self, sequences: int, helped: bool, started: float) -> None:
+    def _ended(self, sequences: int, alone: float, started: float) -> None:
         """A launched step is over."""
         seconds = self._tell(started, sequences)
         if sequences == 1:
-            self._help_worth.lasted(helped, seconds)
+            self._help_worth.lasted(alone, seconds)
 
     def _tell(self, started: float, tokens: int) -> float:
         """A step of so many tokens is over: it began then, or when the one before it was over."""

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 8
+#define DIPTYCH_ABI_VERSION 9
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -123,21 +123,21 @@ enum DiptychCoreState : uint8_t {
 // call. What is computed does not depend on it.
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count);
 
-// Computes one step, on the model's own thread, `threads` - 1 helpers and, where `guests` is not 0, the cores of guests:
-// writes keys and values of all tokens into the blocks, and for each row after the last logit_rows[s] tokens of each
-// sequence s, in order, either its logits into `logits` [rows that are not greedy, vocab], or its likeliest token into
-// `likeliest` [sum of logit_rows]. There stays -1 for rows that are not greedy, that belong to aborted sequences, or
-// that have a logit which is not finite; logits of aborted sequences are NaN. `likeliest` may be null where no row is
-// greedy. One call at a time per model.
-int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests, float *logits,
-                     int32_t *likeliest);
+// Computes one step, on the model's own thread, `threads` - 1 helpers and, from layer `guests_from` on, the cores of
+// guests (none where there is no such layer): writes keys and values of all tokens into the blocks, and for each row
+// after the last logit_rows[s] tokens of each sequence s, in order, either its logits into `logits` [rows that are not
+// greedy, vocab], or its likeliest token into `likeliest` [sum of logit_rows]. There stays -1 for rows that are not
+// greedy, that belong to aborted sequences, or that have a logit which is not finite; logits of aborted sequences are
+// NaN. `likeliest` may be null where no row is greedy. One call at a time per model.
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests_from,
+                     float *logits, int32_t *likeliest);
 
 // Begins a step of which every row is greedy, and returns its number; 0 if it is refused. It is computed when the one
 // launched before is over, and what it points into must live until it is collected: at most two are launched and not
 // collected. `follows` [sequences] names the row of the step before whose likeliest token is a sequence's one token, in
 // place of what stands in `tokens`; -1 or null: none.
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
-                        int32_t guests, int32_t *likeliest);
+                        int32_t guests_from, int32_t *likeliest);
 
 // Waits for the step of this number, and returns what diptych_step would have; once for each, in their order.
 int32_t diptych_collect(DiptychModel *model, uint64_t number);

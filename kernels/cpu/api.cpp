@@ -217,20 +217,20 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
     }
 }
 
-int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests, float *logits,
-                     int32_t *likeliest) {
-    Launch launch{*batch, nullptr, threads, guests != 0, logits, likeliest};
+int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests_from,
+                     float *logits, int32_t *likeliest) {
+    Launch launch{*batch, nullptr, threads, guests_from, logits, likeliest};
     uint64_t number = add(model, launch, 0);
     return number == 0 ? DIPTYCH_INVALID : diptych_collect(model, number);
 }
 
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
-                        int32_t guests, int32_t *likeliest) {
+                        int32_t guests_from, int32_t *likeliest) {
     if (likeliest == nullptr || !draws_all(*batch)) {
         fail(DIPTYCH_INVALID, "a step that is launched draws every row");
         return 0;
     }
-    return add(model, {*batch, follows, threads, guests != 0, nullptr, likeliest}, Launches::kMostBefore);
+    return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest}, Launches::kMostBefore);
 }
 
 int32_t diptych_collect(DiptychModel *model, uint64_t number) {

@@ -100,7 +100,8 @@ int32_t Launches::run(const Launch &launch) {
     drawn_.assign(static_cast<size_t>(rows), -1);
     StepState &step = *model_.step;
     prepare(step, model_, batch, model_.team.ranks(launch.threads), launch.logits);
-    model_.team.run(launch.threads, model_.kernels->body[model_.shape.dtype], &step, launch.guests);
+    step.guests_from = launch.guests_from;
+    model_.team.run(launch.threads, model_.kernels->body[model_.shape.dtype], &step);
     if (step.stopped) return DIPTYCH_ALL_ABORTED;
     if (launch.likeliest == nullptr) return DIPTYCH_OK;
     step.tell_likeliest(launch.likeliest);

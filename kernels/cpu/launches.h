@@ -19,7 +19,7 @@ struct Launch {
     DiptychBatch batch;
     const int32_t *follows;  // [sequences] or null, see diptych_launch
     int32_t threads;
-    bool guests;  // welcome
+    int32_t guests_from;  // the layer from which on guests may help
     float *logits;
     int32_t *likeliest;  // or null where nothing is drawn
 };

@@ -195,6 +195,7 @@ void run_layers(StepState &step, int rank) {
     for (int index = 0; index < layers; index++) {
         const Layer &layer = step.model->layers[static_cast<size_t>(index)];
         const RowSet &set = index + 1 < layers ? step.all : step.closing;
+        if (rank == 0 && index == step.guests_from) team.welcome();
         // All other ranks read what is set here only after the next barrier, and before the last of the layer.
         if (rank == 0) step.poll_aborts();
         norm_rows<Kind>(step, step.all, layer.input_norm);

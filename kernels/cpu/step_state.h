@@ -45,6 +45,7 @@ struct StepState {
     DiptychModel *model = nullptr;
     DiptychBatch batch{};
     float *logits = nullptr;
+    int32_t guests_from = 0;  // the layer from which on guests may help
 
     std::vector<Row> rows;
     RowSet all;      // of the layers

@@ -57,7 +57,7 @@ void ThreadTeam::invite(std::atomic<uint8_t> *states, const int32_t *cores, int 
     }
 }
 
-void ThreadTeam::run(int threads, Body body, void *state, bool welcome) {
+void ThreadTeam::run(int threads, Body body, void *state) {
     uint64_t job = jobs_.value();
     while (static_cast<int>(helpers_.size()) < threads - 1) {
         int rank = static_cast<int>(helpers_.size()) + 1;
@@ -66,20 +66,25 @@ void ThreadTeam::run(int threads, Body body, void *state, bool welcome) {
     body_ = body;
     state_ = state;
     members_ = threads;
-    welcome_ = welcome && !guests_.empty();
+    welcome_.store(false, std::memory_order_relaxed);
     first_phase_ = phases_.value();
     tickets_.store(0, std::memory_order_relaxed);
     phase_.store(phase_word(first_phase_, threads), std::memory_order_relaxed);
     place = {first_phase_};
     if (threads > 1) jobs_.publish((((job >> kRankBits) + 1) << kRankBits) | static_cast<uint64_t>(threads));
-    open_.store(welcome_, std::memory_order_seq_cst);
     body(state, 0);
     barrier();  // no member still works in `state` when we return
-    if (!welcome_) return;
+    if (!welcome_.load(std::memory_order_relaxed)) return;
     open_.store(false, std::memory_order_seq_cst);
     for (uint64_t seen = departures_.value(); present_.load(std::memory_order_seq_cst) != 0;) {
         seen = departures_.wait_beyond(seen);
     }
+}
+
+void ThreadTeam::welcome() {
+    if (guests_.empty()) return;
+    open_.store(true, std::memory_order_seq_cst);
+    welcome_.store(true, std::memory_order_relaxed);
 }
 
 void ThreadTeam::serve(int rank, uint64_t seen) {
@@ -143,7 +148,7 @@ bool ThreadTeam::join() {
 bool ThreadTeam::may_take() {
     if (!place.part && !join()) return false;
     if (place.core != nullptr) return place.core->load(std::memory_order_relaxed) == DIPTYCH_CORE_CLAIMED;
-    if (welcome_) call_guests();
+    if (welcome_.load(std::memory_order_relaxed)) call_guests();
     return true;
 }
 

@@ -36,10 +36,14 @@ class ThreadTeam {
     // How many ranks a run on so many threads may have: guests come after the members.
     int ranks(int threads) const { return threads + static_cast<int>(guests_.size()); }
 
-    // Runs body(state, rank) for ranks 0 .. threads-1, rank 0 on the caller, and, where they are welcome, for guests
-    // that find the time, and returns when all are done. All that is computed must be taken by tickets: a guest walks through the phases
-    // that it has no part in. Throws std::system_error, with nothing run, if a thread cannot be started.
-    void run(int threads, Body body, void *state, bool welcome = true);
+    // Runs body(state, rank) for ranks 0 .. threads-1, rank 0 on the caller, and, once they are welcome, for guests
+    // that find the time, and returns when all are done. All that is computed must be taken by tickets: a guest walks
+    // through the phases that it has no part in. Throws std::system_error, with nothing run, if a thread cannot be
+    // started.
+    void run(int threads, Body body, void *state);
+
+    // By rank 0 in a run: from now on guests may take part in it.
+    void welcome();
 
     // All that take part in the phase wait for each other; what they wrote before is seen by all after. Also
     // starts the tickets at 0 again.
@@ -85,8 +89,8 @@ class ThreadTeam {
     Body body_ = nullptr;
     void *state_ = nullptr;
     int members_ = 0;           // of the present run
-    bool welcome_ = false;      // whether it calls guests
     uint64_t first_phase_ = 0;  // likewise
+    std::atomic<bool> welcome_{false};  // whether it calls guests
     // The number of the phase, who takes part in it, and how many of these are through; see thread_team.cpp.
     alignas(64) std::atomic<uint64_t> phase_{0};
     Epoch phases_;  // its number alone, to wait for

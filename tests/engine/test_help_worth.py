@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.help_worth import PERIOD, TRIES, HelpWorth
+import pytest
+
+from engine.help_worth import PERIOD, SHARES, TRIES, HelpWorth
+
+TRIAL = TRIES * len(SHARES)
 
 
-def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[bool], float], lag: int = 1) -> list[bool]:
-    """Which steps were helped; each is told of when `lag` others have been asked for."""
-    ways: list[bool] = []
+def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[float], float], lag: int = 1) -> list[float]:
+    """From where on each step was helped; each is told of when `lag` others have been asked for."""
+    ways: list[float] = []
     for number in range(steps):
         ways.append(help_worth.wanted())
         if number >= lag:
@@ -18,21 +22,22 @@ def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[bool], float], l
     return ways
 
 
-def test_the_faster_way_is_taken_between_trials() -> None:
-    for faster in (True, False):
-        ways = serve(HelpWorth(), 3 * PERIOD, lambda way, faster=faster: 2.0 if way is faster else 2.5)
-        assert ways.count(faster) >= 3 * (PERIOD - TRIES - 1)
-        assert ways.count(not faster) >= 3 * (TRIES - 1)
+@pytest.mark.parametrize("fastest", SHARES)
+def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
+    ways = serve(HelpWorth(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
+    assert ways.count(fastest) >= 3 * (PERIOD - TRIAL + TRIES - 1)
+    for share in SHARES:
+        assert ways.count(share) >= 3 * (TRIES - 1)
 
 
 def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
     help_worth = HelpWorth()
-    serve(help_worth, PERIOD, lambda way: 3.0 if way else 2.0)
-    ways = serve(help_worth, PERIOD, lambda way: 3.0 if way else 4.0)
-    assert all(ways[3 * TRIES :])
+    serve(help_worth, PERIOD, lambda way: 3.0 - way)
+    ways = serve(help_worth, PERIOD, lambda way: 3.0 + way)
+    assert set(ways[TRIAL + TRIES :]) == {0.0}
 
 
 def test_one_slow_step_of_a_trial_decides_nothing() -> None:
     times = iter([50.0, *[2.0] * (TRIES - 1), *[2.5] * (10 * PERIOD)])
     ways = serve(HelpWorth(), PERIOD, lambda way: next(times), lag=0)
-    assert all(ways[2 * TRIES :])
+    assert set(ways[TRIAL:]) == {SHARES[0]}

@@ -17,7 +17,8 @@ constexpr int kTeams = 1500, kRuns = 12, kPhases = 40, kCores = 4;
 struct Job {
     ThreadTeam *team;
     int members;
-    int stop_at;  // an even phase, or none
+    int stop_at;       // an even phase, or none
+    int welcome_from;  // a phase, or none
     std::vector<int> counts;  // by item: plain numbers, so that an unordered access is a race
     std::atomic<bool> stopped{false};
     std::atomic<int64_t> by_guests{0};
@@ -41,6 +42,7 @@ void body(void *state, int rank) {
     auto items = static_cast<int64_t>(job.counts.size());
     for (int phase = 0; phase < kPhases; phase++) {
         if (rank == 0 && phase == job.stop_at) job.stopped = true;
+        if (rank == 0 && phase == job.welcome_from) job.team->welcome();
         bool guest = rank >= job.members;
         if (phase % 3 == 0) {
             for (auto run = job.team->take_run(items, 9); run.begin < run.end; run = job.team->take_run(items, 9)) {
@@ -61,7 +63,8 @@ bool run_team(std::atomic<uint8_t> *states, std::mt19937 &chooser, int64_t &by_g
     const int32_t others[kCores - 1] = {1, 2, 3};
     team.invite(states, others, static_cast<int>(chooser() % kCores));
     for (int run = 0; run < kRuns; run++) {
-        Job job{&team, 1 + static_cast<int>(chooser() % 3), -1, std::vector<int>(1 + chooser() % 60)};
+        int welcome_from = chooser() % 2 ? 0 : static_cast<int>(chooser() % (kPhases + 5));
+        Job job{&team, 1 + static_cast<int>(chooser() % 3), -1, welcome_from, std::vector<int>(1 + chooser() % 60)};
         if (chooser() % 3 == 0) job.stop_at = 2 * static_cast<int>(chooser() % (kPhases / 2));
         team.run(job.members, body, &job);
         int phases = job.stop_at < 0 ? kPhases : job.stop_at + 1;

@@ -63,21 +63,24 @@ def steps(count: int) -> list[SequenceStep]:
     return [pool.sequence(length).step(tokens_of(length)) for length in lengths]
 
 
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.5])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_coming_and_going_changes_no_bit(threads: int) -> None:
+def test_coming_and_going_changes_no_bit(threads: int, after: float) -> None:
     cores, batch = Cores(), steps(200)
     backend = assisted(cores)
+    backend.welcome(after)
     cores.all(native.CORE_OWNED)
     expected = backend.forward(batch, None)
     backend.set_threads(threads)
     with cores.taken_and_left(threads):
-        for _ in range(60):
+        for _ in range(30):
             assert torch.equal(backend.forward(batch, None), expected)
 
 
-def test_guests_help_on_free_cores_and_leave_them_free() -> None:
-    cores, batch, seen = Cores(), steps(900), set[int]()
-    backend, over = assisted(cores), threading.Event()
+@contextmanager
+def watched(cores: Cores) -> Iterator[set[int]]:
+    """The states that cores of others are in meanwhile."""
+    seen, over = set[int](), threading.Event()
 
     def look() -> None:
         while not over.is_set():
@@ -86,13 +89,30 @@ def test_guests_help_on_free_cores_and_leave_them_free() -> None:
     watching = threading.Thread(target=look)
     watching.start()
     try:
-        for _ in range(20):
-            backend.forward(batch, None)
+        yield seen
     finally:
         over.set()
         watching.join()
+
+
+def test_guests_help_on_free_cores_and_leave_them_free() -> None:
+    cores, batch = Cores(), steps(900)
+    backend = assisted(cores)
+    with watched(cores) as seen:
+        for _ in range(20):
+            backend.forward(batch, None)
     assert seen == {native.CORE_FREE, native.CORE_CLAIMED}
     assert list(cores.states) == [native.CORE_FREE] * CORES
+
+
+def test_a_step_that_wants_no_help_gets_none() -> None:
+    cores, batch = Cores(), steps(900)
+    backend = assisted(cores)
+    backend.welcome(1.0)
+    with watched(cores) as seen:
+        for _ in range(5):
+            backend.forward(batch, None)
+    assert seen == {native.CORE_FREE}
 
 
 def test_nobody_comes_to_a_core_that_is_owned() -> None:
