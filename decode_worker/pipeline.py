@@ -12,12 +12,14 @@ one, as it does on devices that launch nothing: there this is one step after the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from decode_worker.completions import Completions
 from decode_worker.gang import Gang, Row, pick_all
 from decode_worker.sequence import DecodeSequence
 from engine.batch import AbortWords, SequenceStep
@@ -26,7 +28,7 @@ from engine.kv_memory import KVMemory
 from engine.runner import Runner
 from engine.sampling import SampleRow
 from runtime.failpoints import failpoint
-from worker.step import InFlight, StepThread
+from worker.step import SLOW_STEP_S, InFlight, StepThread
 
 _log = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class Pipeline:
         self._apply = apply
         self._let_go = let_go
         self._begun: list[_Step] = []  # launched and not collected
+        self._completions = None if runner.completions is None else Completions(runner.completions)
 
     def close(self) -> None:
         """Wait for what was launched, once the thread is at its end: it writes to our memory."""
+        if self._completions is not None:
+            self._completions.close()
         for step in list(self._begun):
             self._drop(step)
 
@@ -79,7 +84,10 @@ class Pipeline:
         while present is not None:
             following = self._following(present)
             picked = await self._thread.await_rows(
-                present.flight, present.rows, partial(self._compute, present, following)
+                present.flight,
+                present.rows,
+                partial(self._compute, present, following),
+                computed=partial(self._computed, present, following),
             )
             self._thread.end(present.flight)
             if following is not None and following.launched is None:
@@ -122,7 +130,19 @@ class Pipeline:
             if gang.ended and not any(gang is one for one in present.batch):
                 self._let_go(gang)
 
-    # ---- on the engine's thread ----------------------------------------------------------------------
+    async def _computed(self, present: _Step, following: _Step | None) -> bool:
+        """Launch both, and wait for the first; False where that is for the engine's thread to do."""
+        if self._completions is None:
+            return False
+        self._launch_both(present, following)
+        if present.launched is None:
+            return False
+        if failpoint("worker.slow_step"):
+            await asyncio.sleep(SLOW_STEP_S)
+        await self._completions.over(present.launched)
+        return True
+
+    # ---- on the engine's thread, or where nothing is left to wait for ---------------------------------
 
     def _compute(
         self, present: _Step, following: _Step | None, rows: Sequence[Row], abort: AbortWords
@@ -132,18 +152,22 @@ class Pipeline:
             sequences = [self._sequence(row, None) for _, row in rows]
             draws = [gang.draws(row) for gang, row in rows]
             return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)
-        if present.launched is None and self._runner.launches:
-            self._launch(present)
+        self._launch_both(present, following)
         if present.launched is None:
             return _picked(self._runner.step_and_draw(present.sequences, present.draws, abort), rows)
-        if following is not None:
-            self._launch_ahead(following)
         try:
             return _picked(self._collect(present.launched, present), rows)
         except Exception:
             if following is not None:
                 self._drop(following)
             raise
+
+    def _launch_both(self, present: _Step, following: _Step | None) -> None:
+        """Those that can be launched, and are not yet."""
+        if present.launched is None and self._runner.launches:
+            self._launch(present)
+        if present.launched is not None and following is not None and following.launched is None:
+            self._launch_ahead(following)
 
     def _launch(self, step: _Step) -> None:
         step.launched = self._runner.launch(step.sequences, step.draws, step.flight.abort)

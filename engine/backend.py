@@ -92,6 +92,16 @@ class LaunchingBackend(DrawingBackend, Protocol):
 
 
 @runtime_checkable
+class TellingBackend(LaunchingBackend, Protocol):
+    """A backend that tells when a launched step is over, so that no thread has to wait for that."""
+
+    @property
+    def completions(self) -> int:
+        """A file descriptor to which a byte comes whenever a launched step is over. It does not block."""
+        ...
+
+
+@runtime_checkable
 class RecordingBackend(LaunchingBackend, Protocol):
     """A backend that can launch only what it has recorded before."""
 

@@ -120,7 +120,8 @@ class DecodeGraphs:
         if done is not None:
             done.record()
         left = [row for row, draw in enumerate(draws) if draw is None]
-        launched = LaunchedStep(left, lambda: self._read(turn, count, left, done))
+        over = done.query if done is not None else lambda: True
+        launched = LaunchedStep(left, over, lambda: self._read(turn, count, left, done))
         self._waiting[turn] = launched
         return launched
 
@@ -174,6 +175,7 @@ class LaunchedStep:
 
     left: Sequence[int]
     """Rows whose logits the host wants."""
+    over: Callable[[], bool]
     collect: Callable[[], Drawn]
 
 

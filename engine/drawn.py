@@ -29,6 +29,10 @@ class Drawn:
 class Launched(Protocol):
     """A step that a device has been given."""
 
+    def over(self) -> bool:
+        """Whether `collect` would not wait."""
+        ...
+
     def collect(self) -> Drawn:
         """Wait for the step and read what it gave; once, and in the order of the launches."""
         ...

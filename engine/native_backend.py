@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,7 +70,11 @@ class NativeBackend:
         self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
         if not self._model:
             raise NativeUnavailable(native.last_error(self._library))
-        weakref.finalize(self, self._library.diptych_model_free, self._model)
+        self.completions, told = os.pipe()
+        for end in (self.completions, told):
+            os.set_blocking(end, False)
+        weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
+        self._library.diptych_tell(self._model, told)
         self._load(weights)
         self._frequencies = inverse_frequencies(shape).float()
         self._magnitude = rotary_magnitude(shape)
@@ -128,7 +133,7 @@ class NativeBackend:
             return None  # a step that is being computed reads the tables
         self._reach(positions)
         batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
-        step = _LaunchedStep(self._collect, batch)
+        step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(
             self._model,
             batch.native,
@@ -141,6 +146,9 @@ class NativeBackend:
             raise NativeError(native.last_error(self._library))
         self._ahead.append(step)
         return step
+
+    def _is_over(self, step: _LaunchedStep) -> bool:
+        return bool(self._library.diptych_is_over(self._model, step.number))
 
     def _collect(self, step: _LaunchedStep) -> Drawn:
         if not self._ahead or self._ahead[0] is not step:
@@ -246,6 +254,12 @@ class NativeBackend:
         self._positions = count
 
 
+def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:
+    library.diptych_model_free(model)  # ends after the steps that were launched, which write to the last one
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def _drawn(token: int) -> Sampled | SampleFailure:
     return NOT_FINITE if token < 0 else Sampled(token)
 
@@ -268,10 +282,18 @@ def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
 class _LaunchedStep:
     """A step on its way; see `engine.drawn.Launched`. It must live until it is computed."""
 
-    def __init__(self, collect: Callable[[_LaunchedStep], Drawn], batch: NativeBatch) -> None:
+    def __init__(
+        self,
+        is_over: Callable[[_LaunchedStep], bool],
+        collect: Callable[[_LaunchedStep], Drawn],
+        batch: NativeBatch,
+    ) -> None:
         self.batch = batch
         self.number = 0
-        self._collect = collect
+        self._is_over, self._collect = is_over, collect
+
+    def over(self) -> bool:
+        return self._is_over(self)
 
     def collect(self) -> Drawn:
         return self._collect(self)

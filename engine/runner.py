@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from engine.backend import Assisted, DrawingBackend, LaunchingBackend, RecordingBackend
+from engine.backend import Assisted, DrawingBackend, LaunchingBackend, RecordingBackend, TellingBackend
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.core_share import CoreShare
 from engine.drawn import Drawn, Launched
@@ -36,6 +36,8 @@ class Runner:
         """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
+        self.completions = model.backend.completions if isinstance(model.backend, TellingBackend) else None
+        """Of a file to which a byte comes when a launched step is over; None: `collect` has to wait."""
         self._recording = model.backend if isinstance(model.backend, RecordingBackend) else None
         # Whether launched steps are computed on cores of this machine, and not on a device.
         self._launches_on_cores = isinstance(self._launching, Assisted)
@@ -205,6 +207,10 @@ class _Timed:
         self._launched = launched
         self._ended = ended
         self._started = time.perf_counter()
+
+    def over(self) -> bool:
+        """See `Launched.over`."""
+        return self._launched.over()
 
     def collect(self) -> Drawn:
         """See `Launched.collect`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -90,13 +90,35 @@ class StepThread(Generic[Owner]):
         rows: Sequence[Row],
         compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
         tokens: int | None = None,
+        computed: Callable[[], Awaitable[bool]] | None = None,
     ) -> Sequence[Result | SampleFailure]:
-        """As `compute`, of a step that was begun and is not ended by this."""
-        loop = asyncio.get_running_loop()
+        """As `compute`, of a step that was begun and is not ended by this.
+
+        `computed` may wait for the step on the event loop: where it gives True, `compute` has nothing to wait
+        for any more and is called there.
+        """
         self.clock.begin(len(rows) if tokens is None else tokens, time.monotonic())
-        results = await loop.run_in_executor(self._thread, compute_rows, rows, flight.abort, compute)
+        results = await self._results(flight, rows, compute, computed)
         self.clock.end(time.monotonic())
         return results
+
+    async def _results(
+        self,
+        flight: InFlight[Owner],
+        rows: Sequence[Row],
+        compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+        computed: Callable[[], Awaitable[bool]] | None,
+    ) -> Sequence[Result | SampleFailure]:
+        work = compute_rows
+        if computed is not None:
+            try:
+                if await computed():
+                    return compute(rows, flight.abort)
+            except Exception:
+                _log.exception("a step of %d rows failed; each is computed alone", len(rows))
+                work = compute_alone
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute)
 
     def close(self) -> None:
         """Wait for the step, and make no other."""
@@ -119,6 +141,15 @@ def compute_rows(
         return compute(rows, abort)
     except Exception:
         _log.exception("a step of %d rows failed; each is computed alone", len(rows))
+    return compute_alone(rows, abort, compute)
+
+
+def compute_alone(
+    rows: Sequence[Row],
+    abort: AbortWords,
+    compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+) -> Sequence[Result | SampleFailure]:
+    """The results of `rows`, each of which is a step of its own. As `compute_rows`."""
     results: list[Result | SampleFailure] = []
     for number, row in enumerate(rows):
         word = AbortWords(1)

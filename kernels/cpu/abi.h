@@ -139,6 +139,13 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest);
 
+// From now on a byte is written to `descriptor`, which does not block, whenever a step that was launched is over; to
+// none where it is negative. It must stay open until it is replaced, or the model is gone.
+void diptych_tell(DiptychModel *model, int32_t descriptor);
+
+// Whether the step of this number is over: not 0 when diptych_collect would not wait.
+int32_t diptych_is_over(DiptychModel *model, uint64_t number);
+
 // Waits for the step of this number, and returns what diptych_step would have; once for each, in their order.
 int32_t diptych_collect(DiptychModel *model, uint64_t number);
 }

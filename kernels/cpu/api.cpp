@@ -219,7 +219,7 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
 
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests_from,
                      float *logits, int32_t *likeliest) {
-    Launch launch{*batch, nullptr, threads, guests_from, logits, likeliest};
+    Launch launch{*batch, nullptr, threads, guests_from, logits, likeliest, false};
     uint64_t number = add(model, launch, 0);
     return number == 0 ? DIPTYCH_INVALID : diptych_collect(model, number);
 }
@@ -230,8 +230,12 @@ uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const in
         fail(DIPTYCH_INVALID, "a step that is launched draws every row");
         return 0;
     }
-    return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest}, Launches::kMostBefore);
+    return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest, true}, Launches::kMostBefore);
 }
+
+void diptych_tell(DiptychModel *model, int32_t descriptor) { model->launches->tell(descriptor); }
+
+int32_t diptych_is_over(DiptychModel *model, uint64_t number) { return model->launches->over(number); }
 
 int32_t diptych_collect(DiptychModel *model, uint64_t number) {
     std::string error;

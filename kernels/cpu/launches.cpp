@@ -1,6 +1,9 @@
 #include "launches.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <exception>
 
 #include "model.h"
@@ -72,8 +75,13 @@ void Launches::serve() {
     for (uint64_t number = 1;; number++) {
         if (added_.value() < number) added_.wait_beyond(number - 1);
         if (slot(number).launch.batch.sequences == 0) return;
+        // Read before anybody can launch another step into its slot.
+        int descriptor = slot(number).launch.told ? told_.load() : -1;
         compute(slot(number));
         done_.publish(number);
+        const char byte = 1;
+        while (descriptor >= 0 && write(descriptor, &byte, 1) < 0 && errno == EINTR) {
+        }
     }
 }
 

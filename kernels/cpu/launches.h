@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -22,6 +23,7 @@ struct Launch {
     int32_t guests_from;  // the layer from which on guests may help
     float *logits;
     int32_t *likeliest;  // or null where nothing is drawn
+    bool told;           // whether its end is told of, see Launches::tell
 };
 
 // Any thread may launch and collect, one at a time does either.
@@ -41,6 +43,13 @@ class Launches {
     // Waits for the step of this number, the first that is not collected: its DiptychStatus, and in `error` what went
     // wrong.
     int32_t collect(uint64_t number, std::string &error);
+
+    // Whether the step of this number is computed: `collect` would not wait for it.
+    bool over(uint64_t number) const { return done_.value() >= number; }
+
+    // A byte is written to `descriptor` whenever a step that is to be told of is over; to none where it is negative.
+    // One that does not fit into a pipe is lost: there are some to be read then.
+    void tell(int descriptor) { told_ = descriptor; }
 
     // Whether no step is launched and not collected.
     bool idle();
@@ -64,6 +73,7 @@ class Launches {
     uint64_t launched_ = 0, collected_ = 0;
     int64_t rows_ = 0;  // of the step launched last
     Epoch added_, done_;
+    std::atomic<int> told_{-1};
     std::vector<int32_t> tokens_, drawn_;  // of the thread: what it computes, and what the step before drew
     std::thread thread_;
 };

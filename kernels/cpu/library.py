@@ -91,6 +91,8 @@ _SIGNATURES = {
     "diptych_set_guests": (c_int32, (c_void_p, c_void_p, POINTER(c_int32), c_int32)),
     "diptych_step": (c_int32, (c_void_p, POINTER(Batch), c_int32, c_int32, c_void_p, c_void_p)),
     "diptych_launch": (c_uint64, (c_void_p, POINTER(Batch), c_void_p, c_int32, c_int32, c_void_p)),
+    "diptych_tell": (None, (c_void_p, c_int32)),
+    "diptych_is_over": (c_int32, (c_void_p, c_uint64)),
     "diptych_collect": (c_int32, (c_void_p, c_uint64)),
 }
 

@@ -77,6 +77,7 @@ class SimulatedRunner:
 
     threads = 1
     launches = False
+    completions = None
 
     def __init__(self, watch: Callable[[SequenceStep], None], poisoned: Callable[[], None]) -> None:
         self.on_step: Callable[[float, int], None] | None = None
