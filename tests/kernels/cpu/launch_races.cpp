@@ -1,5 +1,10 @@
 // Steps launched ahead, under ThreadSanitizer (`make sanitize`): what a step drew reaches the one that follows it and
-// who collects it, whose memory is gone by then, and a model ends with steps that nobody collected.
+// who collects it, whose memory is gone by then, who waits for the end of a step is told of it, and a model ends with
+// steps that nobody collected.
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -55,7 +60,7 @@ struct Step {
         DiptychBatch batch{1,       16,      &token, &count,  &start, &table, &length,
                            &memory, &blocks, &rows,  nullptr, &greedy};
         std::string error;
-        number = model.launches->add({batch, &follows, threads, true, nullptr, &drawn}, Launches::kMostBefore, error);
+        number = model.launches->add({batch, &follows, threads, 0, nullptr, &drawn, true}, Launches::kMostBefore, error);
         if (number == 0) {
             std::printf("refused: %s\n", error.c_str());
             std::abort();
@@ -63,8 +68,31 @@ struct Step {
     }
 };
 
+struct Pipe {
+    int ends[2];
+
+    Pipe() {
+        if (pipe2(ends, O_NONBLOCK) != 0) std::abort();
+    }
+    ~Pipe() {
+        for (int end : ends) close(end);
+    }
+
+    // As an event loop waits: looks at the step, then for bytes.
+    bool wait_for(Launches &launches, uint64_t number) {
+        char bytes[64];
+        while (!launches.over(number)) {
+            pollfd wanted{ends[0], POLLIN, 0};
+            if (poll(&wanted, 1, 20'000) != 1 || read(ends[0], bytes, sizeof bytes) < 1) return false;
+        }
+        return true;
+    }
+};
+
 bool run_model(std::mt19937 &chooser) {
+    Pipe told;  // outlives the model
     std::unique_ptr<DiptychModel> model = make_model();
+    model->launches->tell(told.ends[1]);
     int threads = 1 + static_cast<int>(chooser() % 3), steps = static_cast<int>(chooser() % 40);
     int32_t first = static_cast<int32_t>(chooser() % kVocab);
     std::unique_ptr<Step> present, following;
@@ -72,6 +100,10 @@ bool run_model(std::mt19937 &chooser) {
         following = std::make_unique<Step>(*model, n == 0 ? first : 0, n > 0, threads);
         if (present != nullptr) {
             std::string error;
+            if (chooser() % 2 && !told.wait_for(*model->launches, present->number)) {
+                std::printf("nobody told of step %d\n", n);
+                return false;
+            }
             if (model->launches->collect(present->number, error) != DIPTYCH_OK) return false;
             if (present->drawn != (first + n) % kVocab) {
                 std::printf("step %d drew %d after %d\n", n, present->drawn, first);
