@@ -133,7 +133,11 @@ async def connect(address: str, method: LinkMethod) -> LocalStream | None:
     except OSError:
         connection.close()
         return None
-    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=READ_AHEAD_BYTES // 2)
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=READ_AHEAD_BYTES // 2)
+    except BaseException:
+        connection.close()  # as long as it is nobody's
+        raise
     stream = LocalStream(reader, writer, method.response)
     await stream.open(method)
     return stream
