@@ -25,8 +25,8 @@ _CHUNK_BYTES = 1 << 16
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
 
 _QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}
-"""Torch's threads sleep where they wait. Those of two workers on the same cores, each spinning until the others
-had their turn, took up to 39 seconds to load a model instead of five.
+"""Torch's threads sleep where they wait. Those of two workers on the same cores, each spinning until the
+others had their turn, took up to 39 seconds to load a model instead of five.
 """
 
 
