@@ -27,6 +27,7 @@ class Completions:
         while True:
             self._told.clear()
             if step.over():  # looked at after clearing: who is told from here on waits for nothing
+                await asyncio.sleep(0)  # else steps shorter than the work between them starve the loop
                 return
             await self._told.wait()
 

@@ -1,7 +1,7 @@
 """The decode loop: schedule, run, apply, flush.
 
-One event loop owns all of this; only the computing (pipeline.py) happens on the engine's own thread, while
-the event loop goes on reading streams.
+One event loop owns all of this; what has to be waited for (pipeline.py) happens on the engine's own thread or
+the backend's, while the event loop goes on reading streams.
 """
 
 from __future__ import annotations

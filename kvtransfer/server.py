@@ -1,6 +1,6 @@
 """The decode worker's end of the hand-over: grants blocks, fences writers, hands blocks over.
 
-Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with gRPC streams, the
+Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with links, the
 transports and a clock. All of it runs on one event loop and never blocks it.
 """
 

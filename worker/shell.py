@@ -35,6 +35,8 @@ FINISHING_SHARE = 0.5
 """Of the grace; afterwards there is as much time again for what is handed back to find another worker."""
 STUCK_S = 60.0
 """A step that is so far past its own generous prediction will not end: somebody should end the process."""
+LAST_WORDS_S = 0.2
+"""For what was said last to be written, before streams are ended."""
 HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
@@ -92,8 +94,8 @@ class WorkerShell:
         await self._publisher.close()
         if status == 0:
             await self._drain()
-        await door.close()
-        await server.stop(0.2)
+        await door.close(LAST_WORDS_S)
+        await server.stop(LAST_WORDS_S)
         await _end(engine, beat)
         self._loop.close()
         await http.close()

@@ -124,23 +124,34 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
 
 async def connect(address: str, method: LinkMethod) -> LocalStream | None:
     """A stream to the worker at host:port; None where none of this user listens there within this host."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # At once, or not at all: a listener whose queue is full is as good as none.
-        connection.connect(socket_name(address))
-        if not same_user(connection):
-            raise PermissionError
+        connection = _connected(address)
     except OSError:
-        connection.close()
         return None
     try:
         reader, writer = await asyncio.open_unix_connection(sock=connection, limit=READ_AHEAD_BYTES // 2)
+    except OSError as error:
+        connection.close()
+        raise StreamLost(_UNAVAILABLE, str(error)) from error
     except BaseException:
         connection.close()  # as long as it is nobody's
         raise
     stream = LocalStream(reader, writer, method.response)
     await stream.open(method)
     return stream
+
+
+def _connected(address: str) -> socket.socket:
+    """At once, or not at all: a listener whose queue is full is as good as none. Raises OSError."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(socket_name(address))
+        if not same_user(connection):
+            raise PermissionError("another user listens there")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def same_user(connection: socket.socket) -> bool:

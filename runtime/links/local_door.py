@@ -37,10 +37,12 @@ class LocalDoor:
             self._connected, sock=listener, limit=READ_AHEAD_BYTES // 2
         )
 
-    async def close(self) -> None:
-        """End every stream and listen no more."""
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Listen no more, and end every stream after `grace_s`, in which what was said last is written."""
         if self._server is not None:
             self._server.close()
+        if self._streams and grace_s > 0:
+            await asyncio.wait(self._streams, timeout=grace_s)
         for task in self._streams:
             task.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
@@ -51,11 +53,14 @@ class LocalDoor:
             raise RuntimeError("a connection is served in a task of its own")
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
-        service = await self._wanted(reader) if same_user(writer.get_extra_info("socket")) else None
-        if service is None:
+        try:
+            service = await self._wanted(reader) if same_user(writer.get_extra_info("socket")) else None
+            if service is not None:
+                await _serve(service, LocalStream(reader, writer, service.method.request))
+        except asyncio.CancelledError:
+            pass  # by `close`; asyncio's streams take a handler that ends cancelled for a fault, and log it
+        finally:
             writer.close()
-        else:
-            await _serve(service, LocalStream(reader, writer, service.method.request))
 
     async def _wanted(self, reader: asyncio.StreamReader) -> LinkService | None:
         """What the other end wants to speak to; None if it does not say so in time, or that is not here."""

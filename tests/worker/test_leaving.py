@@ -6,13 +6,16 @@ import asyncio
 import json
 import os
 
-import grpc
+import pytest
 
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
-from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from diptych.worker.v1 import decode_pb2, work_pb2
 from engine.runner import Runner
-from runtime.rpc import make_channel
+from runtime.links.connect import open_link
+from runtime.links.local import LocalStream
+from runtime.links.method import DECODE
+from runtime.links.over_grpc import GrpcCall
 from runtime.telemetry import Telemetry
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
@@ -91,7 +94,8 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
         await gateway.close()
 
 
-async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish():
+@pytest.mark.parametrize("carrier", [GrpcCall, LocalStream])
+async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = DecodeSettings.from_argv(
@@ -101,16 +105,16 @@ async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish():
     running = asyncio.create_task(worker.run(stop))
     with open(reading) as ready:  # noqa: ASYNC230 - a pipe, read in a thread
         port = json.loads(await asyncio.to_thread(ready.readline))["grpc_port"]
-    async with make_channel(f"127.0.0.1:{port}") as channel:
-        call: grpc.aio.StreamStreamCall = decode_pb2_grpc.DecodeServiceStub(channel).Link()
-        await call.write(decode_pb2.DecodeServiceLinkRequest(hello=work_pb2.GatewayHello(gateway_id="g")))
-        await call.write(decode_pb2.DecodeServiceLinkRequest(attach=work(("r", 1), PROMPT, 4)))
-        await until(lambda: worker._loop.num_waiting == 1)
-        stop.set()
-        ended = []
-        async for message in call:
-            ended += message.step.ended
-            if ended:
-                break
+    address = f"127.0.0.1:{port}"
+    stream = GrpcCall(address, DECODE) if carrier is GrpcCall else await open_link(address, DECODE)
+    assert isinstance(stream, carrier)
+    await stream.write(decode_pb2.DecodeServiceLinkRequest(hello=work_pb2.GatewayHello(gateway_id="g")))
+    await stream.write(decode_pb2.DecodeServiceLinkRequest(attach=work(("r", 1), PROMPT, 4)))
+    await until(lambda: worker._loop.num_waiting == 1)
+    stop.set()
+    ended = []
+    while not ended and (message := await stream.read()) is not None:
+        ended += message.step.ended
+    await stream.close()
     assert [one.failure.reason for one in ended] == [work_pb2.FAILURE_REASON_DRAINING]
     assert await running == 0
