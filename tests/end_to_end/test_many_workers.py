@@ -49,10 +49,12 @@ def test_each_is_listed_with_its_load(admin: admin_pb2_grpc.AdminServiceStub) ->
 
 
 def test_links_stay_within_the_host_unless_told_otherwise(admin: admin_pb2_grpc.AdminServiceStub) -> None:
-    sockets = Path("/proc/net/unix").read_text()
-    workers = _until(lambda: found if len(found := _listed(admin)) == 4 else None)
-    local = {w.role for w in workers if f"@diptych-links-{w.address}" in sockets}
-    assert local == {pb.WORKER_ROLE_PREFILL}
+    _until(lambda: [w.state for w in _listed(admin)] == 4 * [pb.WORKER_STATE_READY])
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    # The one that listens, and one for each link that was taken in.
+    counts = {w.worker_id: sockets.count(f"@diptych-links-{w.address}") for w in _listed(admin)}
+    assert all(counts[w.worker_id] == 0 for w in _decode(admin)), counts
+    assert sorted(counts.values()) == [0, 0, 2, 2]
 
 
 def test_they_share_the_load_and_agree(stack: Stack) -> None:

@@ -115,7 +115,8 @@ async def test_a_server_that_fails_is_lost_and_says_nothing_of_why(connect, capl
     stream = await connect(serve)
     with pytest.raises(StreamLost) as lost:
         await stream.read()
-    assert isinstance(stream, GrpcCall) or "secret" not in lost.value.details
+    if isinstance(stream, LocalStream):  # gRPC itself tells its peers what a handler raised
+        assert "secret" not in lost.value.details
 
 
 async def test_a_client_that_goes_ends_what_serves_it(connect):
