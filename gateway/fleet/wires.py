@@ -24,8 +24,7 @@ from gateway.session.session_events import (
     TokensArrived,
     TokenScore,
 )
-from runtime.links import method
-from runtime.links.method import LinkMethod
+from runtime.links.method import DECODE, PREFILL, LinkMethod
 
 _CAUSES = {
     work_pb2.FAILURE_REASON_UNSPECIFIED: Cause.INTERNAL,
@@ -139,7 +138,7 @@ class PrefillWire:
     """Gateway ↔ prefill worker."""
 
     role = Role.PREFILL
-    method = method.PREFILL
+    method = PREFILL
 
     def __init__(self, gateway_id: str, incarnation: int) -> None:
         self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
@@ -169,7 +168,7 @@ class DecodeWire:
     """Gateway ↔ decode worker."""
 
     role = Role.DECODE
-    method = method.DECODE
+    method = DECODE
 
     def __init__(self, gateway_id: str, incarnation: int) -> None:
         self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)

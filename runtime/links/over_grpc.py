@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import grpc
@@ -16,7 +16,33 @@ _ENDS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.Inv
 """What grpc.aio raises where a call is over, by the place in which one finds out."""
 
 
-class GrpcCall:
+class _GrpcStream:
+    """What both ends have in common: grpc.aio's calls and contexts are read and written alike."""
+
+    def __init__(self, rpc: Any) -> None:
+        self._rpc = rpc
+        self._cancelled = False  # by this end
+
+    async def read(self) -> Any:
+        message = await self._told(self._rpc.read())
+        return None if message is grpc.aio.EOF else message
+
+    async def write(self, message: Any) -> None:
+        await self._told(self._rpc.write(message))
+
+    async def _told(self, operation: Awaitable[Any]) -> Any:
+        """What it gives, or StreamLost."""
+        try:
+            return await operation
+        except _ENDS as error:
+            raise _lost(error) from error
+        except asyncio.CancelledError:
+            if self._cancelled:
+                raise StreamLost(grpc.StatusCode.CANCELLED, "by this end") from None
+            raise
+
+
+class GrpcCall(_GrpcStream):
     """A stream that this process opened."""
 
     def __init__(self, address: str, method: LinkMethod) -> None:
@@ -27,53 +53,19 @@ class GrpcCall:
             request_serializer=method.request.SerializeToString,
             response_deserializer=method.response.FromString,
         )
-        self._call: Any = open_call()
-        self._cancelled = False
-
-    async def read(self) -> Any:
-        try:
-            message = await self._call.read()
-        except _ENDS as error:
-            raise _lost(error) from error
-        except asyncio.CancelledError:
-            if self._cancelled:
-                raise StreamLost(grpc.StatusCode.CANCELLED, "by this end") from None
-            raise
-        return None if message is grpc.aio.EOF else message
-
-    async def write(self, message: Any) -> None:
-        try:
-            await self._call.write(message)
-        except _ENDS as error:
-            raise _lost(error) from error
+        super().__init__(open_call())
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._call.cancel()
+        self._rpc.cancel()
 
     async def close(self) -> None:
         self.cancel()
         await self._channel.close()
 
 
-class GrpcServed:
-    """A stream that another process opened to this one."""
-
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._context = context
-
-    async def read(self) -> Any:
-        try:
-            message = await self._context.read()
-        except _ENDS as error:
-            raise _lost(error) from error
-        return None if message is grpc.aio.EOF else message
-
-    async def write(self, message: Any) -> None:
-        try:
-            await self._context.write(message)
-        except _ENDS as error:
-            raise _lost(error) from error
+class GrpcServed(_GrpcStream):
+    """A stream that another process opened to this one, by its context."""
 
 
 def add_links(server: grpc.aio.Server, services: Iterable[LinkService]) -> None:

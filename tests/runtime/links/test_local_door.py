@@ -20,6 +20,7 @@ from runtime.links.method import DECODE, HANDOFF
 from runtime.links.over_grpc import GrpcCall
 from runtime.links.stream import LinkService, Stream, StreamLost
 from runtime.rpc import MAX_MESSAGE_BYTES
+from tests.runtime.eventually import eventually
 
 Heartbeat = decode_pb2.DecodeServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=5))
 
@@ -119,14 +120,10 @@ async def test_a_frame_that_should_not_come_ends_the_stream_and_no_other(address
     )
     writer.write(bad)
     writer.write_eof()
-    async with asyncio.timeout(20):
-        while not served.lost:  # noqa: ASYNC110 - the kernel is waited for
-            await asyncio.sleep(0.002)
+    await eventually(lambda: bool(served.lost))
     assert served.lost[0].code is code
     await good.write(Heartbeat)
-    async with asyncio.timeout(20):
-        while served.messages != [5, 5]:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await eventually(lambda: served.messages == [5, 5])
     await good.close()
     writer.close()
 
@@ -139,9 +136,7 @@ async def test_a_name_that_is_taken_leaves_links_to_grpc(address, served, caplog
     await door.close()
     stream = await open_link(address, DECODE)  # whoever had the name has it still
     await stream.write(Heartbeat)
-    async with asyncio.timeout(20):
-        while served.messages != [5]:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await eventually(lambda: served.messages == [5])
     await stream.close()
 
 
