@@ -33,7 +33,7 @@ class Runner:
         self.model = model
         self.threads = threads or len(os.sched_getaffinity(0))
         self.on_step: Callable[[float, int], None] | None = None
-        """Hears of every step, on its thread: seconds of the forward pass, and tokens computed."""
+        """Hears of every step, where its results are: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
         self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
         self.completions = model.backend.completions if isinstance(model.backend, TellingBackend) else None

@@ -140,7 +140,7 @@ uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const in
                         int32_t guests_from, int32_t *likeliest);
 
 // From now on a byte is written to `descriptor`, which does not block, whenever a step that was launched is over; to
-// none where it is negative. It must stay open until it is replaced, or the model is gone.
+// none where it is negative. It must stay open until the model is gone.
 void diptych_tell(DiptychModel *model, int32_t descriptor);
 
 // Whether the step of this number is over: not 0 when diptych_collect would not wait.

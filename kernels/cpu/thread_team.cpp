@@ -66,7 +66,6 @@ void ThreadTeam::run(int threads, Body body, void *state) {
     body_ = body;
     state_ = state;
     members_ = threads;
-    welcome_.store(false, std::memory_order_relaxed);
     first_phase_ = phases_.value();
     tickets_.store(0, std::memory_order_relaxed);
     phase_.store(phase_word(first_phase_, threads), std::memory_order_relaxed);
@@ -74,7 +73,7 @@ void ThreadTeam::run(int threads, Body body, void *state) {
     if (threads > 1) jobs_.publish((((job >> kRankBits) + 1) << kRankBits) | static_cast<uint64_t>(threads));
     body(state, 0);
     barrier();  // no member still works in `state` when we return
-    if (!welcome_.load(std::memory_order_relaxed)) return;
+    if (!open_.load(std::memory_order_relaxed)) return;
     open_.store(false, std::memory_order_seq_cst);
     for (uint64_t seen = departures_.value(); present_.load(std::memory_order_seq_cst) != 0;) {
         seen = departures_.wait_beyond(seen);
@@ -82,9 +81,7 @@ void ThreadTeam::run(int threads, Body body, void *state) {
 }
 
 void ThreadTeam::welcome() {
-    if (guests_.empty()) return;
-    open_.store(true, std::memory_order_seq_cst);
-    welcome_.store(true, std::memory_order_relaxed);
+    if (!guests_.empty()) open_.store(true, std::memory_order_seq_cst);
 }
 
 void ThreadTeam::serve(int rank, uint64_t seen) {
@@ -148,7 +145,7 @@ bool ThreadTeam::join() {
 bool ThreadTeam::may_take() {
     if (!place.part && !join()) return false;
     if (place.core != nullptr) return place.core->load(std::memory_order_relaxed) == DIPTYCH_CORE_CLAIMED;
-    if (welcome_.load(std::memory_order_relaxed)) call_guests();
+    if (open_.load(std::memory_order_relaxed)) call_guests();
     return true;
 }
 

@@ -90,14 +90,13 @@ class ThreadTeam {
     void *state_ = nullptr;
     int members_ = 0;           // of the present run
     uint64_t first_phase_ = 0;  // likewise
-    std::atomic<bool> welcome_{false};  // whether it calls guests
     // The number of the phase, who takes part in it, and how many of these are through; see thread_team.cpp.
     alignas(64) std::atomic<uint64_t> phase_{0};
     Epoch phases_;  // its number alone, to wait for
     alignas(64) std::atomic<int64_t> tickets_{0};
     // Guests between entering and leaving a run. A run is over when it is closed to them and none is left.
     alignas(64) std::atomic<int> present_{0};
-    std::atomic<bool> open_{false};
+    std::atomic<bool> open_{false};  // from `welcome` to the end of the run: members call guests meanwhile
     Epoch departures_;
     std::atomic<bool> closing_{false};
 };
