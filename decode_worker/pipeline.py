@@ -12,7 +12,6 @@ one, as it does on devices that launch nothing: there this is one step after the
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from engine.kv_memory import KVMemory
 from engine.runner import Runner
 from engine.sampling import SampleRow
 from runtime.failpoints import failpoint
-from worker.step import SLOW_STEP_S, InFlight, StepThread
+from worker.step import InFlight, StepThread
 
 _log = logging.getLogger(__name__)
 
@@ -137,8 +136,6 @@ class Pipeline:
         self._launch_both(present, following)
         if present.launched is None:
             return False
-        if failpoint("worker.slow_step"):
-            await asyncio.sleep(SLOW_STEP_S)
         await self._completions.over(present.launched)
         return True
 

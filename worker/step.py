@@ -98,6 +98,8 @@ class StepThread(Generic[Owner]):
         for any more and is called there.
         """
         self.clock.begin(len(rows) if tokens is None else tokens, time.monotonic())
+        if failpoint("worker.slow_step"):
+            await asyncio.sleep(SLOW_STEP_S)
         results = await self._results(flight, rows, compute, computed)
         self.clock.end(time.monotonic())
         return results
@@ -135,8 +137,6 @@ def compute_rows(
     Computing a row twice is safe: it writes the same keys and values to the same places. Runs on the
     engine's thread; the words of `abort` go on counting for each row.
     """
-    if failpoint("worker.slow_step"):
-        time.sleep(SLOW_STEP_S)
     try:
         return compute(rows, abort)
     except Exception:
