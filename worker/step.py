@@ -117,7 +117,7 @@ class StepThread(Generic[Owner]):
                 if await computed():
                     return compute(rows, flight.abort)
             except Exception:
-                _log.exception("a step of %d rows failed; each is computed alone", len(rows))
+                _tell_failed(rows)
                 work = compute_alone
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute)
@@ -140,7 +140,7 @@ def compute_rows(
     try:
         return compute(rows, abort)
     except Exception:
-        _log.exception("a step of %d rows failed; each is computed alone", len(rows))
+        _tell_failed(rows)
     return compute_alone(rows, abort, compute)
 
 
@@ -159,3 +159,8 @@ def compute_alone(
         except Exception as error:
             results.append(SampleFailure(f"step failed: {type(error).__name__}"))
     return results
+
+
+def _tell_failed(rows: Sequence[Row]) -> None:
+    """The exception that is being handled, in the log."""
+    _log.exception("a step of %d rows failed; each is computed alone", len(rows))
