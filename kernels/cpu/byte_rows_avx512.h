@@ -61,10 +61,14 @@ inline void five_of_all(__m512i (&keys)[kWide + 1], __m128i (&found)[kWide + 1])
     merge_fives(found, others);
 }
 
+// 0 .. 15 by rows of four, transposed.
+inline __m512i rows_as_columns() {
+    return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
+
 // Peaks with their lines in the last seven bits: lane 4 g + r has line g of register r, -1 where there is none. Whole
 // numbers: sizes of floats are ordered as their bits are, NaN above all.
 inline __m512i keys_of_quad(const float *x, int quad, int lines) {
-    const __m512i within = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i size = _mm512_set1_epi32(std::numeric_limits<int32_t>::max() & ~kLineBits);
     int rest = lines - quad * kQuadLines;
     if (rest <= 0) return _mm512_set1_epi32(-1);
@@ -78,7 +82,7 @@ inline __m512i keys_of_quad(const float *x, int quad, int lines) {
     __m512i first = greater(_mm512_unpacklo_epi32(sizes[0], sizes[1]), _mm512_unpackhi_epi32(sizes[0], sizes[1]));
     __m512i last = greater(_mm512_unpacklo_epi32(sizes[2], sizes[3]), _mm512_unpackhi_epi32(sizes[2], sizes[3]));
     __m512i peaks = greater(_mm512_unpacklo_epi64(first, last), _mm512_unpackhi_epi64(first, last));
-    __m512i line = _mm512_add_epi32(within, _mm512_set1_epi32(quad * kQuadLines));
+    __m512i line = _mm512_add_epi32(rows_as_columns(), _mm512_set1_epi32(quad * kQuadLines));
     __mmask16 there = _mm512_cmplt_epi32_mask(line, _mm512_set1_epi32(lines));
     return _mm512_mask_or_epi32(_mm512_set1_epi32(-1), there, peaks, line);
 }
@@ -101,7 +105,6 @@ inline __m512i whole_numbers(const float *x, Lanes scale) { return _mm512_cvtps_
 // Stores `lines` lines as bytes, the low ones of wider numbers, and returns the sum of all numbers, none of which has
 // more than 16 bits. Packing keeps to lanes of 128 bits: there comes out a line of each register after the other.
 inline int32_t round_lines(const float *x, int lines, float inverse, int8_t *to) {
-    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i ones = _mm512_set1_epi16(1), low = _mm512_set1_epi16(0xff);
     Lanes scale = splat(inverse);
     __m512i sum = _mm512_setzero_si512();
@@ -112,7 +115,7 @@ inline int32_t round_lines(const float *x, int lines, float inverse, int8_t *to)
             _mm512_packs_epi32(whole_numbers(x + i + 2 * kLanes, scale), whole_numbers(x + i + 3 * kLanes, scale));
         sum = _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(first, ones), _mm512_madd_epi16(last, ones)));
         __m512i bytes = _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(last, low));
-        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi32(in_order, bytes));
+        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi32(rows_as_columns(), bytes));
     }
     for (; i < count; i += kLanes) {
         __m512i whole = whole_numbers(x + i, scale);
