@@ -3,7 +3,7 @@
 fp32   everything float32: the oracle that the others are judged by
 fp16   as bf16, in float16; on GPUs only
 bf16   weights, inputs of products, keys and values bfloat16; sums float32
-int8   matrices with 8 bits a number and a scale for at most 288 of them; inputs of products likewise, but for
+int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs of products likewise, but for
        the four widest lines of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys and
        values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps of
        one row (kernels/byte_codes.py)

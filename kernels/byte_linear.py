@@ -1,7 +1,7 @@
 """Linear layers over weights of 8 bits, with activations of 8 bits in long segments and a few of 16.
 
-Both operands are cut along the depth into segments of at most 288 numbers with one scale each, so that a
-product needs one multiplication of floats for 288 of whole numbers. One scale for so many would leave nothing
+Both operands are cut along the depth into segments of at most 576 numbers with one scale each, so that a
+product needs one multiplication of floats for 576 of whole numbers. One scale for so many would leave nothing
 of most activations, for a few of a transformer are a hundred times the others (Dettmers et al. 2022). These
 keep to a few places: the four widest lines of a segment, a line being four neighbouring numbers, have 16
 bits, and the scale goes by the widest of the other lines. There are always four, so that kernels need no
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-SEGMENT = 288
-"""The most numbers along the depth that share a scale. Not 256: rows of 576, the bundled model's, are two
-segments so, and not three.
+SEGMENT = 576
+"""The most numbers along the depth that share a scale: a row of the bundled model. What each segment costs
+beside its products, its scale and its wide lines, is halved by this against 288: a twentieth of a prompt's
+time. benchmarks/results has the price in quality.
 """
 
 GROUP = 32
@@ -32,7 +33,7 @@ WIDE_LINES = 4
 _LEAST_PEAK = 1e-35
 """Below this the reciprocal of a scale overflows; such a segment is zero for every purpose."""
 
-_LINE_BITS = 127
+_LINE_BITS = 255
 """Kernels keep the place of a line in the last bits of its peak while they look for the widest."""
 
 

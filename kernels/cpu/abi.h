@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#define DIPTYCH_ABI_VERSION 9
+#define DIPTYCH_ABI_VERSION 10
 
 #pragma GCC visibility push(default)
 extern "C" {

@@ -24,10 +24,12 @@ inline float float_of(int32_t bits) {
     return x;
 }
 
-// The five lines with the greatest peaks, widest first. Sizes of floats are ordered as their bits are, NaN above all,
-// so that a peak with its line in the last seven bits is a number of its own.
+constexpr int kWidest = kWide + 1;  // the lines with 16 bits, and the one that the scale goes by
+
+// The lines with the greatest peaks, widest first. Sizes of floats are ordered as their bits are, NaN above all, so that
+// a peak with its line in the last eight bits is a number of its own.
 struct WidestLines {
-    int32_t keys[kWide + 1];
+    int32_t keys[kWidest];
 
     int line(int n) const { return keys[n] & kLineBits; }
     float peak(int n) const { return float_of(keys[n] & ~kLineBits); }
@@ -45,18 +47,18 @@ struct WidestLines {
 namespace diptych {
 namespace {
 
-// `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the fifth widest line, or what
-// the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN, and no
+// `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is not wide,
+// or what the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN, and no
 // other row's.
 inline void quantise_segment(const float *x, int lines, Segment &to) {
     WidestLines widest = widest_lines(x, lines);
-    float peak = widest.peak(0), fifth = widest.peak(kWide);
+    float peak = widest.peak(0), next = widest.peak(kWide);
     if (!(peak <= std::numeric_limits<float>::max())) {
         std::memset(&to, 0, sizeof to);
         to.scale = std::numeric_limits<float>::quiet_NaN();
         return;
     }
-    float top = fifth > peak / 256.0f ? fifth : peak / 256.0f;
+    float top = next > peak / 256.0f ? next : peak / 256.0f;
     float inverse = top > kLeastTop ? 127.0f / top : 0.0f;
     int32_t sum = round_lines(x, lines, inverse, to.values);
     round_high(x, widest, inverse, to);

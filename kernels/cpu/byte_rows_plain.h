@@ -46,7 +46,7 @@ inline int32_t round_lines(const float *x, int lines, float inverse, int8_t *to)
     return sum;
 }
 
-// The high bytes of the four widest lines.
+// The high bytes of the wide lines.
 inline void round_high(const float *x, const WidestLines &widest, float inverse, Segment &to) {
     for (int n = 0; n < kWide; n++) {
         int line = widest.line(n);

@@ -1,4 +1,4 @@
-// Matrices of 8-bit weights with long segments: along the depth at most 288 numbers share a scale, in the weights and
+// Matrices of 8-bit weights with long segments: along the depth at most 576 numbers share a scale, in the weights and
 // in the activations, so that the sums of a segment are whole numbers and one multiplication of floats ends them.
 //
 // Activations have 8 bits, but for four lines of each segment, those with the greatest peaks, which have 16: a line is
@@ -16,10 +16,10 @@
 
 namespace diptych {
 
-constexpr int kSegment = 288;          // the most numbers
+constexpr int kSegment = 576;          // the most numbers
 constexpr int kFour = 4;               // of a line
 constexpr int kLines = kSegment / kFour;
-constexpr int kLineBits = 127;         // that hold the number of a line
+constexpr int kLineBits = 255;         // that hold the number of a line
 static_assert(kLines <= kLineBits + 1);
 constexpr int kWide = 4;               // lines with 16 bits
 constexpr int kLineBytes = kFour * kColumns;  // a line of weights: four of the depth for each column of a block

@@ -23,7 +23,7 @@ from tests.kernels.cpu.tiny_models import Pool, byte_weights_of, layout_of, shap
 
 ROWS = 29
 SETS = native.instruction_sets(native.BYTES)
-DEPTHS = [1, 4, 31, 100, 256, 287, 288, 289, 320, 576, 901]
+DEPTHS = [1, 4, 31, 100, 319, 320, 321, 512, 575, 576, 577, 640, 1153]
 
 
 def product_of(depth: int, outliers: int) -> tuple[ModelShape, Weights]:
@@ -65,17 +65,17 @@ def test_a_product_is_its_meaning(instructions: str, depth: int, outliers: int) 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("instructions", SETS)
 def test_a_row_that_is_not_finite_spoils_itself_only(instructions: str, bad: float) -> None:
-    shape, weights = product_of(600, 3)
+    shape, weights = product_of(1200, 3)
     tokens = list(range(ROWS))
     good = computed(shape, weights, instructions, tokens)
-    weights.embed[20, 599] = bad
+    weights.embed[20, 1199] = bad
     spoiled = computed(shape, weights, instructions, tokens)
     assert spoiled[20].isnan().all()
     # Rows after it attend to it; here they add nothing of what they see, but nothing times NaN is NaN.
     assert torch.equal(spoiled[:20], good[:20])
 
 
-@pytest.mark.parametrize("depth", [289, 576])
+@pytest.mark.parametrize("depth", [576, 577])
 def test_instruction_sets_agree_but_for_float_sums(depth: int) -> None:
     shape, weights = product_of(depth, 3)
     first, *others = (computed(shape, weights, name, list(range(ROWS))) for name in SETS)
@@ -87,6 +87,6 @@ def test_instruction_sets_agree_but_for_float_sums(depth: int) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 25])
 @pytest.mark.parametrize("instructions", SETS)
 def test_a_row_has_its_bits_however_many_there_are(instructions: str, rows: int) -> None:
-    shape, weights = product_of(576, 3)
+    shape, weights = product_of(1152, 3)
     all_rows = computed(shape, weights, instructions, list(range(ROWS)))
     assert torch.equal(computed(shape, weights, instructions, list(range(rows))), all_rows[:rows])

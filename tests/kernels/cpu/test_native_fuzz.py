@@ -135,7 +135,7 @@ def test_blocks_compute_and_write_what_they_should(
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BYTES))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    shape=shapes(widest=600),
+    shape=shapes(widest=1300),
     codes=st.sampled_from([None, "q4_0", "q4_1"]),
     block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),

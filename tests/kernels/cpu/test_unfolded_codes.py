@@ -17,7 +17,7 @@ from tests.kernels.cpu.tiny_models import Pool, coded_weights_of, layout_of, sha
 SETS = native.instruction_sets(native.BYTES)
 SHAPES = {
     "odd": shape_of(),
-    "several-segments": shape_of(hidden_size=320, intermediate_size=610),
+    "several-segments": shape_of(hidden_size=640, intermediate_size=1220),
     "biases": shape_of(hidden_size=33, qkv_bias=True, output_bias=True, mlp_bias=True),
 }
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
