@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import logging
@@ -188,6 +189,18 @@ def _recording(run: Run) -> Iterator[None]:
             setattr(session_module, name, function)
 
 
+@contextmanager
+def _loop_of_the_dead() -> Iterator[None]:
+    """An event loop for a `finally` that asks for one: asyncio would make one that nobody closes."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 def simulate(scenario: Scenario, *, keep_trace: bool = False) -> Outcome:
     """Run a scenario. What its dead processes leave behind is collected before this returns."""
     enabled, hook, disabled = gc.isenabled(), sys.unraisablehook, logging.root.manager.disable
@@ -198,7 +211,7 @@ def simulate(scenario: Scenario, *, keep_trace: bool = False) -> Outcome:
         # Coroutines of dead processes end here, where nobody hears what their `finally` says.
         sys.unraisablehook = lambda unraisable: None
         logging.disable(logging.CRITICAL)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _loop_of_the_dead():
             warnings.simplefilter("ignore")
             run.cluster.close()
             del run
