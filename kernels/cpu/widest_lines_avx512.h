@@ -71,10 +71,37 @@ struct Network {
     }
 };
 
+// Lanes of zeros and ones, lane i in bit i: whether they only fall; or fall, and then rise.
+constexpr bool falls(unsigned ones, int lanes, bool may_rise_then) {
+    bool rose = false;
+    for (int i = 1; i < lanes; i++) {
+        bool before = ones >> (i - 1) & 1, now = ones >> i & 1;
+        if (before && !now && rose) return false;
+        rose = rose || (!before && now);
+    }
+    return may_rise_then || !rose;
+}
+
+// What sorts all zeros and ones of a kind sorts all numbers of that kind (Knuth, volume 3, 5.3.4, theorem Z).
+constexpr bool sorts(const Network &network, int lanes, bool falling_then_rising) {
+    for (unsigned ones = 0; ones < 1u << lanes; ones++) {
+        if (falling_then_rising && !falls(ones, lanes, true)) continue;
+        unsigned now = ones;
+        for (int i = 0; i < network.count; i++) {
+            unsigned first = 1u << network.pairs[i][0], second = 1u << network.pairs[i][1];
+            if ((now & (first | second)) == second) now ^= first | second;
+        }
+        if (!falls(now, lanes, false)) return false;
+    }
+    return true;
+}
+
 constexpr Network kSort = Network::sorting(kWidest);
 constexpr Network kSortMore = Network::sorting(kQuads - kWidest);
 constexpr Network kMerge = Network::merging(kWidest);
 static_assert(kWidest <= 8 && kQuads > kWidest && kQuads <= 2 * kWidest);
+static_assert(sorts(kSort, kWidest, false) && sorts(kSortMore, kQuads - kWidest, false));
+static_assert(sorts(kMerge, kWidest, true));
 
 // The greatest of twice as many, lane by lane: both halves are sorted, so that one of each pair from opposite ends is
 // among them, and so is no other. What is left so falls and then rises.
