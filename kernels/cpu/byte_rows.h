@@ -48,8 +48,8 @@ namespace diptych {
 namespace {
 
 // `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is not wide,
-// or what the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN, and no
-// other row's.
+// or what the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN,
+// and no other row's.
 inline void quantise_segment(const float *x, int lines, Segment &to) {
     WidestLines widest = widest_lines(x, lines);
     float peak = widest.peak(0), next = widest.peak(kWide);
