@@ -27,7 +27,8 @@ from kernels.quantised_linear import BlockFormat, BlockMatrix
 _DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
 _QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
 _FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
-_FIRST_POSITIONS = 2048
+_FIRST_POSITIONS = 32_768
+"""For which rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay while they run."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -79,7 +80,7 @@ class NativeBackend:
         self._frequencies = inverse_frequencies(shape).float()
         self._magnitude = rotary_magnitude(shape)
         self._positions = 0
-        self._reach(_FIRST_POSITIONS)
+        self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._ahead: deque[_LaunchedStep] = deque()
 
     def set_threads(self, threads: int) -> None:

@@ -38,6 +38,14 @@ class GatewayStream(Protocol):
 Stream = TypeVar("Stream", bound=GatewayStream)
 
 
+@dataclass(slots=True)
+class _Open:
+    """A stream that has not ended."""
+
+    writer: asyncio.Task[None]
+    silent_ticks: int = 0
+
+
 def drain_grace_s(drain: work_pb2.Drain) -> float | None:
     """How long what runs may go on, in seconds; None leaves it to the worker's own setting."""
     return drain.grace.ToNanoseconds() / 1e9 if drain.HasField("grace") else None
@@ -56,56 +64,62 @@ class GatewayLinks(Generic[Stream]):
     opened: Callable[[str], Stream]
     heard: Callable[[Any, Stream], None]
     lost: Callable[[Stream], None]
-    streams: dict[Stream, int] = field(default_factory=dict)
-    """Those that are open, and for how many ticks each was silent. In the order in which they came: what is
-    said to all is said in that order.
-    """
+    streams: dict[Stream, _Open] = field(default_factory=dict)
+    """Those that are open, in the order in which they came: what is said to all is said in that order."""
 
     async def serve(self, link: Link) -> None:
         """One stream, from hello to end; `lost` follows however it ends. Raises Refused and StreamLost."""
         hello = await _first_message(link)
         gateway = self.opened(hello.gateway_id)
-        self.streams[gateway] = 0
+        writer = asyncio.create_task(self._write(link, gateway), name="gateway-link-writer")
         reader = asyncio.create_task(self._read(link, gateway), name="gateway-link-reader")
+        self.streams[gateway] = _Open(writer)
         try:
-            await link.write(self.greeting)
-            async for reply in gateway.messages():
-                await link.write(reply)
+            await asyncio.wait((writer,))
+            if writer.cancelled():  # by `tick`: it would wait for room as long as the gateway stands still
+                raise StreamLost(grpc.StatusCode.UNAVAILABLE, "the gateway says nothing")
+            writer.result()
         finally:
             reader.cancel()
-            self._over(gateway)
+            writer.cancel()
+            self.streams.pop(gateway, None)
+            self.lost(gateway)
 
     def tick(self) -> None:
         """Call it with every heartbeat: ends the streams of gateways that fell silent."""
-        for gateway, ticks in list(self.streams.items()):
-            self.streams[gateway] = ticks + 1
-            if ticks >= SILENT_TICKS:
+        for gateway, stream in list(self.streams.items()):
+            stream.silent_ticks += 1
+            if stream.silent_ticks > SILENT_TICKS:
                 _log.warning("a gateway says nothing any more; its stream ends")
-                self._over(gateway)
+                stream.writer.cancel()
+                del self.streams[gateway]
+                self.lost(gateway)
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
         """Say it to every gateway."""
         for gateway in tuple(self.streams):
             gateway.heartbeat(beat)
 
+    async def _write(self, link: Link, gateway: Stream) -> None:
+        await link.write(self.greeting)
+        async for reply in gateway.messages():
+            await link.write(reply)
+
     async def _read(self, link: Link, gateway: Stream) -> None:
+        """Whatever ends it, the stream stays among those whose silence is counted until all is written."""
         try:
             # A stream that broke is an end like any other: the attempts on it are cancelled either way.
             with contextlib.suppress(StreamLost):
                 while (message := await link.read()) is not None:
                     if gateway in self.streams:
-                        self.streams[gateway] = 0
+                        self.streams[gateway].silent_ticks = 0
                     self.heard(message, gateway)
         except Exception:
             # What this message wanted is unknown, so nobody may wait for it: the stream ends, and with it
             # all that its gateway waits for.
             _log.exception("a gateway's message could not be taken; its stream ends")
         finally:
-            self._over(gateway)
-
-    def _over(self, gateway: Stream) -> None:
-        self.streams.pop(gateway, None)
-        self.lost(gateway)
+            self.lost(gateway)
 
 
 async def _first_message(link: Link) -> work_pb2.GatewayHello:

@@ -12,9 +12,11 @@ import pytest
 
 from decode_worker.service import gateway_links
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
+from runtime.links import local
+from runtime.links.local_door import LocalDoor
 from runtime.links.method import DECODE
 from runtime.links.over_grpc import add_links
-from runtime.links.stream import LinkService
+from runtime.links.stream import LinkService, Stream, StreamLost
 from runtime.rpc import bind, make_channel, make_server
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import work
@@ -70,8 +72,7 @@ async def test_a_stream_that_breaks_takes_its_attempts_along(edge, no_garbage_co
     await call.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
     await until(lambda: edge.decode.loop.num_waiting == 1)
     call.cancel()
-    await until(lambda: edge.decode.loop.num_waiting == 0)
-    assert not edge.streams
+    await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
 async def test_gateways_that_leave_at_once_leave_nothing_behind(edge, no_garbage_collection):
@@ -96,8 +97,7 @@ async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, 
         if number % 100 == 0:
             await asyncio.sleep(0.001)
     call.cancel()
-    await until(lambda: edge.decode.loop.num_waiting == 0)
-    assert not edge.streams
+    await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
 async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
@@ -108,8 +108,7 @@ async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
     await call.write(Request(attach=work(("without tokens", 1), (), 4)))
     async with asyncio.timeout(60):
         assert await call.read() is grpc.aio.EOF
-    await until(lambda: edge.decode.loop.num_waiting == 0)
-    assert not edge.streams
+    await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
     assert "could not be taken" in caplog.text
     assert edge.decode.leftovers() == []
 
@@ -122,12 +121,47 @@ async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
     await until(lambda: edge.decode.loop.num_waiting == 1)
     for number in range(SILENT_TICKS + 1):
         await beating.write(Request(heartbeat=work_pb2.Heartbeat(progress=number)))
-        await until(lambda: 0 in edge.streams.values())
+        await until(lambda: any(not stream.silent_ticks for stream in edge.streams.values()))
         edge.links.tick()
     await until(lambda: edge.decode.loop.num_waiting == 0)
     assert len(edge.streams) == 1
     edge.links.heartbeat(work_pb2.Heartbeat(progress=1))
     assert (await beating.read()).heartbeat.progress == 1
+
+
+async def test_a_silent_gateway_that_does_not_read_either_is_let_go(edge):
+    """A stopped process: its buffers fill up, and a write waits for room in them as long as it stands."""
+    ended = asyncio.Event()
+
+    async def serve(link: Stream) -> None:
+        try:
+            await edge.links.serve(link)
+        finally:
+            ended.set()
+
+    door = LocalDoor([LinkService(DECODE, serve)])
+    await door.open(edge.address)
+    call = await local.connect(edge.address, DECODE)
+    await call.write(HELLO)
+    await until(lambda: edge.streams)
+    (stream,) = edge.streams
+    for number in range(4000):  # more than both ends' buffers
+        stream.failed((f"{number:0200}", 1), 0, 1, "x" * 500)
+        stream.flush()
+        await asyncio.sleep(0)
+    for _ in range(SILENT_TICKS + 1):
+        edge.links.tick()
+    async with asyncio.timeout(5):
+        await ended.wait()
+    with pytest.raises(StreamLost):
+        await _read_all(call)
+    await call.close()
+    await door.close()
+
+
+async def _read_all(link: Stream) -> None:
+    while await link.read() is not None:
+        pass
 
 
 async def test_whoever_does_not_begin_with_a_hello_is_refused(edge):
