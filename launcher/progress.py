@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from launcher.supervisor import Ended, Event, Loading, Replaced, Serving, Wrote
+from launcher.events import Ended, Event, Loading, Replaced, Serving, Wrote
 
 
 class NoteConsole(Console):

@@ -40,7 +40,8 @@ def attention(context: Context) -> Iterator[Figure]:
 def _decode_point(
     context: Context, device: torch.device, rows: int, tokens: int, target: float
 ) -> Iterator[Figure]:
-    from kernels.gpu.paged_decode import make_scratch, paged_decode
+    from kernels.gpu.decode_splits import make_scratch
+    from kernels.gpu.paged_decode import paged_decode
 
     name = f"decode, batch {rows}, context {tokens}"
     context.say(name)
@@ -65,7 +66,8 @@ def _decode_point(
 
 def _fp8_point(context: Context, device: torch.device, rows: int, tokens: int) -> Figure:
     from kernels.fp8_cache import DTYPE
-    from kernels.gpu.paged_decode import make_scratch, paged_decode
+    from kernels.gpu.decode_splits import make_scratch
+    from kernels.gpu.paged_decode import paged_decode
 
     name = f"decode, batch {rows}, context {tokens}, FP8 keys and values"
     context.say(name)

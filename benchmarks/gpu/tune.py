@@ -62,7 +62,8 @@ def _always(config: Config) -> Callable[..., Config]:
 
 
 def _decode(device: torch.device) -> Work:
-    from kernels.gpu.paged_decode import make_scratch, paged_decode
+    from kernels.gpu.decode_splits import make_scratch
+    from kernels.gpu.paged_decode import paged_decode
 
     rows = 32
     case, query = paged_case(rows, _TOKENS, device), random_query(rows, device)

@@ -36,7 +36,8 @@ def triton_operators() -> Operators:
     """The Triton kernels. Raises TritonUnavailable."""
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
-        from kernels.gpu.paged_decode import make_scratch, paged_decode
+        from kernels.gpu.decode_splits import make_scratch
+        from kernels.gpu.paged_decode import paged_decode
         from kernels.gpu.paged_prefill import paged_prefill
         from kernels.gpu.rms_norm import add_rms_norm, rms_norm
         from kernels.gpu.rotary_write import rotary_write

@@ -14,66 +14,23 @@ with its maximum and sum, and a second pass joins them. Means kernels/paged_deco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.decode_splits import (
+    LONG_SPLIT,
+    SHORT_CONTEXT,
+    SHORT_SPLIT,
+    DecodeScratch,
+    first_read,
+    join_splits,
+    make_scratch,
+    max_splits,
+    split_size,
+)
 from kernels.gpu.launch import INTERPRETED, LOG2_E, check_dense, multiprocessors, operand_type, power_of_two
 from kernels.gpu.tuning import decode_default, look_up, shape_class
-
-SHORT_CONTEXT = 2048
-"""Tokens. Up to here splits are short, so that one young sequence fills more of the device."""
-SHORT_SPLIT = 128
-LONG_SPLIT = 512
-"""Tokens of a split. Its partial result in float32 is under 2% of the bytes read for it."""
-_JOINED = 32
-"""Splits that the second pass adds at a time."""
-_JOINED_DIMS = 64
-
-
-@dataclass(frozen=True)
-class DecodeScratch:
-    """Partial results of all splits, float32: allocated once, used by every layer and step."""
-
-    mixed: torch.Tensor
-    """`[rows, heads, splits, head_dim]`, not yet divided by the sums."""
-    peaks: torch.Tensor
-    """`[rows, heads, splits]`: the largest score of each split, times log2(e)."""
-    sums: torch.Tensor
-    """`[rows, heads, splits]`."""
-
-
-def max_splits(max_tokens: int) -> int:
-    """The most splits that a context of up to `max_tokens` can have."""
-    return max(1, -(-min(max_tokens, SHORT_CONTEXT) // SHORT_SPLIT), -(-max_tokens // LONG_SPLIT))
-
-
-def make_scratch(
-    rows: int, heads: int, head_dim: int, max_tokens: int, device: torch.device
-) -> DecodeScratch:
-    """Scratch for up to `rows` rows with contexts of up to `max_tokens`."""
-    splits = max_splits(max_tokens)
-    return DecodeScratch(
-        torch.empty(rows, heads, splits, head_dim, device=device),
-        torch.empty(rows, heads, splits, device=device),
-        torch.empty(rows, heads, splits, device=device),
-    )
-
-
-@triton.jit
-def _first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where reading begins: the start of the block that holds the first visible position."""
-    first = lengths * 0
-    if WINDOW > 0:
-        first = tl.maximum(lengths - WINDOW, 0) // BLOCK_SIZE * BLOCK_SIZE
-    return first
-
-
-@triton.jit
-def _split_size(tokens, SHORT_CONTEXT: tl.constexpr, SHORT_SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr):
-    return tl.where(tokens <= SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
 
 
 @triton.jit
@@ -111,8 +68,8 @@ def _splits(
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
-    read = all_lengths - _first_read(all_lengths, WINDOW, BLOCK_SIZE)
-    size = _split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+    read = all_lengths - first_read(all_lengths, WINDOW, BLOCK_SIZE)
+    size = split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
     counts = (read + size - 1) // size
     ends = tl.cumsum(counts, axis=0)
     items = tl.sum(counts, axis=0) * KV_HEADS
@@ -129,10 +86,10 @@ def _splits(
         split = place - tl.sum(tl.where(numbers < row, counts, 0), axis=0)
 
         length = tl.load(lengths + row)
-        first = _first_read(length, WINDOW, BLOCK_SIZE)
-        split_size = _split_size(length - first, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
-        begin = tl.multiple_of(first + split * split_size, BLOCK_SIZE)
-        end = tl.minimum(begin + split_size, length)
+        first = first_read(length, WINDOW, BLOCK_SIZE)
+        size_here = split_size(length - first, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+        begin = tl.multiple_of(first + split * size_here, BLOCK_SIZE)
+        end = tl.minimum(begin + size_here, length)
 
         heads = head * GROUP + group
         q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
@@ -177,7 +134,7 @@ def _splits(
         acc = acc * value_scale
         kept = in_group[:, None] & in_head[None, :]
         row_head = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        if length - first <= split_size:
+        if length - first <= size_here:
             place_out = out + row_head[:, None] * D + dims[None, :]
             tl.store(place_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
         else:
@@ -185,57 +142,6 @@ def _splits(
             tl.store(mixed + partial[:, None] * D + dims[None, :], acc, mask=kept)
             tl.store(peaks + partial, peak, mask=in_group)
             tl.store(sums + partial, total, mask=in_group)
-
-
-@triton.jit
-def _join(
-    lengths,
-    mixed,
-    peaks,
-    sums,
-    out,
-    scratch_splits,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHORT_CONTEXT: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
-    JOINED: tl.constexpr,
-):
-    row = tl.program_id(2)
-    length = tl.load(lengths + row)
-    read = length - _first_read(length, WINDOW, BLOCK_SIZE)
-    size = _split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
-    count = (read + size - 1) // size
-    # A row with one split is finished already.
-    if count != 1:
-        row_head = row.to(tl.int64) * HEADS + tl.program_id(1)
-        dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
-        in_head = dims < D
-        some = tl.arange(0, JOINED)
-        base = row_head * scratch_splits
-        top = tl.full([JOINED], float("-inf"), tl.float32)
-        for first in range(0, count, JOINED):
-            there = first + some < count
-            top = tl.maximum(top, tl.load(peaks + base + first + some, mask=there, other=float("-inf")))
-        highest = tl.max(top, axis=0)
-        acc = tl.zeros([DIMS], tl.float32)
-        total = 0.0
-        for first in range(0, count, JOINED):
-            split = base + first + some
-            there = first + some < count
-            faded = tl.exp2(tl.load(peaks + split, mask=there, other=float("-inf")) - highest)
-            part = tl.load(
-                mixed + split[:, None] * D + dims[None, :], mask=there[:, None] & in_head[None, :], other=0.0
-            )
-            acc += tl.sum(part * faded[:, None], axis=0)
-            total += tl.sum(tl.load(sums + split, mask=there, other=0.0) * faded, axis=0)
-        # A row without a context (padding of a captured batch) is zero.
-        result = acc / tl.where(count > 0, total, 1.0)
-        tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty), mask=in_head)
 
 
 def paged_decode(
@@ -308,19 +214,5 @@ def paged_decode(
         num_stages=tuned["num_stages"],
         **splitting,
     )
-    dims = power_of_two(head_dim) if INTERPRETED else _JOINED_DIMS
-    _join[(triton.cdiv(head_dim, dims), heads, rows)](
-        lengths,
-        scratch.mixed,
-        scratch.peaks,
-        scratch.sums,
-        out,
-        scratch_splits,
-        HEADS=heads,
-        D=head_dim,
-        DIMS=dims,
-        JOINED=_JOINED,
-        num_warps=4,
-        **splitting,
-    )
+    join_splits(lengths, scratch, out, splitting)
     return out

@@ -4,8 +4,8 @@ from io import StringIO
 
 from rich.console import Console
 
+from launcher.events import Ended, Event, Loading, Serving, Wrote
 from launcher.progress import Progress
-from launcher.supervisor import Ended, Event, Loading, Serving, Wrote
 from tests.launcher.specs import ROOT
 
 EVENTS: tuple[Event, ...] = (
@@ -45,7 +45,7 @@ def test_a_terminal_sees_what_is_loading() -> None:
 READER_LEAVES = """
 import sys
 from launcher.progress import NoteConsole, Progress
-from launcher.supervisor import Wrote
+from launcher.events import Wrote
 
 progress = Progress(NoteConsole(), lines=True)
 progress(Wrote("decode-0", "first"))

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 
 from launcher.child import Announcement, ChildFailed
+from launcher.events import Ended, Event, Serving, Wrote
 from launcher.liveness import Patience
 from launcher.probe import http_status
 from launcher.restart import RestartPolicy
-from launcher.supervisor import Ended, Event, Running, Serving, Supervisor, Wrote
+from launcher.supervisor import Running, Supervisor
 from tests.launcher.specs import ROOT, alive, program_spec, wait_until
 
 GRACE_S = 20.0

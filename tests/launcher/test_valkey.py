@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from launcher.events import Event, Serving
 from launcher.restart import RestartPolicy
-from launcher.supervisor import Event, Serving, Supervisor
+from launcher.supervisor import Supervisor
 from launcher.valkey import start_valkey
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.paged_decode import LONG_SPLIT, SHORT_CONTEXT, SHORT_SPLIT, make_scratch, paged_decode
+from kernels.gpu.decode_splits import LONG_SPLIT, SHORT_CONTEXT, SHORT_SPLIT, make_scratch
+from kernels.gpu.paged_decode import paged_decode
 from kernels.paged_decode import paged_decode as meaning
 from tests.kernels.gpu.paged import DTYPES, LAYER, ODD_HEADS, TOLERANCE, Heads, Paged, error, paged
 

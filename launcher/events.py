@@ -1,0 +1,45 @@
+"""What a supervisor tells of its processes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A process was started and is not ready yet."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A process announced itself, `seconds` after its start."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process ended unasked, or never became ready; it starts again in `restart_in_s` seconds."""
+
+    name: str
+    reason: str
+    restart_in_s: float
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """A process wrote a line."""
+
+    name: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A process has a successor that serves, and was told to end."""
+
+    name: str
+
+
+Event = Loading | Serving | Ended | Wrote | Replaced
