@@ -13,11 +13,11 @@ from functools import partial
 from typing import NoReturn
 
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
 from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
 from gateway.call import Call
 from gateway.fleet.fleet import Fleet
+from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output import OutputStream
@@ -58,6 +58,7 @@ class Generator:
         fleet: Fleet,
         live: LiveRequests,
         gate: AdmissionGate,
+        texts: LongTexts,
         *,
         recovery: Recovery,
         tokens: ResumeTokens,
@@ -70,6 +71,7 @@ class Generator:
         self._fleet = fleet
         self._live = live
         self._gate = gate
+        self._texts = texts
         self._recovery = recovery
         self._tokens = tokens
         self._telemetry = telemetry
@@ -145,9 +147,7 @@ class Generator:
     ) -> ParsedRequest:
         started = self._clock()
         parse = partial(self._read, message, call, token_limit=limit)
-        # Tokenising a long prompt takes longer than other requests' tokens may wait for this thread.
-        large = message.ByteSize() >= limits.INLINE_PARSE_BYTES
-        request = await asyncio.to_thread(parse) if large else parse()
+        request = await self._texts.read(message, call.caller.tenant, parse)
         if request.constraint is not None:
             await request.constraint.verify(self._grammars)
         report.tokenized = (started, self._clock())

@@ -23,6 +23,7 @@ from gateway.fleet.fleet import Fleet, FleetIdentity
 from gateway.generate import Generator
 from gateway.kserve.door import SERVICE as KSERVE_SERVICE
 from gateway.kserve.door import KServeDoor
+from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.openai.door import OpenAIDoor
 from gateway.service import SERVICE, add_inference_service
@@ -74,11 +75,13 @@ class Gateway:
             AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, patience=patience),
             time.monotonic,
         )
+        self._texts = LongTexts()
         self.generator = Generator(
             model,
             self.fleet,
             self.live,
             self.gate,
+            self._texts,
             tokens=ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time),
             recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
@@ -88,6 +91,7 @@ class Gateway:
         self._text = TextRpcs(
             model,
             self.live,
+            self._texts,
             token_limit=self.fleet.roster.token_limit,
             block_size=self.fleet.roster.block_size,
         )
@@ -197,6 +201,7 @@ class Gateway:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.fleet.close()
         await self.generator.close()
+        self._texts.close()
         await self.mirror.close()
         if self._http is not None:
             await self._http.close()

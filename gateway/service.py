@@ -23,8 +23,8 @@ def add_inference_service(
     bodies: dict[str, Body] = {
         "StreamGenerate": partial(generator.stream, resumable=True),
         "Generate": generator.whole,
-        "Tokenize": plain(text.tokenize),
-        "Detokenize": plain(text.detokenize),
+        "Tokenize": text.tokenize,
+        "Detokenize": text.detokenize,
         "ListModels": plain(text.list_models),
         "GetModel": plain(text.get_model),
         "CancelRequest": text.cancel_request,

@@ -5,22 +5,18 @@ Free of any protocol, like the generator: a door parses its wire and catches `Di
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import TypeVar
-
-from google.protobuf.message import Message
+from functools import partial
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits, text_calls
 from gateway.call import Call
+from gateway.long_texts import LongTexts
 from gateway.model.model_card import ModelCard
 from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
 from gateway.request.validate_structured import STRUCTURED_OUTPUTS
 from gateway.session.live_requests import LiveRequests
-
-T = TypeVar("T")
 
 
 class TextRpcs:
@@ -35,17 +31,20 @@ class TextRpcs:
         self,
         model: ServedModel,
         live: LiveRequests,
+        texts: LongTexts,
         *,
         token_limit: Callable[[], int | None],
         block_size: Callable[[], int | None],
     ) -> None:
         self._model = model
         self._live = live
+        self._texts = texts
         self._token_limit = token_limit
         self._block_size = block_size
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        found = await _in_time(request, lambda: text_calls.tokenize(request, self._model))
+    async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        work = partial(text_calls.tokenize, request, self._model)
+        found = await self._texts.read(request, call.caller.tenant, work)
         return pb.TokenizeResponse(
             token_ids=found.ids,
             tokens=found.tokens,
@@ -53,8 +52,9 @@ class TextRpcs:
             max_context_length=self._model.card.max_context,
         )
 
-    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        text = await _in_time(request, lambda: text_calls.detokenize(request, self._model))
+    async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        work = partial(text_calls.detokenize, request, self._model)
+        text = await self._texts.read(request, call.caller.tenant, work)
         return pb.DetokenizeResponse(text=text)
 
     async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
@@ -112,8 +112,3 @@ def _default_sampling(card: ModelCard) -> pb.SamplingParams:
         repetition_penalty=defaults.repetition_penalty,
         n=1,
     )
-
-
-async def _in_time(request: Message, work: Callable[[], T]) -> T:
-    """Long texts in a thread: other requests' tokens wait for this one."""
-    return await asyncio.to_thread(work) if request.ByteSize() >= limits.INLINE_PARSE_BYTES else work()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from functools import cache
 from itertools import pairwise
@@ -158,3 +159,34 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
         Tokenizer.load(path)
     with pytest.raises(OSError, match=r"absent\.gguf"):
         Tokenizer.load(tmp_path / "absent.gguf")
+
+
+class Beats:
+    """Counts how often another thread of Python comes to its turn."""
+
+    def __init__(self) -> None:
+        self.count, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._beat)
+
+    def __enter__(self) -> Beats:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._over.wait(0.001):
+            self.count += 1
+
+
+@pytest.mark.parametrize("how", ["encode", "encode_with_offsets", "encode_parts"])
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer, how: str) -> None:
+    """A gateway's event loop stands still for as long as a thread holds Python's lock."""
+    text = "a b,c;d " * 50_000
+    with Beats() as beats:
+        before = beats.count
+        getattr(tokenizer, how)([text] if how == "encode_parts" else text)
+        during = beats.count - before
+    assert during > 10
