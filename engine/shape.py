@@ -80,7 +80,10 @@ class ModelShape:
             raise UnsupportedModel(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
         if self.windows and len(self.windows) != self.num_layers:
             raise UnsupportedModel(f"{len(self.windows)} attention windows for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise UnsupportedModel("an attention window is below 1")
 
     def window(self, layer: int) -> int | None:
-        """The attention window of `layer` in tokens, None for all."""
-        return self.windows[layer] if self.windows else None
+        """The attention window of `layer` in tokens, None for all: also where no context outgrows it."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= self.max_context else window

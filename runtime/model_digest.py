@@ -1,10 +1,10 @@
 """A stable identity for a model's files, cheap enough to compute at every start.
 
 Two processes may exchange KV blocks only when they hold the same weights. Hashing 100 GB takes
-minutes, so each weight file counts with its size and its first and last MiB: in both formats the
-head holds every tensor's name, shape and place, and the tail the last tensor's data. That tells
-apart every pair of models one meets by accident (another model, another quantisation, another fine
-tune, a truncated download); it is no defence against somebody who edits the middle of a file.
+minutes, so each weight file counts with its size, its first and last MiB, and 256 pages evenly spread
+between: in both formats the head holds every tensor's name, shape and place. That tells apart every
+pair of models one meets by accident (another model, another quantisation, a truncated download, a fine
+tune of some layers or of one kind of matrix); it is no defence against somebody who edits a few bytes.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 _MIB = 1 << 20
+_PAGE = 4096
+_PAGES = 256
 _WEIGHT_SUFFIX = ".safetensors"
 _CONFIG_FILES = (
     "config.json",
@@ -29,7 +31,7 @@ def model_digest(path: Path) -> str:
     Names do not count, so a renamed file or a folder copied elsewhere is the same model. Raises
     FileNotFoundError when the path, the folder's config.json or its weights are missing.
     """
-    digest = hashlib.sha256(b"diptych.model.1")
+    digest = hashlib.sha256(b"diptych.model.2")
     if path.is_dir():
         weights = sorted(_weight_digest(file) for file in path.glob(f"*{_WEIGHT_SUFFIX}"))
         if not weights or not (path / "config.json").is_file():
@@ -47,13 +49,17 @@ def model_digest(path: Path) -> str:
 
 def _weight_digest(path: Path) -> bytes:
     with path.open("rb") as file:
-        return _ends_digest(file, path.stat().st_size)
+        return _sampled_digest(file, path.stat().st_size)
 
 
-def _ends_digest(file: BinaryIO, size: int) -> bytes:
+def _sampled_digest(file: BinaryIO, size: int) -> bytes:
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     digest.update(file.read(_MIB))
     if size > _MIB:
-        file.seek(max(_MIB, size - _MIB))
+        tail = max(_MIB, size - _MIB)
+        for number in range(_PAGES):
+            file.seek(_MIB + (tail - _MIB) * number // _PAGES)
+            digest.update(file.read(_PAGE))
+        file.seek(tail)
         digest.update(file.read(_MIB))
     return digest.digest()

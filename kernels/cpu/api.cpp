@@ -198,6 +198,7 @@ int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
 }
 
 int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions) {
+    if (!model->launches->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
     model->cosines = cosines;
     model->sines = sines;
     model->positions = positions;

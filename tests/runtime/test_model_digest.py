@@ -39,6 +39,19 @@ def test_size_head_and_tail_count(tmp_path: Path, size: int) -> None:
     assert len(digests) == len(contents)
 
 
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_matrix_in_the_middle_counts(tmp_path: Path, place: float) -> None:
+    """A fine tune that leaves the first and the last tensors as they are."""
+    path = tmp_path / "m.safetensors"
+    content = bytearray(64 * MIB)
+    path.write_bytes(content)
+    before = model_digest(path)
+    begin, length = int(len(content) * place), len(content) // 200
+    content[begin : begin + length] = b"x" * length
+    path.write_bytes(content)
+    assert model_digest(path) != before
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-00002-of-00002.safetensors"])
 def test_every_file_of_a_folder_counts(folder: Path, name: str) -> None:
     before = model_digest(folder)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
+from engine import native_backend
 from engine.batch import AbortWords, SequenceStep
 from engine.drawn import Launched
 from engine.native_backend import NativeBackend, NativeError
@@ -120,17 +122,39 @@ def test_a_row_that_is_not_there_is_not_followed() -> None:
     assert launched.collect().tokens == expected.tokens
 
 
+@pytest.fixture
+def short_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary tables that a context of some length outgrows."""
+    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 2048)
+
+
+@pytest.mark.usefixtures("short_tables")
 def test_tables_that_a_running_step_reads_are_not_replaced() -> None:
     backend = backend_of()
     streams, far = Streams(backend), Pool(LAYOUT, 300).sequence(4000)
     launched = backend.launch(streams.steps([0]), [GREEDY], None)
     assert launched is not None
-    beyond = replace(far.step([1]), start=3999)  # the tables are made for 2,048 positions at first
+    beyond = replace(far.step([1]), start=3999)
     assert backend.launch([beyond], [GREEDY], None) is None
     launched.collect()
     again = backend.launch([beyond], [GREEDY], None)
     assert again is not None
     again.collect()
+
+
+@pytest.mark.usefixtures("short_tables")
+def test_a_step_beside_a_launched_one_is_refused_before_it_replaces_the_tables() -> None:
+    backend = backend_of()
+    streams, far = Streams(backend), Pool(LAYOUT, 300).sequence(4000)
+    expected = backend.forward_and_draw(streams.steps([0]), [GREEDY], None).tokens
+    table = weakref.ref(backend._rotary[0])
+    launched = backend.launch(streams.steps([0]), [GREEDY], None)
+    assert launched is not None
+    with pytest.raises(NativeError, match="running"):
+        backend.forward([replace(far.step([1]), start=3999)], None)
+    assert table() is not None
+    assert launched.collect().tokens == expected
+    backend.forward([replace(far.step([1]), start=3999)], None)
 
 
 def test_an_aborted_step_ends_and_the_next_one_follows() -> None:
