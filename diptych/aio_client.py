@@ -153,7 +153,9 @@ async def _resumed_chunks(
     received: Received,
     timeout_s: float | None,
 ) -> AsyncGenerator[Chunk, None]:
-    plan = Resumption(await build(), received, servers=len(servers), timeout_s=timeout_s)
+    plan = Resumption(
+        await build(), received, servers=len(servers), retries=servers.retries, timeout_s=timeout_s
+    )
     while True:
         stub, request = servers.once(plan.server), plan.request()
 
@@ -168,9 +170,10 @@ async def _resumed_chunks(
         except CallFailed as failure:
             if plan.complete(failure):
                 return
+            if not servers.closed:
+                await asyncio.sleep(plan.wait_s(failure))
             if servers.closed:
                 raise
-            await asyncio.sleep(plan.wait_s(failure))
 
 
 async def _chunks(begin: Callable[[], Awaitable[Any]], received: Received) -> AsyncGenerator[Chunk, None]:

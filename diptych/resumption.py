@@ -5,6 +5,10 @@ message has a token for that. The same request with the token and the ids receiv
 next token, at any gateway of the same service: what comes then joins what came before, nothing twice. What
 a server has not begun to answer is asked again as it was. CANCELLED is such a break, too (see
 `diptych.channel`): of a stream that its caller left nobody asks here.
+
+The server that is asked next may have no room: all streams of a dead one come to it at once. It says so with
+RESOURCE_EXHAUSTED and when to come back, and is not asked before. Such refusals in a row are bounded by the
+client's number of retries. Without a hint there is nothing to wait for: a message was too large.
 """
 
 import time
@@ -28,6 +32,7 @@ class Resumption:
     Args:
         received: what came so far, which whoever reads the stream keeps up.
         servers: how many there are to go to, by turns.
+        retries: after so many refusals in a row.
         timeout_s: for all calls together.
     """
 
@@ -37,6 +42,7 @@ class Resumption:
         received: Received,
         *,
         servers: int,
+        retries: int,
         timeout_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,8 +52,11 @@ class Resumption:
         self._clock = clock
         self._deadline = None if timeout_s is None else clock() + timeout_s
         self._calls = 0
+        self._retries = retries
         self._fruitless = 0
+        self._refusals = 0
         self._had = 0
+        self._not_before = [0.0] * servers  # on the clock, as the servers' hints say
         self.server = 0  # which one is to be asked
 
     @property
@@ -75,20 +84,39 @@ class Resumption:
 
     def wait_s(self, failure: CallFailed) -> float:
         """Seconds to wait before the next call; raises ``failure`` if there is no use in one."""
-        have = len(self._received.token_ids)
-        self._fruitless = 0 if have > self._had else self._fruitless + 1
-        self._had = have
-        begun = self._received.begun
-        if failure.code not in _BROKEN or (begun and not self._received.resume_token):
+        self._count(failure)
+        if failure.code not in _BROKEN and not _refused(failure):
             raise failure
-        if self._fruitless >= MAX_FRUITLESS:
+        if self._received.begun and not self._received.resume_token:
             raise failure
-        wait = 0.0
-        if self._fruitless >= self._servers:
-            wait = min(FIRST_WAIT_S * 2 ** (self._fruitless - self._servers), LONGEST_WAIT_S)
-        wait = max(wait, failure.retry_after_s or 0.0) if self._fruitless >= self._servers else wait
+        if self._fruitless >= MAX_FRUITLESS or self._refusals > self._retries:
+            raise failure
+        now = self._clock()
+        self._not_before[self.server] = now + (failure.retry_after_s or 0.0)
+        self.server = (self.server + 1) % self._servers
+        wait = max(self._not_before[self.server] - now, self._backoff_s())
         left = self.timeout_s
         if left is not None and wait >= left:
             raise failure
-        self.server = (self.server + 1) % self._servers
         return wait
+
+    def _count(self, failure: CallFailed) -> None:
+        have = len(self._received.token_ids)
+        if have > self._had:
+            self._fruitless = self._refusals = 0
+        elif _refused(failure):
+            self._refusals += 1
+        else:
+            self._fruitless += 1
+        self._had = have
+
+    def _backoff_s(self) -> float:
+        """Nothing until every server was asked."""
+        if self._fruitless < self._servers:
+            return 0.0
+        return min(FIRST_WAIT_S * 2.0 ** (self._fruitless - self._servers), LONGEST_WAIT_S)
+
+
+def _refused(failure: CallFailed) -> bool:
+    """Whether the server has no room now and says when to come back."""
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is not None

@@ -43,6 +43,7 @@ class Servers(Generic[Channel]):
         self._addresses = [address] if isinstance(address, str) else list(address)
         if not self._addresses:
             raise ValueError("a client needs an address")
+        self.retries = retries
         self.closed = False  # by the caller: streams end, and none goes on
         self._connect = connect
         self._metadata = metadata

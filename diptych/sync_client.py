@@ -177,7 +177,7 @@ def _resumed_chunks(
     received: Received,
     timeout_s: float | None,
 ) -> Generator[Chunk, None, None]:
-    plan = Resumption(build(), received, servers=len(servers), timeout_s=timeout_s)
+    plan = Resumption(build(), received, servers=len(servers), retries=servers.retries, timeout_s=timeout_s)
     while True:
         stub, request = servers.once(plan.server), plan.request()
         try:
@@ -186,9 +186,10 @@ def _resumed_chunks(
         except CallFailed as failure:
             if plan.complete(failure):
                 return
+            if not servers.closed:
+                time.sleep(plan.wait_s(failure))
             if servers.closed:
                 raise
-            time.sleep(plan.wait_s(failure))
 
 
 def _chunks(begin: Callable[[], Any], received: Received) -> Generator[Chunk, None, None]:

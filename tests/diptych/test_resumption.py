@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -19,17 +22,40 @@ IDS = list(range(20, 30))
 Code = grpc.StatusCode
 
 
-class Server(rpc.InferenceServiceServicer):
-    """Says IDS, and breaks off with `code` after `delivers` of them in each call, while there are any."""
+HINT_S = 0.2
 
-    def __init__(self, code: Code = Code.ABORTED, delivers: int | None = None) -> None:
-        self.code, self.delivers = code, delivers
+
+class Server(rpc.InferenceServiceServicer):
+    """Says IDS, and breaks off with `code` after `delivers` of them in each call, while there are any.
+
+    Its first `refusals` calls are refused with a hint when to come back. One that `dies` says nothing more
+    once it has broken off.
+    """
+
+    def __init__(
+        self,
+        code: Code = Code.ABORTED,
+        delivers: int | None = None,
+        *,
+        refusals: int = 0,
+        dies: bool = False,
+    ) -> None:
+        self.code, self.delivers, self.refusals, self.dies = code, delivers, refusals, dies
         self.requests: list[pb.GenerateRequest] = []
+        self.asked_at: list[float] = []
+        self.asked = threading.Event()
 
     def StreamGenerate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.asked_at.append(time.monotonic())
+        self.asked.set()
+        if self.dies and len(self.requests) > 1:
+            context.abort(Code.UNAVAILABLE, "it is dead")
+        if len(self.requests) <= self.refusals:
+            context.set_trailing_metadata((("grpc-retry-pushback-ms", str(round(HINT_S * 1000))),))
+            context.abort(Code.RESOURCE_EXHAUSTED, "the queue is full")
         have = len(request.received_token_ids)
         assert list(request.received_token_ids) == IDS[:have]
         assert bool(request.resume_token) == bool(have)
@@ -66,17 +92,17 @@ def serving() -> Iterator[Callable[[Server], str]]:
         server.stop(None).wait()
 
 
-def by_the_sync_client(addresses: list[str], **options: object) -> Completion:
-    with Client(addresses, model="m") as client:
+def by_the_sync_client(addresses: list[str], *, retries: int = 3, **options: object) -> Completion:
+    with Client(addresses, model="m", retries=retries) as client:
         stream = client.stream("x", timeout_s=20, resume=True, **options)  # type: ignore[arg-type]
         for _ in stream:
             pass
         return stream.received.completion()
 
 
-def by_the_async_client(addresses: list[str], **options: object) -> Completion:
+def by_the_async_client(addresses: list[str], *, retries: int = 3, **options: object) -> Completion:
     async def run() -> Completion:
-        async with AsyncClient(addresses, model="m") as client:
+        async with AsyncClient(addresses, model="m", retries=retries) as client:
             stream = client.stream("x", timeout_s=20, resume=True, **options)  # type: ignore[arg-type]
             async for _ in stream:
                 pass
@@ -123,33 +149,125 @@ def test_it_goes_on_as_often_as_that_helps(
 
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+def test_a_server_that_refuses_is_asked_again_when_it_said(
+    serving: Callable[[Server], str], ask: Callable[..., Completion]
+) -> None:
+    full = Server(refusals=2)
+    assert list(ask([serving(full)]).token_ids) == IDS
+    first, second, third = full.asked_at
+    assert min(second - first, third - second) >= HINT_S * 0.9
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+def test_the_survivor_may_be_full_when_the_streams_of_a_dead_server_come(
+    serving: Callable[[Server], str], ask: Callable[..., Completion]
+) -> None:
+    dying, full = Server(Code.UNAVAILABLE, delivers=3, dies=True), Server(refusals=3)
+    assert list(ask([serving(dying), serving(full)]).token_ids) == IDS
+    assert [r.resume_token for r in full.requests] == ["t1"] * 4
+    assert min(b - a for a, b in pairwise(full.asked_at)) >= HINT_S * 0.9
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+@pytest.mark.parametrize("retries", [0, 2])
+def test_refusals_count_as_retries(
+    serving: Callable[[Server], str], ask: Callable[..., Completion], retries: int
+) -> None:
+    full = Server(refusals=9)
+    with pytest.raises(CallFailed) as caught:
+        ask([serving(full)], retries=retries)
+    assert (caught.value.code, caught.value.retry_after_s) == (Code.RESOURCE_EXHAUSTED, HINT_S)
+    assert len(full.requests) == 1 + retries
+
+
+def test_closing_the_client_ends_a_stream_that_waits(serving: Callable[[Server], str]) -> None:
+    full = Server(refusals=1)
+    client = Client(serving(full), model="m")
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(next, client.stream("x", resume=True))
+        assert full.asked.wait(20)
+        time.sleep(HINT_S / 2)
+        client.close()
+        with pytest.raises(CallFailed):
+            reading.result(20)
+    assert len(full.requests) == 1
+
+
+async def test_closing_the_asynchronous_client_ends_a_stream_that_waits(
+    serving: Callable[[Server], str],
+) -> None:
+    full = Server(refusals=1)
+    client = AsyncClient(serving(full), model="m")
+    reading = asyncio.ensure_future(anext(client.stream("x", resume=True)))
+    assert await asyncio.to_thread(full.asked.wait, 20)
+    await asyncio.sleep(HINT_S / 2)
+    await client.close()
+    with pytest.raises(CallFailed):
+        await reading
+    assert len(full.requests) == 1
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
 @pytest.mark.parametrize("code", [Code.INVALID_ARGUMENT, Code.INTERNAL, Code.RESOURCE_EXHAUSTED])
 def test_other_failures_are_told_at_once(
     serving: Callable[[Server], str], ask: Callable[..., Completion], code: Code
 ) -> None:
+    """RESOURCE_EXHAUSTED among them where no server says when to come back: a message was too large."""
     server = Server(code, delivers=2)
     with pytest.raises(CallFailed) as caught:
         ask([serving(server)])
     assert (caught.value.code, len(server.requests)) == (code, 1)
 
 
+def plan_of(
+    received: Received | None = None,
+    *,
+    servers: int,
+    timeout_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Resumption:
+    return Resumption(
+        pb.GenerateRequest(),
+        received or Received(),
+        servers=servers,
+        retries=3,
+        timeout_s=timeout_s,
+        clock=clock,
+    )
+
+
 def test_it_gives_up_when_nothing_helps_or_the_time_is_over() -> None:
     failure = CallFailed(Code.UNAVAILABLE, "away")
-    plan = Resumption(pb.GenerateRequest(), Received(), servers=2, timeout_s=None)
+    plan = plan_of(servers=2)
     waits = [plan.wait_s(failure) for _ in range(MAX_FRUITLESS - 1)]
     assert waits[:4] == [0.0, 0.1, 0.2, 0.4]
     with pytest.raises(CallFailed):
         plan.wait_s(failure)
     now = [0.0]
-    plan = Resumption(pb.GenerateRequest(), Received(), servers=1, timeout_s=1.0, clock=lambda: now[0])
+    plan = plan_of(servers=1, timeout_s=1.0, clock=lambda: now[0])
     now[0] = 0.95
     with pytest.raises(CallFailed):
         plan.wait_s(failure)
 
 
+def test_a_hint_is_of_the_server_that_gave_it() -> None:
+    now = [0.0]
+    full = CallFailed(Code.RESOURCE_EXHAUSTED, "full", retry_after_s=3.0)
+    plan = plan_of(servers=2, clock=lambda: now[0])
+    assert (plan.wait_s(full), plan.server) == (0.0, 1)  # the other one may have room
+    now[0] = 0.5
+    assert (plan.wait_s(CallFailed(Code.UNAVAILABLE, "away")), plan.server) == (2.5, 0)
+
+
+def test_a_hint_beyond_the_deadline_is_not_waited_for() -> None:
+    plan = plan_of(servers=1, timeout_s=2.0)
+    with pytest.raises(CallFailed, match="full"):
+        plan.wait_s(CallFailed(Code.RESOURCE_EXHAUSTED, "full", retry_after_s=3.0))
+
+
 def test_a_stream_that_gave_no_token_is_not_gone_on_with() -> None:
     received = Received()
     received.add(read_chunk(pb.GenerateResponse(outputs=[pb.OutputDelta(token_ids=[1])])))
-    plan = Resumption(pb.GenerateRequest(), received, servers=2, timeout_s=None)
+    plan = plan_of(received, servers=2)
     with pytest.raises(CallFailed):
         plan.wait_s(CallFailed(Code.ABORTED, "it broke"))
