@@ -87,15 +87,21 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer piece by piece, as `Client.stream`. The call begins with the first piece asked for."""
 
-        async def build() -> pb.GenerateRequest:
-            return build_request(prompt, await self.model(), options)
-
         async def call() -> Any:
-            return self._stub.StreamGenerate(await build(), timeout=timeout_s)
+            request = build_request(prompt, await self.model(), options)
+            return self._stub.StreamGenerate(request, timeout=timeout_s)
 
         if not resume:
             return AsyncStream(lambda received: _chunks(call, received))
-        return AsyncStream(lambda received: _resumed_chunks(build, self._servers, received, timeout_s))
+        return AsyncStream(
+            lambda received: _resumed_chunks(
+                lambda: build_request(prompt, "", options),
+                self._model_at,
+                self._servers,
+                received,
+                timeout_s,
+            )
+        )
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
@@ -118,12 +124,15 @@ class AsyncClient:
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """What the server serves."""
-        return read_models(await _typed(self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)))
+        return await _models(self._stub, timeout_s)
 
     async def model(self) -> str:
         """The name that requests ask for."""
+        return await self._model_at(self._stub, None)
+
+    async def _model_at(self, stub: Any, timeout_s: float | None) -> str:
         if self._model is None:
-            self._model = first_model(await self.models())
+            self._model = first_model(await _models(stub, timeout_s))
         return self._model
 
     async def close(self) -> None:
@@ -147,19 +156,23 @@ async def _typed(call: Awaitable[T]) -> T:
         raise read_failure(error) from error
 
 
+async def _models(stub: Any, timeout_s: float | None) -> tuple[Model, ...]:
+    return read_models(await _typed(stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)))
+
+
 async def _resumed_chunks(
-    build: Callable[[], Awaitable[pb.GenerateRequest]],
+    build: Callable[[], pb.GenerateRequest],
+    model_at: Callable[[Any, float | None], Awaitable[str]],
     servers: Servers[grpc.aio.Channel],
     received: Received,
     timeout_s: float | None,
 ) -> AsyncGenerator[Chunk, None]:
-    plan = Resumption(
-        await build(), received, servers=len(servers), retries=servers.retries, timeout_s=timeout_s
-    )
+    plan = Resumption(build(), received, servers=len(servers), retries=servers.retries, timeout_s=timeout_s)
     while True:
-        stub, request = servers.once(plan.server), plan.request()
+        stub = servers.once(plan.server)
 
         async def call() -> Any:
+            request = plan.request(await model_at(stub, plan.timeout_s))  # noqa: B023
             return stub.StreamGenerate(request, timeout=plan.timeout_s)  # noqa: B023
 
         try:

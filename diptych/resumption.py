@@ -30,6 +30,7 @@ class Resumption:
     """One request over all its calls.
 
     Args:
+        request: without its model, which is known once a server has said it.
         received: what came so far, which whoever reads the stream keeps up.
         servers: how many there are to go to, by turns.
         retries: after so many refusals in a row.
@@ -64,14 +65,15 @@ class Resumption:
         """What is left of the time."""
         return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
 
-    def request(self) -> pb.GenerateRequest:
+    def request(self, model: str) -> pb.GenerateRequest:
         """What to ask now."""
         self._calls += 1
         ids = self._received.token_ids
-        if not self._received.resume_token:
-            return self._original
         request = pb.GenerateRequest()
         request.CopyFrom(self._original)
+        request.model = model
+        if not self._received.resume_token:
+            return request
         request.resume_token = self._received.resume_token
         request.received_token_ids.extend(ids)
         if request.request_id:  # the first one may still be alive where nobody has noticed the break

@@ -53,7 +53,7 @@ class Client:
 
     Args:
         address: host:port; of several, all calls go to the first, and streams that resume go on at the next.
-        model: the served name to ask for; absent, the server's first one is looked up once.
+        model: the served name to ask for; absent, the first one that a server lists is looked up once.
         api_key: goes with every call. Without TLS it goes in the clear: loopback, or a trusted network.
         tls: True to trust the public roots, or the path of PEM certificates to trust; see `diptych.access`.
         credentials: any other TLS, such as with a certificate of one's own; instead of `tls`.
@@ -110,7 +110,11 @@ class Client:
             )
         return Stream(
             lambda received: _resumed_chunks(
-                lambda: build_request(prompt, self.model, options), self._servers, received, timeout_s
+                lambda: build_request(prompt, "", options),
+                self._model_at,
+                self._servers,
+                received,
+                timeout_s,
             )
         )
 
@@ -134,14 +138,16 @@ class Client:
 
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """What the server serves."""
-        request = pb.ListModelsRequest()
-        return read_models(_typed(lambda: self._stub.ListModels(request, timeout=timeout_s)))
+        return _models(self._stub, timeout_s)
 
     @property
     def model(self) -> str:
         """The name that requests ask for."""
+        return self._model_at(self._stub, None)
+
+    def _model_at(self, stub: Any, timeout_s: float | None) -> str:
         if self._model is None:
-            self._model = first_model(self.models())
+            self._model = first_model(_models(stub, timeout_s))
         return self._model
 
     def close(self) -> None:
@@ -171,16 +177,22 @@ def _typed(call: Callable[[], T]) -> T:
         raise read_failure(error) from error
 
 
+def _models(stub: Any, timeout_s: float | None) -> tuple[Model, ...]:
+    return read_models(_typed(lambda: stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)))
+
+
 def _resumed_chunks(
     build: Callable[[], pb.GenerateRequest],
+    model_at: Callable[[Any, float | None], str],
     servers: Servers[grpc.Channel],
     received: Received,
     timeout_s: float | None,
 ) -> Generator[Chunk, None, None]:
     plan = Resumption(build(), received, servers=len(servers), retries=servers.retries, timeout_s=timeout_s)
     while True:
-        stub, request = servers.once(plan.server), plan.request()
+        stub = servers.once(plan.server)
         try:
+            request = plan.request(model_at(stub, plan.timeout_s))
             yield from _chunks(lambda: stub.StreamGenerate(request, timeout=plan.timeout_s), received)  # noqa: B023
             return
         except CallFailed as failure:
