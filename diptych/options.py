@@ -13,6 +13,9 @@ from diptych.v1 import inference_pb2 as pb
 Schema = str | Mapping[str, Any]
 """A JSON schema, as text or as the object that it is."""
 
+Texts = str | Sequence[str]
+"""Several texts, or a single one as it is."""
+
 
 class Message(TypedDict, total=False):
     """One turn of a conversation: {"role": "user", "content": "…"}.
@@ -54,7 +57,7 @@ class Options(TypedDict, total=False):
     seed: int
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
-    bad_words: Sequence[str]
+    bad_words: Texts
     # How many answers
     n: int
     best_of: int
@@ -62,7 +65,7 @@ class Options(TypedDict, total=False):
     # Where they end
     max_tokens: int
     min_tokens: int
-    stop: Sequence[str]
+    stop: Texts
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop_in_output: bool
@@ -72,7 +75,7 @@ class Options(TypedDict, total=False):
     json_object: bool
     regex: str
     grammar: str  # in llama.cpp's notation, GBNF
-    choice: Sequence[str]
+    choice: Texts
     # What is told
     logprobs: int  # alternatives beside each token; 0 = the token's own only
     prompt_logprobs: int
@@ -125,6 +128,7 @@ _RESPONSE = {
 _CACHE = {"cache_salt": "salt", "bypass_cache_read": "bypass_read", "bypass_cache_write": "bypass_write"}
 _REQUEST = {name: name for name in ("priority", "session_id", "request_id")}
 _CONSTRAINTS = frozenset(("json_schema", "json_object", "regex", "grammar", "choice"))
+_TEXTS = frozenset(("bad_words", "stop", "choice"))
 _CHAT = frozenset(("tools", "tool_choice", "add_generation_prompt", "template_kwargs"))
 _TIME_LIMIT = "time_limit_s"
 _CHOICE_MODES = {
@@ -141,6 +145,8 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
     for options of a chat where the prompt is none. Values are the server's to judge.
     """
     given: dict[str, Any] = dict(options)
+    # A string is a sequence of its characters, which nobody means.
+    given |= {name: [given[name]] for name in _TEXTS if isinstance(given.get(name), str)}
     plain = (_SAMPLING, _STOPPING, _RESPONSE, _CACHE, _REQUEST)
     unknown = given.keys() - _CONSTRAINTS - _CHAT - {_TIME_LIMIT} - set().union(*plain)
     if unknown:

@@ -79,6 +79,17 @@ def test_every_option_has_its_field(options: Options, expected: dict[str, Any]) 
     assert request == plain
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"stop": "END", "bad_words": "no", "choice": "yes"}, {"stop": "", "bad_words": "", "choice": ""}],
+)
+def test_one_text_is_no_list_of_its_characters(options: dict[str, str]) -> None:
+    request = made(**options)
+    assert list(request.stopping.stop) == [options["stop"]]
+    assert list(request.sampling.bad_words) == [options["bad_words"]]
+    assert list(request.structured_output.choice.values) == [options["choice"]]
+
+
 def test_every_option_is_one_that_the_builder_knows() -> None:
     """A word of no type that fits is refused for that, or for its place, but never as unknown."""
     refusals = [_refusal(name) for name in Options.__annotations__]
