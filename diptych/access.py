@@ -32,9 +32,14 @@ class Access:
 
     @classmethod
     def from_environment(cls) -> "Access":
-        """Raises OSError for a file that cannot be read."""
+        """Raises OSError for a file that cannot be read, and for files that are of no use without others."""
         ca_file = os.environ.get("DIPTYCH_CA_FILE")
         chain, key = (os.environ.get(f"DIPTYCH_CLIENT_{name}_FILE") for name in ("CERT", "KEY"))
+        # The first would end the process in gRPC's core, with the second all would go in the clear.
+        if bool(chain) != bool(key):
+            raise OSError("DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE go together")
+        if chain and not ca_file:
+            raise OSError("DIPTYCH_CLIENT_CERT_FILE is of no use without DIPTYCH_CA_FILE, which turns TLS on")
         credentials = tls_credentials(ca_file, chain=chain, key=key) if ca_file else None
         return cls(os.environ.get("DIPTYCH_API_KEY") or None, credentials)
 
@@ -59,8 +64,10 @@ def tls_credentials(
 ) -> grpc.ChannelCredentials | None:
     """None where `tls` is False. `chain` and `key` are files of the client's own certificate.
 
-    Raises OSError for a file that cannot be read.
+    Raises OSError for a file that cannot be read, ValueError for one of the two without the other.
     """
+    if bool(chain) != bool(key):
+        raise ValueError("chain and key go together")
     if tls is False:
         return None
     return grpc.ssl_channel_credentials(

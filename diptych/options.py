@@ -1,14 +1,17 @@
 """What a caller asks for, as plain Python values, and the request that it becomes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message as ProtobufMessage
 
 from diptych.results import ToolCall
 from diptych.v1 import inference_pb2 as pb
+
+M = TypeVar("M", bound=ProtobufMessage)
 
 Schema = str | Mapping[str, Any]
 """A JSON schema, as text or as the object that it is."""
@@ -142,7 +145,8 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
     """The request for a prompt.
 
     Raises TypeError for an option that does not exist, for two that exclude one another by their form, and
-    for options of a chat where the prompt is none. Values are the server's to judge.
+    for options of a chat where the prompt is none; TypeError or ValueError, with its name, for one whose
+    value has no place in its field. All other values are the server's to judge.
     """
     given: dict[str, Any] = dict(options)
     # A string is a sequence of its characters, which nobody means.
@@ -153,12 +157,12 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest(
         model=model,
-        sampling=pb.SamplingParams(**_fields(given, _SAMPLING)),
-        stopping=pb.StoppingCriteria(**_fields(given, _STOPPING)),
-        response=pb.ResponseOptions(**_fields(given, _RESPONSE)),
-        cache=pb.CacheOptions(**_fields(given, _CACHE)),
-        **_fields(given, _REQUEST),
+        sampling=_filled(pb.SamplingParams, given, _SAMPLING),
+        stopping=_filled(pb.StoppingCriteria, given, _STOPPING),
+        response=_filled(pb.ResponseOptions, given, _RESPONSE),
+        cache=_filled(pb.CacheOptions, given, _CACHE),
     )
+    request.MergeFrom(_filled(pb.GenerateRequest, given, _REQUEST))
     if _TIME_LIMIT in given:
         request.stopping.time_limit.CopyFrom(_duration(given[_TIME_LIMIT]))
     _set_constraint(request.structured_output, given)
@@ -186,7 +190,7 @@ def chat_prompt(turns: Sequence[Any], given: Mapping[str, Any]) -> pb.ChatPrompt
 
 
 def is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, given: Mapping[str, Any]) -> None:
@@ -199,7 +203,10 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt, given: Mapping[str,
         request.text = prompt
         return
     ids: list[Any] = list(prompt)
-    request.token_ids.ids.extend(ids)
+    try:
+        request.token_ids.ids.extend(ids)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"prompt: a text, turns of a chat, or token ids: {error}") from None
     request.token_ids.SetInParent()  # an empty prompt is the server's to refuse
 
 
@@ -237,5 +244,21 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
-def _fields(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {field: given[option] for option, field in names.items() if option in given}
+def _filled(kind: Callable[..., M], given: Mapping[str, Any], names: Mapping[str, str]) -> M:
+    """A message whose fields are set by these options."""
+    fields = {field: given[option] for option, field in names.items() if option in given}
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        for option, field in names.items():
+            _try(kind, option, field, fields)
+        raise
+
+
+def _try(kind: Callable[..., Any], option: str, field: str, fields: Mapping[str, Any]) -> None:
+    """Raise what protobuf says of one field, with the name that the caller knows: it names none itself."""
+    if field in fields:
+        try:
+            kind(**{field: fields[field]})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{option}: {error}") from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diptych.client import Options, Tool, ToolCall, chat
@@ -152,6 +154,30 @@ def test_tool_choices(mode: str, expected: int) -> None:
 def test_what_cannot_be_said_never_leaves(prompt: Any, options: dict[str, Any], what: str) -> None:
     with pytest.raises(TypeError, match=what):
         made(prompt, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "name"),
+    [
+        ("Once", {"max_tokens": "a"}, "max_tokens"),
+        ("Once", {"max_tokens": -1}, "max_tokens"),
+        ("Once", {"temperature": 0.5, "seed": 1.5}, "seed"),
+        ("Once", {"stop": 5}, "stop"),
+        ("Once", {"priority": "high"}, "priority"),
+        ([1, -2], {}, "prompt"),
+        ([1, "a"], {}, "prompt"),
+    ],
+)
+def test_a_value_without_a_place_in_its_field_is_told_with_the_name(
+    prompt: Any, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+        made(prompt, **options)
+
+
+def test_token_ids_come_in_any_sequence() -> None:
+    for ids in ((1, 2), range(1, 3), np.array([1, 2]), array.array("q", [1, 2])):
+        assert list(made(ids).token_ids.ids) == [1, 2]
 
 
 def test_what_is_tokenized() -> None:

@@ -150,6 +150,25 @@ async def test_clients_need_certificates_and_probes_do_not(
             await get(stack, "/v1/models", files.context(stranger))
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("CA", "CLIENT_CERT"), "go together"),
+        (("CA", "CLIENT_KEY"), "go together"),
+        (("CLIENT_CERT", "CLIENT_KEY"), "DIPTYCH_CA_FILE"),
+    ],
+)
+def test_half_a_clients_tls_is_said_and_not_used(
+    files: Files, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], words: str
+) -> None:
+    """gRPC's core ends the process over a certificate without a key."""
+    paths = dict(zip(("CLIENT_CERT", "CLIENT_KEY"), files.client(files.ca), strict=True))
+    for name in given:
+        monkeypatch.setenv(f"DIPTYCH_{name}_FILE", str(paths.get(name, files.roots)))
+    with pytest.raises(OSError, match=words):
+        Access.from_environment()
+
+
 def served_by(port: int, files: Files) -> str:
     """The certificate that a new connection is shown."""
     return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=60)
