@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_EVERY_S = 1.0
+SAY_EVERY_S = 60.0
+
+_Signature = tuple[int, int, int, int, int]
 
 
 def readable_by_all(path: Path) -> bool:
@@ -17,9 +20,10 @@ def readable_by_all(path: Path) -> bool:
 
 
 class FileWatch:
-    """Tells when one of some files has become another one: by its time, size or inode.
+    """Tells when one of some files has become another one: by its times, size, inode or permissions.
 
-    The files are looked at once in ``every_s`` seconds, however often one asks. Any thread may ask.
+    The files are looked at once in ``every_s`` seconds, however often one asks. Any thread may ask. Who finds
+    that a change cannot be used says so with `failed`, and is told of it again until it can.
     """
 
     def __init__(
@@ -30,26 +34,39 @@ class FileWatch:
         self._clock = clock
         self._seen = self._look()
         self._next = clock() + every_s
+        self._unused = False  # what was seen last
+        self._said: tuple[str, float] | None = None
 
     def changed(self) -> bool:
-        """True once after each change. A file that is not there for a moment is no change."""
+        """True once after each change, and at each look after `failed`. A file that is gone is a change."""
         now = self._clock()
         if now < self._next:
             return False
         self._next = now + self._every_s
+        if not self._unused:
+            self._said = None  # what is wrong next is news
         found = self._look()
-        if None in found or found == self._seen:
+        changed = self._unused or found != self._seen
+        self._seen, self._unused = found, False
+        return changed
+
+    def failed(self, why: str) -> bool:
+        """What is there now cannot be used. True: that is news, or was last said a minute ago; say it."""
+        self._unused = True
+        now = self._clock()
+        if self._said is not None and self._said[0] == why and now < self._said[1] + SAY_EVERY_S:
             return False
-        self._seen = found
+        self._said = why, now
         return True
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _look(self) -> tuple[_Signature | None, ...]:
         return tuple(_signature(path) for path in self._paths)
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
+def _signature(path: Path) -> _Signature | None:
+    """With the time and mode of the inode: a file that may be read at last has no other contents."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode

@@ -2,7 +2,7 @@
 
 Both kinds of port ask at each new connection whether the files are other ones now, so that a renewal needs no
 restart and drops nobody. Files that do not fit together (a certificate is there and its key not yet) are said
-in the log, and the ones of before stay.
+in the log, again each minute, and the ones of before stay until they do.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class TlsFiles:
         try:
             fresh = read()
         except (BadTlsFiles, OSError) as error:
-            _log.error("the certificate stays as it was: %s", error)
+            if watch.failed(str(error)):
+                _log.error("the certificate stays as it was: %s", error)
             return None
         _log.info("the certificate was read again")
         return fresh

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway.access.caller import Caller, Scope, anybody
-from gateway.access.key_file import BadKeyFile, KeyEntry, digest_of, read_key_file
+from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, digest_of, read_key_file
 from gateway.access.meter import Meter
 from runtime.errors import PermissionDenied, Unauthenticated
 from runtime.file_watch import FileWatch
@@ -28,8 +28,9 @@ class _Known:
 class Access:
     """Knows the callers by their keys, as the file has them now.
 
-    The file is looked at once a second at most, when somebody calls. One that has become bad is said in the
-    log, and the keys of before stay.
+    The file is looked at once a second at most, when somebody calls. One that has become bad or is gone may
+    be half written: the keys of before stay, also those taken out of it, and the log says so until it is
+    read. One that has no key left is meant so: then nobody can call.
 
     Args:
         path: of the keys; None: no keys are asked for and everybody is one tenant.
@@ -78,8 +79,12 @@ class Access:
         try:
             self._take(read_key_file(self._path))
             _log.info("the API keys were read again: %d", len(self._meters))
+        except NoKeys:
+            self._take(())
+            _log.warning("%s has no key any more: every call that needs one is refused", self._path)
         except BadKeyFile as error:
-            _log.error("the API keys stay as they were: %s", error)
+            if watch.failed(str(error)):
+                _log.error("the API keys stay as they were, also those taken out since: %s", error)
 
     def _take(self, entries: Sequence[KeyEntry]) -> None:
         known: dict[bytes, list[_Known]] = {}

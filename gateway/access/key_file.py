@@ -31,6 +31,10 @@ class BadKeyFile(ValueError):
     """The file cannot be used; says which line and why, and never what the line holds."""
 
 
+class NoKeys(BadKeyFile):
+    """Nothing is wrong with the file, but it has no key."""
+
+
 class KeyEntry(BaseModel):
     """One line of the file."""
 
@@ -72,7 +76,7 @@ def read_key_file(path: Path) -> tuple[KeyEntry, ...]:
 
 
 def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
-    """Raises `BadKeyFile` for a bad line, for two keys of one name or one digest, and for no key at all."""
+    """Raises `BadKeyFile` for a bad line and for two keys of one name or one digest, `NoKeys` for none."""
     entries: list[KeyEntry] = []
     names: set[str] = set()
     digests: set[str] = set()
@@ -86,7 +90,7 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
         digests.add(entry.sha256)
         entries.append(entry)
     if not entries:
-        raise BadKeyFile(f"{source} has no key: nobody could call (diptych key new makes one)")
+        raise NoKeys(f"{source} has no key: nobody could call (diptych key new makes one)")
     return tuple(entries)
 
 

@@ -27,10 +27,44 @@ def test_each_change_is_seen_once(tmp_path: Path) -> None:
     assert watch.changed()
     one.unlink()
     now = 7.0
+    assert watch.changed()
     assert not watch.changed()
     one.write_text("back")
     now = 9.0
     assert watch.changed()
+
+
+def test_who_may_read_it_is_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o644)
+    watch = FileWatch(path, every_s=0.0)
+    assert not watch.changed()
+    path.chmod(0o600)
+    assert watch.changed()
+    assert not watch.changed()
+
+
+def test_what_could_not_be_used_is_tried_again_and_said_once_a_minute(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    path.write_text("half")
+    now = 0.0
+    watch = FileWatch(path, every_s=1.0, clock=lambda: now)
+    path.write_text("half written")
+    said = []
+    for now in range(1, 121):
+        assert watch.changed()
+        if watch.failed("it is half written"):
+            said.append(now)
+    assert said == [1, 61]
+    assert watch.failed("it is gone")
+    now = 121
+    assert watch.changed()  # and could be used
+    now = 122
+    assert not watch.changed()
+    path.write_text("half written again")
+    now = 123
+    assert watch.changed()
+    assert watch.failed("it is gone")  # anew
 
 
 def test_who_may_read(tmp_path: Path) -> None:

@@ -69,17 +69,57 @@ def test_keys_come_and_go_while_it_runs(keys: Keys) -> None:
 
 
 @pytest.mark.usefixtures("always_look")
-def test_a_file_that_became_bad_leaves_the_keys(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    key = keys.add("acme")
+@pytest.mark.parametrize("fault", ["a bad line", "gone", "for everybody"])
+def test_a_file_that_became_bad_leaves_the_keys(
+    keys: Keys, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    key, leaked = keys.add("acme"), keys.add("other")
     access = Access(keys.path)
-    keys.write("{}")
-    with caplog.at_level(logging.ERROR):
-        assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
-    assert "stay as they were" in caplog.text
-    keys.path.unlink()
+    del keys.entries[leaked]
+    if fault == "gone":
+        keys.path.unlink()
+    else:
+        keys.write("{}" if fault == "a bad line" else None)
+        keys.path.chmod(0o644 if fault == "for everybody" else 0o600)
+    for one, tenant in ((key, "acme"), (leaked, "other")):
+        assert access.caller(f"Bearer {one}", Scope.INFERENCE).tenant == tenant
+    (said,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "the API keys stay as they were, also those taken out" in said
+    assert str(keys.path) in said
+
+
+@pytest.mark.usefixtures("always_look")
+def test_a_key_that_was_taken_out_is_dead_once_the_file_can_be_read(keys: Keys) -> None:
+    key, leaked = keys.add("acme"), keys.add("other")
+    access = Access(keys.path)
+    keys.remove(leaked)
+    keys.path.chmod(0o644)  # as an editor leaves it
+    assert access.caller(f"Bearer {leaked}", Scope.INFERENCE).tenant == "other"
+    keys.path.chmod(0o600)
+    with pytest.raises(Unauthenticated):
+        access.caller(f"Bearer {leaked}", Scope.INFERENCE)
     assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
 
 
-def test_a_bad_file_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("always_look")
+@pytest.mark.parametrize("text", ["", "# nobody\n"])
+def test_when_the_last_key_is_taken_out_nobody_can_call(
+    keys: Keys, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    key = keys.add("acme")
+    access = Access(keys.path)
+    keys.write(text)
+    for _ in range(2):
+        with pytest.raises(Unauthenticated):
+            access.caller(f"Bearer {key}", Scope.INFERENCE)
+    assert caplog.text.count("has no key any more: every call that needs one is refused") == 1
+    keys.write()
+    assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
+
+
+def test_a_bad_file_at_the_start(keys: Keys) -> None:
     with pytest.raises(BadKeyFile, match="cannot read"):
-        Access(tmp_path / "nothing")
+        Access(keys.path)
+    keys.write("# nobody\n")
+    with pytest.raises(BadKeyFile, match="has no key"):
+        Access(keys.path)
