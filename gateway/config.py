@@ -47,7 +47,9 @@ class GatewaySettings(ProgramSettings):
         256, description="requests that may be with the workers at once; more wait here"
     )
     max_queued_tokens: Annotated[int, Field(ge=1)] = Field(
-        400_000, description="prompt tokens that may wait for prefill; beyond, requests are refused"
+        400_000,
+        description="prompt tokens that may wait for prefill; beyond, requests are refused of those tenants "
+        "that have more than an equal share of them",
     )
     max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = Field(
         120.0,

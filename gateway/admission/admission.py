@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.admission.fair_queue import FairQueue
 from gateway.admission.kv_budget import KvBudget
+from gateway.admission.queue_shares import QueueShares
 from gateway.admission.rate_meter import RateMeter
 from runtime.errors import DeadlineUnattainable, QueueFull
 
@@ -66,8 +67,8 @@ class AdmissionQueue:
     Args:
         max_running: sequences that may be with the workers at once; a request counts as many as it makes. One
             request is always let through when nothing runs, however many that are.
-        max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers. One
-            request is always taken when nothing waits, however long it is.
+        max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers; see
+            `QueueShares` for whose. One request is always taken when nothing waits, however long it is.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class AdmissionQueue:
         patience: Patience | None = None,
     ) -> None:
         self._limit = self._max_running = max_running
-        self._max_waiting_tokens = max_waiting_tokens
+        self._shares = QueueShares(max_waiting_tokens)
         self._patience = patience or Patience(seconds=float("inf"))
         self._line: FairQueue[Ticket] = FairQueue()
         self._line_sequences = 0  # of those that wait here
@@ -93,14 +94,18 @@ class AdmissionQueue:
         self._promised_until = 0.0  # who was refused until now may come back until then
         self.running = 0  # requests
         self.sequences = 0  # of these
-        self.waiting_tokens = 0
-        self.dispatched_tokens = 0  # of these, with the workers
+        self.dispatched_tokens = 0  # of those that wait, with the workers
         self._dispatched = 0  # requests whose tokens these are
 
     @property
     def waiting(self) -> int:
         """Requests that wait in the gateway."""
         return len(self._line)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts without a first token, here and at the workers."""
+        return self._shares.total
 
     def resize(self, sequences: int, prefill_workers: int, now: float) -> list[Ticket]:
         """The workers can run so many sequences. Returns those that are admitted because of it."""
@@ -135,13 +140,13 @@ class AdmissionQueue:
         output.
 
         Raises:
-            QueueFull: the tokens that wait would be more than allowed, or it would wait for too long.
+            QueueFull: its tenant may not add so many tokens, or it would wait for too long.
             DeadlineUnattainable: those before it would take longer than ``time_left_s``, as measured.
         """
         tokens = prompt_tokens + REQUEST_OVERHEAD_TOKENS
         kv_tokens = self.kv.need(prompt_tokens, max_tokens, sequences, tenant)
         wait_s = self._predicted_wait_s(tokens, sequences, kv_tokens, tenant)
-        if self.waiting_tokens and self.waiting_tokens + tokens > self._max_waiting_tokens:
+        if not self._shares.fits(tenant, tokens):
             raise QueueFull(self._hint_s(tokens, wait_s, now))
         if time_left_s is not None and wait_s > time_left_s:
             raise DeadlineUnattainable(self._hint_s(tokens, wait_s - time_left_s, now))
@@ -151,7 +156,7 @@ class AdmissionQueue:
         self._mean_tokens = tokens if mean is None else mean + SMOOTHING * (tokens - mean)
         self.rate.begin(now)
         ticket = Ticket(tokens, priority, sequences, tenant, kv_tokens)
-        self.waiting_tokens += tokens
+        self._shares.take(tenant, tokens)
         self._line.push(ticket, tenant=tenant, priority=priority, cost=tokens)
         self._line_sequences += sequences
         self._line_kv_tokens += kv_tokens
@@ -203,7 +208,7 @@ class AdmissionQueue:
 
     def _computed(self, ticket: Ticket, tokens: int, now: float | None) -> None:
         ticket.prefilled = True
-        self.waiting_tokens -= ticket.tokens
+        self._shares.give_back(ticket.tenant, ticket.tokens)
         if ticket.admitted:
             self.dispatched_tokens -= ticket.tokens
             self._dispatched -= 1
@@ -217,12 +222,14 @@ class AdmissionQueue:
         0 as long as nothing was measured: nobody is refused on a guess.
         """
         per_s = self.rate.per_s
-        before = self.dispatched_tokens + self._line.cost_before(tenant, tokens)
-        prefill_s = 0.0 if per_s is None else before / per_s
-        over = self.sequences + self._line_sequences + sequences - self._limit
+        in_line = self.waiting_tokens - self.dispatched_tokens
+        before = self._line.cost_before(tenant, tokens)
+        prefill_s = 0.0 if per_s is None else (self.dispatched_tokens + before) / per_s
         if self._mean_stay_s is None or not self.running:
             return prefill_s
-        stays = max(over / self._limit, self.kv.excess(self._line_kv_tokens + kv_tokens))
+        share = min(before / in_line, 1.0) if in_line else 0.0  # of the line, in front of it
+        over = self.sequences + share * self._line_sequences + sequences - self._limit
+        stays = max(over / self._limit, self.kv.excess(share * self._line_kv_tokens + kv_tokens))
         return max(prefill_s, stays * self._mean_stay_s)
 
     def _allowed_s(self, tokens: int) -> float:

@@ -51,7 +51,7 @@ class KvBudget:
         """Whether a request of this need may run beside the others."""
         return self.capacity is None or self.reserved + need <= self.capacity
 
-    def excess(self, need: int) -> float:
+    def excess(self, need: float) -> float:
         """By how many times all that there is `need` more would be too much; 0 if it is not."""
         if not self.capacity:
             return 0.0

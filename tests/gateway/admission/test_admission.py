@@ -179,6 +179,27 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     assert len(order) <= 4
 
 
+def test_a_flood_of_one_tenant_does_not_keep_another_out() -> None:
+    size = 100 + REQUEST_OVERHEAD_TOKENS
+    queue = AdmissionQueue(256, 40 * size)
+    for _ in range(40):
+        queue.offer(100, tenant="flood", now=0)
+    queue.offer(100, tenant="quiet", now=0)
+    with pytest.raises(QueueFull):
+        queue.offer(100, tenant="flood", now=0)
+    queue.invariants()
+
+
+def test_a_flood_that_waits_for_places_counts_for_another_tenant_as_turns_allow() -> None:
+    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=5.0))
+    now = measured(queue, stay_s=10.0)
+    queue.resize(10, 1, now)
+    flooded(queue, now)  # until those that wait would wait for five seconds
+    with pytest.raises(QueueFull):
+        queue.offer(84, now=now)
+    queue.offer(84, tenant="quiet", now=now)
+
+
 class QueueMachine(RuleBasedStateMachine):
     @initialize(running=st.integers(1, 3), tokens=st.integers(50, 4000), blocks=st.integers(8, 200))
     def begin(self, running: int, tokens: int, blocks: int) -> None:
@@ -211,7 +232,7 @@ class QueueMachine(RuleBasedStateMachine):
         except QueueFull:
             assert before + tokens + REQUEST_OVERHEAD_TOKENS > self.limit
         else:
-            assert before == 0 or self.queue.waiting_tokens <= self.limit
+            assert before == 0 or self.queue.waiting_tokens <= 2 * self.limit
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
