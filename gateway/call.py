@@ -53,9 +53,10 @@ from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Attributes, ServerSpan, Telemetry
 from runtime.trace_context import NO_TRACE, Headers
 
+REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
+"""The server could not serve a request, and nothing of it was delivered."""
 _NO_DEADLINE_S = 30 * 24 * 3600.0  # gRPC says "infinite" as a very large number in some versions
 _CLOCK_SKEW_S = 0.02  # a protocol's own timer fires a few milliseconds off this clock
-_REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 _log = logging.getLogger(__name__)
 
 
@@ -197,7 +198,7 @@ class Calls:
             code, reason = grpc.StatusCode.INTERNAL, Internal.reason
             raise Internal() from error
         finally:
-            if reason is not None and code in _REJECTIONS:
+            if reason is not None and code in REJECTIONS:
                 self._metrics.rejections.labels(reason).inc()
             answer = call.ended(self._metrics, code, self.clock() - call.received_at)
             call.span.end(code, reason, answer)

@@ -15,7 +15,7 @@ from typing import NoReturn
 from diptych.v1 import inference_pb2 as pb
 from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
-from gateway.call import Call
+from gateway.call import REJECTIONS, Call
 from gateway.fleet.fleet import Fleet
 from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
@@ -41,7 +41,6 @@ from runtime.errors import (
     InvalidParameter,
     KvTransferFailed,
     NoReadyWorker,
-    Overloaded,
     WorkerLost,
 )
 from runtime.failpoints import reach
@@ -127,17 +126,18 @@ class Generator:
     @contextmanager
     def _metered(self, job: Job, call: Call, report: RequestReport) -> Iterator[None]:
         """What the request takes of its key's quotas. Raises `QuotaExceeded`."""
-        meter = call.caller.meter
+        meter, served = call.caller.meter, True
         meter.begin(job.prompt_tokens, self._clock())
         try:
             yield
-        except Overloaded:
-            meter.refused(job.prompt_tokens)
+        except DiptychError as error:
+            served = error.code not in REJECTIONS
             raise
-        except BaseException:
-            meter.end(_billed(report))
-            raise
-        meter.end(_billed(report))
+        finally:
+            if served:
+                meter.end(_generated(report))
+            else:
+                meter.refused(job.prompt_tokens)
 
     def _token(self, job: Job) -> str:
         return self._tokens.issue(job.request, job.max_tokens, job.tenant)
@@ -300,5 +300,5 @@ def _owed(ticket: Ticket | None) -> Ticket:
     return ticket
 
 
-def _billed(report: RequestReport) -> int:
-    return 0 if report.conversation is None else report.conversation.billed
+def _generated(report: RequestReport) -> int:
+    return 0 if report.conversation is None else report.conversation.generated

@@ -114,20 +114,20 @@ class RequestReport:
     def _count(
         self, metrics: GatewayMetrics, conversation: Conversation, error: str | None, now: float
     ) -> None:
-        billed = conversation.billed
+        generated = conversation.generated
         metrics.request_duration.labels(self.operation, self.model, error or "").observe(
             now - self.call.received_at
         )
         metrics.input_tokens.inc(conversation.job.prompt_tokens)
         metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
-        metrics.output_tokens.inc(billed)
+        metrics.output_tokens.inc(generated)
         metrics.phase_duration.labels("admission").observe(admission_s(conversation))
         first, last = conversation.first_token_at, conversation.last_token_at
         if first is not None and last is not None:
             metrics.time_to_first_token.labels(self.operation, self.model).observe(
                 first - self.call.received_at
             )
-            each = billed / len(conversation.outputs)
+            each = generated / len(conversation.outputs)
             if each > 1:
                 per_token = (last - first) / (each - 1)
                 metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)

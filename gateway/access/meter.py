@@ -24,6 +24,12 @@ class Quota:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
 
+    @property
+    def most_together(self) -> int | None:
+        """Requests that can ever begin at once."""
+        bounds = (self.requests_per_minute, self.concurrent_requests)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
 
 class _Bucket:
     """Starts full."""
@@ -65,18 +71,22 @@ class Meter:
 
     def begin(self, prompt_tokens: int, now: float) -> None:
         """A request begins; `end` is owed. Raises `QuotaExceeded`, and then nothing was counted."""
-        most = self.quota.concurrent_requests
-        if most is not None and self.running >= most:
-            raise QuotaExceeded(self.name, f"{most} requests at the same time", BUSY_RETRY_S)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
-            raise self._exceeded(f"{self.quota.requests_per_minute} requests a minute", wait_s)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(prompt_tokens, now)):
-            raise self._exceeded(f"{self.quota.tokens_per_minute} tokens a minute", wait_s)
+        self.require(1, prompt_tokens, now)
         if self._requests is not None:
             self._requests.take(1)
         if self._tokens is not None:
             self._tokens.take(prompt_tokens)
         self.running += 1
+
+    def require(self, requests: int, prompt_tokens: int, now: float) -> None:
+        """So many requests, of so many prompt tokens together, may begin now. Raises `QuotaExceeded`."""
+        most = self.quota.concurrent_requests
+        if most is not None and self.running + requests > most:
+            raise QuotaExceeded(self.name, f"{most} requests at the same time", BUSY_RETRY_S)
+        if self._requests is not None and (wait_s := self._requests.wait_s(requests, now)):
+            raise self._exceeded(f"{self.quota.requests_per_minute} requests a minute", wait_s)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(prompt_tokens, now)):
+            raise self._exceeded(f"{self.quota.tokens_per_minute} tokens a minute", wait_s)
 
     def end(self, output_tokens: int) -> None:
         """It is over, however."""
@@ -85,7 +95,7 @@ class Meter:
             self._tokens.take(output_tokens)
 
     def refused(self, prompt_tokens: int) -> None:
-        """Instead of `end`: the server had no room for it, which the key does not pay for."""
+        """Instead of `end`: the server could not serve it, which the key does not pay for."""
         self.running -= 1
         if self._requests is not None:
             self._requests.give_back(1)

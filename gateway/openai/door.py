@@ -19,6 +19,7 @@ from aiohttp import hdrs, web
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.access.meter import Meter
 from gateway.call import Calls
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
@@ -32,7 +33,7 @@ from gateway.openai.errors import plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall
 from gateway.request.json_body import parse_body
 from gateway.text_rpcs import TextRpcs
-from runtime.errors import DiptychError
+from runtime.errors import DiptychError, InvalidParameter
 from runtime.http_edge import read_body
 
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
@@ -126,6 +127,7 @@ class OpenAIDoor:
 
     async def _several(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
         """All prompts at once; the first that fails ends the others. Empty for a stream."""
+        self._check_quota(call.caller.meter, len(asked.drafts))
         call.name(call.header_request_id or secrets.token_hex(16))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
@@ -147,6 +149,14 @@ class OpenAIDoor:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]
+
+    def _check_quota(self, meter: Meter, prompts: int) -> None:
+        """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
+        most = meter.quota.most_together
+        if most is not None and prompts > most:
+            why = "each is a request, and this API key may begin no more at once"
+            raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
+        meter.require(prompts, 0, self._calls.clock())
 
     def _completions_answer(self, asked: Asked) -> Answer:
         return CompletionsAnswer(

@@ -157,6 +157,11 @@ class Conversation:
         """Output tokens of all choices."""
         return sum(output.billed for output in self.outputs)
 
+    @property
+    def generated(self) -> int:
+        """Those of them that the client did not bring along."""
+        return self.billed - len(self.job.request.received)
+
     def start_timers(self, time_limit_s: float | None) -> None:
         """Arm the call's deadline and the request's own soft limit, which counts from now."""
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Keys, scopes, quotas and tenants through the real sockets of a gateway, at each of its doors."""
+"""Keys, scopes and tenants through the real sockets of a gateway, at each of its doors."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
@@ -20,13 +17,13 @@ from diptych.v1 import admin_pb2, admin_pb2_grpc
 from diptych.v1 import inference_pb2 as pb
 from gateway.model.served_model import ServedModel
 from tests.gateway.access.keys import Keys, bearer
+from tests.gateway.access.locked_gateway import OUTPUT, completion, failure, http, serving
 from tests.gateway.failing_calls import check_http, told
 from tests.gateway.kserve.tensors import asking
-from tests.gateway.running_gateway import Stack, collect, running, until, valkey
-from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+from tests.gateway.running_gateway import collect, until, valkey
+from tests.gateway.scripted_workers import ScriptedDecode, answering
 
 Code = grpc.StatusCode
-OUTPUT = [10, 11, 12]
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +35,6 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture
 def keys(tmp_path: Path) -> Keys:
     return Keys(tmp_path / "keys.jsonl")
-
-
-def serving(model: ServedModel, redis_url: str, keys: Keys, decode: ScriptedDecode | None = None) -> Any:
-    decode = decode or ScriptedDecode(answering(OUTPUT))
-    return running(model, redis_url, ScriptedPrefill(), decode, api_keys_file=keys.path)
-
-
-async def failure(call: Any) -> Any:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
-
-
-async def http(
-    stack: Stack, path: str, key: str = "", body: dict[str, Any] | None = None
-) -> tuple[int, str, dict[str, str]]:
-    url = f"http://127.0.0.1:{stack.gateway.http_port}{path}"
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    method = "GET" if body is None else "POST"
-    async with (
-        aiohttp.ClientSession() as session,
-        session.request(method, url, json=body, headers=headers) as answer,
-    ):
-        return answer.status, await answer.text(), dict(answer.headers)
-
-
-def completion(stack: Stack, **fields: Any) -> dict[str, Any]:
-    return {"model": stack.model.card.name, "prompt": "Hello", "max_tokens": 3, **fields}
 
 
 @pytest.mark.parametrize("key", ["", "dk-wrong"])
@@ -151,61 +120,6 @@ async def test_scopes(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
             watching = admin.WatchLoad(admin_pb2.WatchLoadRequest(), metadata=bearer(key))
             assert (await failure(watching.read())).code() is Code.PERMISSION_DENIED
             assert len((await admin.ListWorkers(listing, metadata=bearer(operator))).workers) == 2
-
-
-@pytest.mark.parametrize(
-    ("quotas", "told_of"),
-    [
-        ({"requests_per_minute": 2}, "2 requests a minute"),
-        ({"tokens_per_minute": 7}, "7 tokens a minute"),
-    ],
-)
-async def test_a_quota_at_its_limit_and_above(
-    bundled: ServedModel, redis_url: str, keys: Keys, quotas: dict[str, int], told_of: str
-) -> None:
-    """Two requests of one prompt token and three output tokens each, and then no more."""
-    key, other = keys.add("acme", **quotas), keys.add("other")
-    async with serving(bundled, redis_url, keys) as stack:
-        for _ in range(2):
-            await stack.stub.Generate(stack.request(), metadata=bearer(key))
-        error = await failure(stack.stub.Generate(stack.request(), metadata=bearer(key)))
-        found = told(error)
-        assert (found.code, found.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
-        assert found.retry_s is not None
-        violation = quota_violation(error)
-        assert (violation.subject, violation.description) == ("key:acme-0", f"at most {told_of}")
-        status, text, headers = await http(stack, "/v1/completions", key, completion(stack))
-        assert (status, check_http(status, text, headers)["code"]) == (429, "quota_exceeded")
-        assert int(headers["Retry-After"]) >= 1
-        triton = open_inference_pb2_grpc.GRPCInferenceServiceStub(stack.channel)
-        assert (
-            told(await failure(triton.ModelInfer(asking(), metadata=bearer(key)))).reason == "QUOTA_EXCEEDED"
-        )
-        await stack.stub.Generate(stack.request(), metadata=bearer(other))
-        await stack.until_idle()
-
-
-def quota_violation(error: Any) -> Any:
-    status = rpc_status.from_call(error)
-    quota = error_details_pb2.QuotaFailure()
-    assert status is not None
-    assert any(detail.Unpack(quota) for detail in status.details)
-    return quota.violations[0]
-
-
-async def test_requests_at_the_same_time(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
-    key = keys.add("acme", concurrent_requests=1)
-    async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
-        running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 1)
-        found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(key))))
-        assert (found.reason, found.retry_s) == ("QUOTA_EXCEEDED", 1.0)
-        running.cancel()
-        await stack.until_idle()
-        again = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
-        await until(lambda: stack.gateway.gate.queue.running == 1)
-        again.cancel()
-        await stack.until_idle()
 
 
 async def test_a_request_is_its_tenants_own(bundled: ServedModel, redis_url: str, keys: Keys) -> None:

@@ -76,6 +76,26 @@ def test_what_the_server_had_no_room_for_costs_nothing() -> None:
     refusal(meter, 1, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("quota", "most"),
+    [
+        (Quota(), None),
+        (Quota(tokens_per_minute=5), None),
+        (Quota(requests_per_minute=5), 5),
+        (Quota(requests_per_minute=5, concurrent_requests=3), 3),
+    ],
+)
+def test_how_many_can_ever_begin_at_once(quota: Quota, most: int | None) -> None:
+    assert quota.most_together == most
+    meter = Meter("k", quota)
+    meter.require(most or 10**6, 0, 0.0)
+    meter.require(most or 10**6, 0, 0.0)  # it counts nothing
+    if most is not None:
+        meter.begin(1, 0.0)
+        with pytest.raises(QuotaExceeded):
+            meter.require(most, 0, 0.0)
+
+
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 5), st.integers(1, 100)), max_size=200))
 def test_no_more_than_a_bucket_and_what_flows_in(per_minute: int, arrivals: list[tuple[float, int]]) -> None:
     meter = Meter("k", Quota(tokens_per_minute=per_minute))

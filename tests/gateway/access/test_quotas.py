@@ -1,0 +1,168 @@
+"""What a key may use, through the real sockets of a gateway, and what costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from diptych.kserve.v2 import open_inference_pb2_grpc
+from diptych.v1 import inference_pb2 as pb
+from diptych.worker.v1 import work_pb2
+from gateway.model.served_model import ServedModel
+from tests.gateway.access.keys import Keys, bearer
+from tests.gateway.access.locked_gateway import OUTPUT, completion, failure, http, serving
+from tests.gateway.failing_calls import check_http, told
+from tests.gateway.kserve.tensors import asking
+from tests.gateway.running_gateway import collect, running, until, valkey
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with valkey() as url:
+        yield url
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path / "keys.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("quotas", "told_of"),
+    [
+        ({"requests_per_minute": 2}, "2 requests a minute"),
+        ({"tokens_per_minute": 7}, "7 tokens a minute"),
+    ],
+)
+async def test_a_quota_at_its_limit_and_above(
+    bundled: ServedModel, redis_url: str, keys: Keys, quotas: dict[str, int], told_of: str
+) -> None:
+    """Two requests of one prompt token and three output tokens each, and then no more."""
+    key, other = keys.add("acme", **quotas), keys.add("other")
+    async with serving(bundled, redis_url, keys) as stack:
+        for _ in range(2):
+            await stack.stub.Generate(stack.request(), metadata=bearer(key))
+        error = await failure(stack.stub.Generate(stack.request(), metadata=bearer(key)))
+        found = told(error)
+        assert (found.code, found.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
+        assert found.retry_s is not None
+        violation = quota_violation(error)
+        assert (violation.subject, violation.description) == ("key:acme-0", f"at most {told_of}")
+        status, text, headers = await http(stack, "/v1/completions", key, completion(stack))
+        assert (status, check_http(status, text, headers)["code"]) == (429, "quota_exceeded")
+        assert int(headers["Retry-After"]) >= 1
+        triton = open_inference_pb2_grpc.GRPCInferenceServiceStub(stack.channel)
+        assert (
+            told(await failure(triton.ModelInfer(asking(), metadata=bearer(key)))).reason == "QUOTA_EXCEEDED"
+        )
+        await stack.stub.Generate(stack.request(), metadata=bearer(other))
+        await stack.until_idle()
+
+
+def quota_violation(error: Any) -> Any:
+    status = rpc_status.from_call(error)
+    quota = error_details_pb2.QuotaFailure()
+    assert status is not None
+    assert any(detail.Unpack(quota) for detail in status.details)
+    return quota.violations[0]
+
+
+async def test_requests_at_the_same_time(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+    key = keys.add("acme", concurrent_requests=1)
+    async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
+        running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
+        await until(lambda: stack.gateway.gate.queue.running == 1)
+        found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(key))))
+        assert (found.reason, found.retry_s) == ("QUOTA_EXCEEDED", 1.0)
+        running.cancel()
+        await stack.until_idle()
+        again = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
+        await until(lambda: stack.gateway.gate.queue.running == 1)
+        again.cancel()
+        await stack.until_idle()
+
+
+async def unservable(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+    reason = work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
+    worker.fail(work, reason)
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"),
+    [
+        ([], "NO_READY_WORKER"),
+        ([ScriptedPrefill, partial(ScriptedDecode, unservable)], "KV_TRANSFER_FAILED"),
+    ],
+)
+async def test_what_was_unavailable_costs_nothing(
+    bundled: ServedModel, redis_url: str, keys: Keys, workers: list[Any], reason: str
+) -> None:
+    key = keys.add("acme", requests_per_minute=1, tokens_per_minute=1)
+    made = [make() for make in workers]
+    async with running(bundled, redis_url, *made, api_keys_file=keys.path) as stack:
+        for _ in range(3):
+            found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(key))))
+            assert (found.code, found.reason) == (Code.UNAVAILABLE, reason)
+
+
+async def test_a_resumed_stream_costs_its_new_output_only(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
+    """Of seven tokens: the prompt and three of output, then the prompt again and the last of the three."""
+    key = keys.add("acme", tokens_per_minute=7)
+    decode = ScriptedDecode(answering(OUTPUT))
+    async with serving(bundled, redis_url, keys, decode) as stack:
+        request = stack.request(stopping={"max_tokens": 3})
+        messages = await collect(stack.stub.StreamGenerate(request, metadata=bearer(key)))
+        again = pb.GenerateRequest(resume_token=messages[0].resume_token, received_token_ids=OUTPUT[:2])
+        again.MergeFrom(request)
+        rest = await collect(stack.stub.StreamGenerate(again, metadata=bearer(key)))
+        assert rest[-1].usage.completion_tokens == 3
+        await stack.until_idle()
+        assert stack.registry.get_sample_value("diptych_output_tokens_total") == 4.0
+        await stack.stub.Generate(request, metadata=bearer(key))
+
+
+@pytest.mark.parametrize("quota", ["concurrent_requests", "requests_per_minute"])
+async def test_more_prompts_than_the_key_may_ever_begin_at_once_are_a_wrong_request(
+    bundled: ServedModel, redis_url: str, keys: Keys, quota: str
+) -> None:
+    key = keys.add("acme", **{quota: 2})
+    async with serving(bundled, redis_url, keys) as stack:
+        for stream in (False, True):
+            many = completion(stack, prompt=["a", "b", "c"], stream=stream)
+            status, text, headers = await http(stack, "/v1/completions", key, many)
+            error = check_http(status, text, headers)
+            assert (status, error["param"]) == (400, "prompt")
+            assert "at most 2 prompts" in error["message"]
+        # Nothing was used up by them, and what fits runs.
+        two = completion(stack, prompt=["a", "b"])
+        assert (await http(stack, "/v1/completions", key, two))[0] == 200
+
+
+async def test_several_prompts_begin_together_or_not_at_all(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
+    key = keys.add("acme", concurrent_requests=2, requests_per_minute=2)
+    async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
+        running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
+        await until(lambda: stack.gateway.gate.queue.running == 1)
+        two = completion(stack, prompt=["a", "b"])
+        status, text, headers = await http(stack, "/v1/completions", key, two)
+        assert (status, check_http(status, text, headers)["code"]) == (429, "quota_exceeded")
+        # The one request that is left was not used up by it.
+        last = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
+        await until(lambda: stack.gateway.gate.queue.running == 2)
+        for call in (running, last):
+            call.cancel()
+        await stack.until_idle()
