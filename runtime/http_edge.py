@@ -4,7 +4,9 @@ It runs on the program's own event loop, so /health also says that the loop turn
 to the program's door, if it has one: the gateway's speaks OpenAI's API.
 
 What a client can do to the port is bounded here: the number of connections, the size of heads and bodies, and
-the time that a connection may sit without a whole request. A client that goes away cancels its handler.
+the time that a connection may sit without a whole request. A client that goes away cancels its handler. When
+clients have all connections, some short-lived ones are left in which the paths named above are answered still
+and everybody else is told to come back.
 """
 
 import asyncio
@@ -29,6 +31,9 @@ IDLE_S = 30.0
 STALL_S = 60.0
 """A client that takes nothing of what is there for it for so long is gone, and the kernel (Linux) says so."""
 _MAX_CONNECTIONS = 1024
+_SPARE_CONNECTIONS = 64  # beyond these; each for one request
+_SPARE_S = 5.0  # that one of them may last
+_RETRY_AFTER_S = 1
 _MAX_BODY_BYTES = 64 << 10
 _BACKLOG = 512
 _GRACE_S = 0.5
@@ -58,6 +63,7 @@ class HttpEdge:
         self._gives_work = gives_work
         self._door = door
         self._certificates = certificates
+        self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
         self.port = 0
@@ -90,8 +96,8 @@ class HttpEdge:
         require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
         certificates = tls is not None and tls.client_ca is not None
         edge = cls(registry, ready, door, alive=alive, gives_work=gives_work, certificates=certificates)
-        server = _Server(edge._answer, max_body_bytes)
-        edge._runner = web.ServerRunner(server, shutdown_timeout=_GRACE_S)
+        edge._server = _Server(edge._answer, max_body_bytes)
+        edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
             site = web.TCPSite(
@@ -122,14 +128,18 @@ class HttpEdge:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self._respond(request)
-        if self._leaving:
+        spare = self._server is not None and self._server.is_spare(request.protocol)
+        response = await self._respond(request, full=spare)
+        if self._leaving or spare:
             response.force_close()
         return response
 
-    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _respond(self, request: web.BaseRequest, *, full: bool) -> web.StreamResponse:
         operator = _OPERATOR.get(request.path)
         if operator is None:
+            if full:
+                later = {"Retry-After": str(_RETRY_AFTER_S)}
+                return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n", later)
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
             if self._door is not None:
@@ -192,16 +202,30 @@ class _Server(web.Server):
             auto_decompress=False,
         )
         self._max_body_bytes = max_body_bytes
+        self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
+
+    def is_spare(self, handler: Any) -> bool:
+        """Whether it came when clients had all connections."""
+        return handler in self._spare
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        if len(self.connections) > _MAX_CONNECTIONS:
+        beyond = len(self.connections) - _MAX_CONNECTIONS
+        if beyond > 0:
             _log.debug("too many HTTP connections")
-            transport.abort()
-            return
+            if beyond > _SPARE_CONNECTIONS:
+                transport.abort()
+                return
+            self._spare[handler] = self._loop.call_later(_SPARE_S, transport.abort)
         tcp = transport.get_extra_info("socket")
         if tcp is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STALL_S * 1000))
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        timer = self._spare.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
 
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"

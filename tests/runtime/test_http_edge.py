@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from runtime.bind_address import UnsafeBindError
@@ -110,7 +111,8 @@ async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPat
 
 
 async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.http_edge._MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("runtime.http_edge._MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("runtime.http_edge._SPARE_CONNECTIONS", 1)
     http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
     kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -122,6 +124,58 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
     for _, other in kept:
         other.close()
     await http.close()
+
+
+@pytest_asyncio.fixture
+async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
+    """A client has the only connection, and two are to spare. Whoever asks its door gets 418."""
+    monkeypatch.setattr("runtime.http_edge._MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("runtime.http_edge._SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("runtime.http_edge._SPARE_S", 0.5)
+
+    async def door(_: web.BaseRequest) -> web.Response:
+        return web.Response(status=418)
+
+    http = await HttpEdge.start(
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, door=door, max_body_bytes=1 << 20
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    writer.write(request)
+    assert b"418" in await reader.readuntil(b"\r\n\r\n")
+    yield Edge(http)
+    writer.write(request)  # who came in time is served, whatever comes meanwhile
+    assert b"418" in await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    await http.close()
+
+
+async def test_when_clients_have_all_connections_the_operators_paths_are_answered_still(full: Edge) -> None:
+    kept_alive = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+    for path in (b"/health", b"/ready", b"/metrics", b"/version") * 2:
+        assert (await full.send(kept_alive % path))[0] == 200  # and the connection ends, or this would hang
+
+
+async def test_when_clients_have_all_connections_others_are_told_to_come_back(full: Edge) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", full.edge.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000
+    )
+    head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert {b"Retry-After: 1", b"Connection: close"} <= set(head.split(b"\r\n"))
+    assert body == b"too many connections\n"
+    writer.close()
+
+
+async def test_who_says_nothing_loses_a_spare_connection_soon(full: Edge) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", full.edge.port) for _ in range(2)]
+    for reader, _ in silent:
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+    assert (await full.get("/health"))[0] == 200
+    for _, writer in silent:
+        writer.close()
 
 
 async def test_the_version_is_told(edge: Edge) -> None:
