@@ -106,6 +106,7 @@ class Generator:
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.roster.token_limit() or self._context, self._context)
+            call.caller.meter.require(1, 0, self._clock())  # who may not begin is owed no tokenising
             request = await self._parse(message, call, report, limit)
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""

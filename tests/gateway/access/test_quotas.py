@@ -69,6 +69,20 @@ async def test_a_quota_at_its_limit_and_above(
         await stack.until_idle()
 
 
+async def test_a_used_up_key_is_refused_before_its_request_is_looked_at(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
+    """Reading a long prompt costs more than refusing it."""
+    key = keys.add("acme", requests_per_minute=1)
+    async with serving(bundled, redis_url, keys) as stack:
+        bad = stack.request(sampling={"temperature": -1})
+        assert (
+            told(await failure(stack.stub.Generate(bad, metadata=bearer(key)))).code is Code.INVALID_ARGUMENT
+        )
+        await stack.stub.Generate(stack.request(), metadata=bearer(key))
+        assert told(await failure(stack.stub.Generate(bad, metadata=bearer(key)))).reason == "QUOTA_EXCEEDED"
+
+
 def quota_violation(error: Any) -> Any:
     status = rpc_status.from_call(error)
     quota = error_details_pb2.QuotaFailure()
