@@ -118,9 +118,13 @@ class StepThread(Generic[Owner]):
                     return compute(rows, flight.abort)
             except Exception:
                 _tell_failed(rows)
-                work = compute_alone
+                work = compute_parts
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute)
+        return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute, self._again)
+
+    def _again(self) -> None:
+        """On the engine's thread: a part of the step that failed is computed."""
+        self.clock.again(time.monotonic())
 
     def close(self) -> None:
         """Wait for the step, and make no other."""
@@ -131,36 +135,49 @@ def compute_rows(
     rows: Sequence[Row],
     abort: AbortWords,
     compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+    again: Callable[[], None],
 ) -> Sequence[Result | SampleFailure]:
     """The results of `rows`, in order; SampleFailure for a row that raises even when it is alone.
 
     Computing a row twice is safe: it writes the same keys and values to the same places. Runs on the
-    engine's thread; the words of `abort` go on counting for each row.
+    engine's thread; the words of `abort` go on counting for each row. `again` is called before each part of
+    a step that failed.
     """
     try:
         return compute(rows, abort)
     except Exception:
         _tell_failed(rows)
-    return compute_alone(rows, abort, compute)
+    return compute_parts(rows, abort, compute, again)
 
 
-def compute_alone(
+def compute_parts(
     rows: Sequence[Row],
     abort: AbortWords,
     compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
+    again: Callable[[], None],
 ) -> Sequence[Result | SampleFailure]:
-    """The results of `rows`, each of which is a step of its own. As `compute_rows`."""
+    """The results of `rows`, which failed together: each half is a step of its own, and so on. As
+    `compute_rows`.
+
+    One bad row of n costs 2 log2 n steps, and all others are in one of them. A row that failed alone gets
+    another try: launched steps fail for reasons that are not the row's.
+    """
+    middle = len(rows) // 2
     results: list[Result | SampleFailure] = []
-    for number, row in enumerate(rows):
-        word = AbortWords(1)
-        word.words = abort.words[number : number + 1]  # a view: whoever sets the step's word sets this one
+    for part in (slice(middle), slice(middle, None)) if middle else (slice(None),):
+        some, words = list(rows[part]), AbortWords(1)
+        words.words = abort.words[part]  # a view: whoever sets the step's word sets this one
+        again()
         try:
-            results += compute([row], word)
+            results += compute(some, words)
         except Exception as error:
-            results.append(SampleFailure(f"step failed: {type(error).__name__}"))
+            if len(some) == 1:
+                results.append(SampleFailure(f"step failed: {type(error).__name__}"))
+            else:
+                results += compute_parts(some, words, compute, again)
     return results
 
 
 def _tell_failed(rows: Sequence[Row]) -> None:
     """The exception that is being handled, in the log."""
-    _log.exception("a step of %d rows failed; each is computed alone", len(rows))
+    _log.exception("a step of %d rows failed; its halves are computed apart", len(rows))

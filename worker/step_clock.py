@@ -39,20 +39,29 @@ class StepClock:
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[float, float]]] = {}  # by class: (end, seconds)
         self._running: tuple[float, int] | None = None  # (begin, class)
+        self._failed = False  # the running step, before it was begun again
         self._due = 0.0
 
     def begin(self, tokens: int, now: float) -> None:
         """A step of so many tokens begins."""
         kind = size_class(tokens)
-        self._running = now, kind
+        self._running, self._failed = (now, kind), False
         self._due = now + self._predicted_s(kind)
 
+    def again(self, now: float) -> None:
+        """The running step failed, and a part of it begins: it is due when the whole was. Any thread."""
+        if self._running is not None:
+            self._failed = True
+            self._due = now + self._predicted_s(self._running[1])
+
     def end(self, now: float) -> None:
-        """It is over, however it went."""
+        """It is over. How long one took that failed says nothing about others."""
         if self._running is None:
             return
         begun, kind = self._running
         self._running = None
+        if self._failed:
+            return
         self._steps.setdefault(kind, deque(maxlen=KEPT)).append((now, now - begun))
 
     def late_s(self, now: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -10,15 +12,19 @@ from engine.batch import AbortWords
 from engine.sampling import SampleFailure
 from tests.worker.asker import Gateway, work
 from tests.worker.house import VOCABULARY, greedy, house
-from worker.step import compute_rows
+from worker.step import StepThread, compute_rows
 
 
 def halves(rows: Sequence[int], abort: AbortWords) -> list[float]:
     return [float("nan") if abort.is_aborted(n) else 1 / row for n, row in enumerate(rows)]
 
 
+def nothing() -> None:
+    """For those who do not watch the time."""
+
+
 def test_rows_that_can_be_computed_are():
-    assert compute_rows([2, 0, 4], AbortWords(3), halves) == [
+    assert compute_rows([2, 0, 4], AbortWords(3), halves, nothing) == [
         0.5,
         SampleFailure("step failed: ZeroDivisionError"),
         0.25,
@@ -34,9 +40,46 @@ def test_alone_too_a_row_hears_that_nobody_wants_it():
             raise ValueError
         return halves(rows, words)
 
-    first, second, third = compute_rows([2, 1, 4], abort, compute)
+    first, second, third = compute_rows([2, 1, 4], abort, compute, nothing)
     assert (first, second) == (0.5, 1.0)
     assert third != third
+
+
+@pytest.mark.parametrize("bad", [[0], [13], [63], [13, 50], [*range(64)]])
+def test_the_fewer_rows_are_bad_the_fewer_steps_it_takes(bad: list[int]) -> None:
+    rows = [0 if number in bad else 2 for number in range(64)]
+    steps = 0
+
+    def compute(rows: Sequence[int], abort: AbortWords) -> list[float]:
+        nonlocal steps
+        steps += 1
+        return halves(rows, abort)
+
+    results = compute_rows(rows, AbortWords(64), compute, nothing)
+    assert [number for number, result in enumerate(results) if result != 0.5] == bad
+    assert steps <= 1 + 2 * 6 * len(bad)
+
+
+async def test_a_step_that_is_tried_again_in_parts_is_not_late() -> None:
+    """Gateways leave a worker whose step is two seconds late: one bad row would move all others."""
+    step_s = 0.12
+    thread: StepThread[object] = StepThread()
+    owners = [object() for _ in range(16)]
+
+    def compute(rows: Sequence[int], abort: AbortWords) -> list[float]:
+        time.sleep(step_s)
+        return halves(rows, abort)
+
+    await thread.compute(owners, [2] * 16, compute)
+    again = asyncio.create_task(thread.compute(owners, [0] + [2] * 15, compute))
+    late = 0.0
+    while not again.done():
+        await asyncio.sleep(0.01)
+        late = max(late, thread.clock.late_s(time.monotonic()))
+    assert late == 0.0
+    thread.clock.begin(16, 0.0)
+    assert thread.clock.late_s(2.0) > 0.0, "what took longer than one step says nothing about the next one"
+    thread.close()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
