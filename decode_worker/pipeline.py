@@ -144,20 +144,17 @@ class Pipeline:
     def _compute(
         self, present: _Step, following: _Step | None, rows: Sequence[Row], abort: AbortWords
     ) -> Sequence[Any]:
-        """The results of `rows`: of the present step, or of one row of it that is tried again alone."""
-        if rows is not present.rows:
+        """The results of `rows`: of the present step, or of some of it, which are tried again."""
+        if rows is not present.rows:  # on the engine's thread, always
+            if following is not None:
+                self._drop(following)
             sequences = [self._sequence(row, None) for _, row in rows]
             draws = [gang.draws(row) for gang, row in rows]
             return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)
         self._launch_both(present, following)
         if present.launched is None:
             return _picked(self._runner.step_and_draw(present.sequences, present.draws, abort), rows)
-        try:
-            return _picked(self._collect(present.launched, present), rows)
-        except Exception:
-            if following is not None:
-                self._drop(following)
-            raise
+        return _picked(self._collect(present.launched, present), rows)
 
     def _launch_both(self, present: _Step, following: _Step | None) -> None:
         """Those that can be launched, and are not yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -150,6 +151,37 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
         assert [tuple(one.tokens) for one in heard] == [greedy(prompt, 24) for prompt in prompts]
         assert await made.empty() == []
         await gateway.close()
+
+
+async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is being computed: streams, heartbeats and hand-overs would stand still for a whole step."""
+    read = NativeBackend._collect
+    failed = False
+    waited_for_by: list[threading.Thread] = []
+
+    def reading(self: NativeBackend, step: Any) -> Any:
+        nonlocal failed
+        if failed and not waited_for_by:
+            waited_for_by.append(threading.current_thread())
+        followed = len(self._ahead) > 1
+        drawn = read(self, step)
+        if followed and not failed:
+            failed = True
+            raise RuntimeError("the device gave nothing")
+        return drawn
+
+    monkeypatch.setattr(NativeBackend, "_collect", reading)
+    async with house("shared_memory", blocks=24, backend="native") as made:
+        gateway = Gateway(made)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), (5, 9, 2), 40))
+        await heard.ended.wait()
+        assert tuple(heard.tokens) == greedy((5, 9, 2), 40)
+        assert await made.empty() == []
+        await gateway.close()
+    (thread,) = waited_for_by
+    assert thread is not threading.main_thread()
 
 
 def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
