@@ -99,9 +99,9 @@ class AttemptBlocks:
                 self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys
             )
 
-    def distrust(self) -> None:
-        """What these blocks hold may be wrong: nobody else is to read it."""
-        self._prefixes.distrust(self._attempt)
+    def distrust(self, sequences: Sequence[DecodeSequence] = ()) -> None:
+        """What the blocks of the prompt and of these hold may be wrong: nobody else is to read it."""
+        self._prefixes.distrust(self._attempt, [key for one in sequences for key in one.block_keys[:1]])
 
     def release(self, sequences: Sequence[DecodeSequence]) -> None:
         """These end. Blocks that nobody else holds are free, or stay cached."""

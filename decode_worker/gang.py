@@ -95,7 +95,7 @@ class Gang(ABC):
     def failed(self, failure: SampleFailure) -> Outcome:
         """A row has no token to give."""
         if not failure.by_request:
-            self.request.blocks.distrust()
+            self.request.blocks.distrust(self.rows)
         self.say_failed(failure_reason(failure), failure.reason)
         return "failed"
 

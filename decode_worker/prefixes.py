@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.block_pool import BlockPool
 from runtime.block_hash import block_keys
@@ -48,10 +48,13 @@ class Prefixes:
             parent = key
         return keys
 
-    def distrust(self, attempt: Attempt) -> None:
-        """A step that read its blocks went wrong: forget them all, and whatever was built on them."""
+    def distrust(self, attempt: Attempt, roots: Iterable[bytes] = ()) -> None:
+        """A step that read its blocks went wrong: forget them all, and whatever was built on them.
+
+        `roots` are first keys that came with the output: a short prompt fills no block.
+        """
         first = attempt.token_ids[: self._block_size]
-        self._pool.forget(block_keys(attempt.cache_namespace, first, self._block_size))
+        self._pool.forget([*block_keys(attempt.cache_namespace, first, self._block_size), *roots])
 
     def tell(self) -> None:
         """Pass on what changed since the last time."""
