@@ -65,6 +65,10 @@ class Scratch:
         self._pool.release(blocks.block_ids)
         self._serve()
 
+    def distrust(self, blocks: ScratchBlocks) -> None:
+        """A row that read them failed: nobody else is to read them, or what was built on them."""
+        self._pool.forget(blocks.keys[:1])
+
     def _serve(self) -> None:
         while self._queue:
             waiting = self._queue[0]

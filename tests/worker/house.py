@@ -128,6 +128,7 @@ class Prefill:
     loop: PrefillLoop
     client: HandoffClient
     scratch: BlockPool
+    scratch_memory: KVMemory
     ended: list[tuple[PrefillRequest, str]]
 
     def leftovers(self) -> list[str]:
@@ -256,7 +257,7 @@ async def _decode(
 def _prefill(
     stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int, runner: Runner
 ) -> Prefill:
-    pool = BlockPool(scratch)
+    memory, pool = KVMemory(layout(), scratch), BlockPool(scratch)
     ended: list[tuple[PrefillRequest, str]] = []
     loop = PrefillLoop(
         runner,
@@ -273,14 +274,14 @@ def _prefill(
         fingerprint=_fingerprint(),
         layout=layout(),
         transports=[transport],
-        scratch=lambda: (KVMemory(layout(), scratch), pool),
+        scratch=lambda: (memory, pool),
         on_abort=loop.on_abort,
         on_peer_lost=loop.on_peer_lost,
     )
     loop.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
-    return Prefill(loop, client, pool, ended)
+    return Prefill(loop, client, pool, memory, ended)
 
 
 def _keep_running(

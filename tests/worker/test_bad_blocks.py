@@ -31,3 +31,24 @@ async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_
         await other.ended.wait()
         assert tuple(other.tokens) == said[9:]
         await gateway.close()
+
+
+async def test_a_prefill_worker_that_copies_forgets_the_blocks_that_it_failed_over():
+    prompt = tuple(range(20))
+    async with house("tcp", blocks=64) as made:
+        gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+
+        async def ask(name: str) -> list[int] | list[str]:
+            heard = gateway.start(decode, prefill, work((name, 1), prompt, 3))
+            await heard.ended.wait()
+            assert await made.empty() == []
+            return heard.tokens or heard.last_words[:1]
+
+        assert await ask("first") == list(greedy(prompt, 3))
+        decode.loop.flush_prefix_cache()
+        prefill.scratch_memory.data.fill_(NAN)
+        assert await ask("second") == ["prefill FAILURE_REASON_ROW_FAILED"]
+        prefill.scratch_memory.data.zero_()
+        assert prefill.scratch.cached() == 0
+        assert await ask("third") == list(greedy(prompt, 3))
+        await gateway.close()
