@@ -40,9 +40,11 @@ class Prefixes:
         if not attempt.cache_write or full <= done:
             return keys
         output = attempt.delivered_ids if output_ids is None else output_ids
-        tokens = [*attempt.prompt_ids, *output][: full * size]
+        prompt = attempt.prompt_ids
+        start, end = (max(place * size - len(prompt), 0) for place in (done, full))
+        tokens = [*prompt[done * size : full * size], *output[start:end]]
         parent = keys[-1] if done else b""
-        for key in block_keys(attempt.cache_namespace, tokens, size, start=done * size, parent=parent):
+        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent):
             self._pool.insert(block_ids[len(keys)], key, parent)
             keys.append(key)
             parent = key

@@ -42,25 +42,20 @@ def namespace_key(secret: bytes, *, tenant: str, salt: str, model_digest: str, k
 
 
 def block_keys(
-    namespace: bytes, token_ids: Sequence[int], block_size: int, *, start: int = 0, parent: bytes = b""
+    namespace: bytes, token_ids: Sequence[int], block_size: int, *, parent: bytes = b""
 ) -> list[bytes]:
     """The 16-byte keys of the full blocks of `token_ids`, in order; a partial last block has none.
 
-    To continue a chain pass `start`, the number of leading tokens already hashed (a multiple of
-    `block_size`), and `parent`, the key of the block that ends there: the tokens before `start` are
-    not read again. Raises ValueError when start and parent do not fit together, and for ids that are
-    not unsigned 32-bit numbers.
+    To continue a chain pass the tokens that follow it, and `parent`, the key of its last block. Raises
+    ValueError for a parent that is no key, and for ids that are not unsigned 32-bit numbers.
     """
     if len(namespace) != NAMESPACE_BYTES:
         raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
-    if block_size < 1 or start < 0 or start % block_size:
-        raise ValueError(f"start {start} is no multiple of the block size {block_size}")
-    if len(parent) != (KEY_BYTES if start else 0):
-        raise ValueError("a chain that starts in the middle needs its parent's key, any other has none")
-    count = (len(token_ids) - start) // block_size
-    if count <= 0:
-        return []
-    wanted = token_ids[start : start + count * block_size]
+    if block_size < 1:
+        raise ValueError(f"blocks of {block_size} tokens")
+    if len(parent) not in (0, KEY_BYTES):
+        raise ValueError(f"a parent's key is {KEY_BYTES} bytes, not {len(parent)}")
+    wanted = token_ids[: len(token_ids) // block_size * block_size]
     try:
         data = struct.pack(f"<{len(wanted)}I", *wanted)
     except struct.error as error:
