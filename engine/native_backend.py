@@ -126,13 +126,11 @@ class NativeBackend:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
-        """See `LaunchingBackend.launch`: batches of which every row draws itself."""
+        """See `LaunchingBackend.launch`: batches of which every row draws itself, within the tables."""
         if not all(draw is not None and self.draws_itself(draw) for draw in draws):
             return None
-        positions = positions_of(sequences)
-        if positions > self._positions and self._ahead:
-            return None  # a step that is being computed reads the tables
-        self._reach(positions)
+        if positions_of(sequences) > self._positions:
+            return None  # tables take their time to make, and a running step reads those that there are
         batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
         step = _LaunchedStep(self._is_over, self._collect, batch)
         step.number = self._library.diptych_launch(

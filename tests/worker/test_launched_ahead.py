@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from engine import native_backend
 from engine.batch import AbortWords, SequenceStep
 from engine.core_share import CoreShare
 from engine.decode_graphs import DecodeGraphs
@@ -112,6 +113,41 @@ async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
     assert launches.total() == 19
     assert launches["following"] > 0  # natively as soon as the prefill worker rests
     assert made.decodes[0].loop.steps == 19
+
+
+async def test_native_steps_are_launched_again_once_the_tables_reach_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who outgrows them is computed on the engine's thread, where they are made, and goes on as before."""
+    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 16)
+    reached: list[tuple[int, threading.Thread]] = []
+    launched: list[int] = []
+    reach, launch = NativeBackend._reach, NativeBackend.launch
+
+    def reaching(self: NativeBackend, positions: int) -> None:
+        before = self._positions
+        reach(self, positions)
+        if 0 < before < self._positions:
+            reached.append((self._positions, threading.current_thread()))
+
+    def launching(self: NativeBackend, sequences: Sequence[SequenceStep], *rest: Any) -> Any:
+        step = launch(self, sequences, *rest)
+        if step is not None:
+            launched.append(sequences[0].start)
+        return step
+
+    monkeypatch.setattr(NativeBackend, "_reach", reaching)
+    monkeypatch.setattr(NativeBackend, "launch", launching)
+    async with house("shared_memory", blocks=24, backend="native") as made:
+        gateway = Gateway(made)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), (5, 9, 2), 60))
+        await heard.ended.wait()
+        assert tuple(heard.tokens) == greedy((5, 9, 2), 60)
+        assert await made.empty() == []
+        await gateway.close()
+    assert [positions for positions, _ in reached] == [32, 64]
+    assert threading.main_thread() not in [thread for _, thread in reached]
+    assert launched == [start for start in range(3, 62) if start not in (16, 32)]
 
 
 @pytest.mark.parametrize("failing", ["launch ahead", "collect"])

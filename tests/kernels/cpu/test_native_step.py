@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import native_backend
 from engine.native_backend import NativeBackend
 from engine.shape import ModelShape, RopeScaling
 from engine.torch_backend import TorchBackend
@@ -149,7 +150,8 @@ def as_fp32(weights: Any) -> Any:
     return replace(convert(weights), layers=tuple(convert(layer) for layer in weights.layers))
 
 
-def test_positions_beyond_the_first_rotary_table() -> None:
+def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 2048)
     shape = shape_of(num_layers=1)
     weights = weights_of(shape, torch.float32)
     tokens = tokens_of(2100)
