@@ -119,6 +119,7 @@ class EngineLoop:
     def close(self) -> None:
         self._step.close()
         self._pipeline.close()
+        self._runner.rest()
 
     def flush_prefix_cache(self) -> int:
         """Forget every cached prefix; held blocks stay with who holds them. How many keys went."""

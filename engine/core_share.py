@@ -7,9 +7,10 @@ middle of a step and back with its owner after one such piece. Backends that can
 step begins.
 
 The share is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another one
-by which its owner says that work is waiting. A worker that is killed leaves its bytes as they are; it is
-started again, and sets them right. Until then nobody borrows its cores, or one that it had borrowed until the
-owner has worked and rested: that costs speed and nothing else.
+by which its owner says that work is waiting. In a rolling restart two processes write the same bytes: what
+one says out of turn holds until the other's next step. A worker that is killed leaves its bytes as they are;
+it is started again, and sets them right. Until then nobody borrows its cores, or one that it had borrowed
+until the owner has worked and rested: that costs speed and nothing else.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ class CoreShare:
             self._bytes[core] = CORE_OWNED
 
     def rest(self) -> None:
-        """No work is left, or none for now: the home cores may be borrowed. Those that are stay so."""
+        """No work is left, or none for now, and none waits: the home cores may be borrowed. Those that are
+        stay so.
+        """
+        self.wait(False)
         for core in self._home:
             if self._bytes[core] == CORE_OWNED:
                 self._bytes[core] = CORE_FREE

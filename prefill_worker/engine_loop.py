@@ -186,7 +186,6 @@ class EngineLoop:
             self._ask()
             chunks = plan_chunks([r.plan_entry for r in self._computable()], self._chunk, self._enough)
             if not chunks:
-                self._runner.wait(False)
                 self._runner.rest()
                 await self._wake.wait()
                 continue
@@ -199,6 +198,7 @@ class EngineLoop:
 
     def close(self) -> None:
         self._step.close()
+        self._runner.rest()
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self._requests.values() if request.computable]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core_share import CoreShare
+from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
 from tests.worker.house import House, greedy, house
 
@@ -80,3 +81,19 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
         assert not decode.others_wait()
         assert decode.free() == 1
         await gateway.close()
+
+
+async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() -> None:
+    """Nobody would take it back before a successor has work, and decode steps would wait for nothing."""
+    async with house("shared_memory", stretch=1.0, chunk=8) as made:
+        decode, prefill = made.shares
+        gateway = Gateway(made)
+        gateway.start(made.decodes[0], made.prefills[0], work(("stream", 1), PROMPT, 200))
+        await until(lambda: made.decodes[0].loop.steps > 0)
+        gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
+        async with asyncio.timeout(10):
+            while not decode.others_wait():  # noqa: ASYNC110 - for a few steps of a millisecond
+                await asyncio.sleep(0)
+    assert not decode.others_wait()
+    assert (decode.free(), prefill.free()) == (1, 1)
+    await gateway.close()
