@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from decode_worker.attempt_blocks import AttemptBlocks
@@ -19,7 +20,7 @@ from decode_worker.prefixes import Prefixes
 from decode_worker.request import DecodeRequest, State
 from decode_worker.worst_case import worst_case
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockMisuse, BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.messages import Expected, Key
 from kvtransfer.ready import HandoffStats, Ready
@@ -148,7 +149,7 @@ class Attempts:
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")
         for gang in list(request.gangs):
             self.running[gang.joined] = gang
-            self.carry_on(gang, gang.start(ready.first_tokens))
+            self.carry_on(gang, partial(gang.start, ready.first_tokens))
         request.blocks.all_rooted()
         request.gateway.flush()
         self._wake()
@@ -219,8 +220,18 @@ class Attempts:
 
     # ---- one gang ------------------------------------------------------------------------------------
 
-    def carry_on(self, gang: Gang, outcome: Outcome | None) -> None:
-        """It has said what it had to say: over, or not."""
+    def carry_on(self, gang: Gang, turn: Callable[[], Outcome | None]) -> None:
+        """Let it say what it has to say: over, or not. What raises there ends this gang and no other, unless
+        it is the books of blocks, which are everybody's.
+        """
+        try:
+            outcome = turn()
+        except BlockMisuse:
+            raise
+        except Exception as error:
+            log.exception("attempt %s", gang.request.key)
+            gang.say_failed(work_pb2.FAILURE_REASON_INTERNAL, type(error).__name__)
+            outcome = "failed"
         if outcome is not None:
             self.leave(gang, outcome)
 

@@ -68,7 +68,10 @@ class Beams(Gang):
     def _fork(self, forks: Sequence[Fork]) -> Outcome | None:
         """Replace the rows by their forks; without any the search is over."""
         parents = self.rows
-        self.rows = [self._child(parents[fork.parent], fork.token_id) for fork in forks]
+        self.rows = list(parents)  # with each child from the moment that it holds blocks
+        for fork in forks:
+            self.rows.append(self._child(parents[fork.parent], fork.token_id))
+        self.rows = self.rows[len(parents) :]
         self.request.blocks.release(parents)
         self.request.decoded += len(forks)
         return None if self.rows else self._deliver()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from decode_worker.attempts import Attempts, Listeners
@@ -212,7 +213,7 @@ class EngineLoop:
                 if not self._step.writes(gang):  # else after the step that was launched ahead
                     self.attempts.let_go(gang)
             else:
-                self.attempts.carry_on(gang, gang.take(picked[begin:end]))
+                self.attempts.carry_on(gang, partial(gang.take, picked[begin:end]))
             begin = end
         for gateway in dict.fromkeys(gang.request.gateway for gang in batch):
             gateway.flush()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from decode_worker.attempt_blocks import AttemptBlocks
+from decode_worker.sequence import DecodeSequence
 from engine.batch import AbortWords
 from engine.sampling import SampleFailure
 from tests.worker.asker import Gateway, work
 from tests.worker.house import VOCABULARY, greedy, house
+from worker.attempt import Attempt
 from worker.step import StepThread, compute_rows
 
 
@@ -95,5 +100,38 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
         assert bad.tokens == []
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 6) for p in prompts]
         gateway.lose()
+        assert await made.empty() == []
+        await gateway.close()
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("sampling", [{}, {"beam_width": 3}], ids=["choice", "beams"])
+async def test_what_is_made_of_a_rows_result_may_raise(sampling, index, monkeypatch):
+    """At the hand-over or after a step: its request fails, and takes nothing with it that is not its own."""
+    prompts = [(n, n + 1, n + 2) for n in range(3)]
+    finish_reason, fork = Attempt.finish_reason, AttemptBlocks.fork
+    forks = Counter()
+
+    def failing(attempt: Attempt, token_id: int, count: int) -> Any:
+        if attempt.key[0] == "bad" and count == index + 1:
+            raise LookupError(token_id)
+        return finish_reason(attempt, token_id, count)
+
+    def forking(blocks: AttemptBlocks, parent: DecodeSequence, child: DecodeSequence) -> None:
+        forks[len(child.output_ids)] += 1
+        if forks[index + 1] == 2:  # one beam has its blocks already
+            raise LookupError
+        fork(blocks, parent, child)
+
+    monkeypatch.setattr(Attempt, "finish_reason", failing)
+    monkeypatch.setattr(AttemptBlocks, "fork", forking)
+    async with house("shared_memory", blocks=64) as made:
+        gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
+        heard = [gateway.start(decode, prefill, work((f"r{n}", 1), p, 9)) for n, p in enumerate(prompts)]
+        bad = gateway.start(decode, prefill, work(("bad", 1), (9, 8, 7), 9, sampling=sampling))
+        for one in (*heard, bad):
+            await one.ended.wait()
+        assert bad.last_words == ["decode FAILURE_REASON_INTERNAL"]
+        assert [tuple(one.tokens) for one in heard] == [greedy(p, 9) for p in prompts]
         assert await made.empty() == []
         await gateway.close()
