@@ -67,12 +67,16 @@ def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def names_in(node: Node) -> frozenset[str]:
     """The rules that `node` refers to itself."""
-    match node:
-        case Name(rule):
-            return frozenset((rule,))
-        case Sequence(parts) | Choice(parts):
-            return frozenset().union(*map(names_in, parts))
-        case Repeat(item):
-            return names_in(item)
-        case Chars():
-            return frozenset()
+    found: set[str] = set()
+    left = [node]
+    while left:
+        match left.pop():
+            case Name(rule):
+                found.add(rule)
+            case Sequence(parts) | Choice(parts):
+                left.extend(parts)
+            case Repeat(item):
+                left.append(item)
+            case Chars():
+                pass
+    return frozenset(found)

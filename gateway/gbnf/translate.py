@@ -8,7 +8,7 @@ of the second is a mask of a millisecond or two where JSON schemas take some ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from gateway.gbnf.nodes import BadGbnf, Chars, Choice, Name, Node, Repeat, Sequence, names_in
@@ -18,6 +18,8 @@ from runtime.grammar.grammar import Grammar, Kind
 ROOT: Final = "root"
 MAX_REGEX_CHARS: Final = 64 * 1024
 """Rules are written out where they are used; past this size they stay rules."""
+MAX_WRITTEN_CHARS: Final = 16 * MAX_REGEX_CHARS
+"""Of all rules together, each of which is written out once for itself."""
 MAX_RULES: Final = 1024
 
 
@@ -54,26 +56,36 @@ def _leaves_first(uses: Mapping[str, frozenset[str]]) -> list[str] | None:
     return order
 
 
+class _TooLong(Exception):
+    """A rule written out would be longer than allowed. The rest of it was not written."""
+
+
 def _as_regex(rules: Mapping[str, Node], order: list[str]) -> str | None:
     """One regular expression, or None if it would be too long."""
     written: dict[str, str] = {}
+    left = MAX_WRITTEN_CHARS
     for name in order:
-        written[name] = _regex(rules[name], written)
-        if len(written[name]) > MAX_REGEX_CHARS:
+        try:
+            written[name] = _regex(rules[name], written)
+        except _TooLong:
+            return None
+        left -= len(written[name])
+        if left < 0 or len(written[name]) > MAX_REGEX_CHARS:
             return None
     return written[ROOT]
 
 
 def _regex(node: Node, written: Mapping[str, str]) -> str:
+    """Raises `_TooLong`."""
     match node:
         case Chars(ranges):
             return _class(ranges)
         case Name(rule):
             return f"(?:{written[rule]})"
         case Sequence(items):
-            return "".join(_group(item, written) for item in items)
+            return _joined("", (_group(item, written) for item in items))
         case Choice(options):
-            return "|".join(_regex(option, written) for option in options)
+            return _joined("|", (_regex(option, written) for option in options))
         case Repeat(item, least, most):
             return f"(?:{_regex(item, written)}){_bounds(least, most)}"
 
@@ -81,6 +93,18 @@ def _regex(node: Node, written: Mapping[str, str]) -> str:
 def _group(node: Node, written: Mapping[str, str]) -> str:
     text = _regex(node, written)
     return f"(?:{text})" if isinstance(node, Choice) else text
+
+
+def _joined(between: str, pieces: Iterable[str]) -> str:
+    """Counted as the pieces come: a rule may be used ten thousand times."""
+    taken: list[str] = []
+    left = MAX_REGEX_CHARS
+    for piece in pieces:
+        taken.append(piece)
+        left -= len(piece) + len(between)
+        if left < 0:
+            raise _TooLong
+    return between.join(taken)
 
 
 def _as_lark(rules: Mapping[str, Node]) -> str:

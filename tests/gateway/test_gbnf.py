@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,29 @@ def test_at_the_limits() -> None:
         "root ::= r40\n" + "\n".join(f"r{n} ::= r{n - 1} r{n - 1}" for n in range(1, 41)) + '\nr0 ::= ""'
     )
     assert translate(doubling).kind is Kind.LARK
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'a ::= "' + "x" * 4000 + '"\nroot ::= ' + "a " * 16_000,  # a gigabyte
+        'a ::= "' + "x" * 4000 + '"\nroot ::= ' + "a | " * 10_000 + "a",
+        # A thousand rules, each a little longer than the last: 60 KiB each.
+        "root ::= r0\n"
+        + "\n".join(f'r{n} ::= r{n + 1} "a"' for n in range(1000))
+        + '\nr1000 ::= "'
+        + "x" * 2500
+        + '"',
+    ],
+    ids=["sequence", "choice", "chain"],
+)
+def test_a_small_grammar_takes_little_memory(grammar: str) -> None:
+    tracemalloc.start()
+    try:
+        assert translate(grammar).kind is Kind.LARK
+        assert tracemalloc.get_traced_memory()[1] < 24 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def written_out(rules: dict[str, Node], node: Node, text: str, at: int, depth: int) -> frozenset[int]:
