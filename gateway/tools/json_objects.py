@@ -1,4 +1,4 @@
-"""Finds the JSON objects at the top of a text that comes in pieces, each as soon as it is closed."""
+"""Finds where JSON objects end in a text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ class JsonObjects:
         """Whether an object is open."""
         return self._depth > 0
 
-    def push(self, text: str) -> list[str]:
-        """The objects that this piece completes: balanced braces; whether it is JSON inside is not said."""
-        complete: list[str] = []
-        for char in text:
+    def push(self, text: str) -> tuple[str | None, str]:
+        """The next object, if this piece completes it, and the rest of the piece, which nobody looked at.
+
+        Its braces are balanced; whether it is JSON inside is not said.
+        """
+        for at, char in enumerate(text):
             if self._depth or char == "{":
                 self._object.append(char)
                 self._take(char)
                 if not self._depth:
-                    complete.append("".join(self._object))
+                    found = "".join(self._object)
                     self._object.clear()
-        return complete
+                    return found, text[at + 1 :]
+        return None, ""
 
     def _take(self, char: str) -> None:
         if self._quoted:

@@ -1,55 +1,43 @@
-"""Calls as Llama 3 writes them: the whole output is ``{"name": …, "parameters": …}``.
+"""Calls as Llama 3 writes them: the output begins with ``{"name": …, "parameters": …}``.
 
-Several are joined by ``;``, and a ``<|python_tag|>`` may stand before the first.
+Several are joined by ``;``, and a ``<|python_tag|>`` may stand before each. What follows the last is text.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.tools.json_objects import JsonObjects
+from gateway.tools.call_list import CallList
 from gateway.tools.lark import call_rules
-from gateway.tools.parser import Parsed, call_from_json
+from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool
 from runtime.grammar.grammar import Grammar, Kind
 
 TAG: Final = "<|python_tag|>"
 MARKERS: Final = (TAG,)
 
+_BEFORE: Final = re.compile(rf"\s*(?:{re.escape(TAG)}\s*)?")
+_BETWEEN: Final = re.compile(rf"[\s;,]*(?:{re.escape(TAG)}\s*)?")
+
 
 class Llama3JsonParser:
-    """Holds back an output that begins like a call until it is one, or is not."""
+    """Reads calls from the output's beginning on, until something else comes."""
 
     def __init__(self) -> None:
-        self._held: str | None = ""  # None: the output is text
-        self._objects = JsonObjects()
-        self._called = False
+        self._list: CallList | None = CallList(_BEFORE, _BETWEEN, tag=TAG, arguments="parameters")
 
     def push(self, text: str) -> Parsed:
-        if self._held is None:
+        if self._list is None:
             return Parsed(text)
-        self._held += text
-        begins = self._held.lstrip()
-        if not self._called and not begins.startswith("{") and not begins.startswith(TAG):
-            return Parsed() if TAG.startswith(begins) else self._as_text()
-        result = Parsed()
-        for found in self._objects.push(text):
-            call = call_from_json(found, arguments="parameters")
-            if call is None:
-                return result + self._as_text()
-            result += Parsed(calls=(call,))
-            self._called, self._held = True, ""
-        return result
+        calls, after = self._list.push(text)
+        if after is not None:
+            self._list = None
+        return Parsed(after or "", calls)
 
     def finish(self) -> Parsed:
-        if self._called and not self._objects.inside:
-            return Parsed()  # what follows a call is separators
-        return self._as_text()
-
-    def _as_text(self) -> Parsed:
-        held, self._held = self._held or "", None
-        return Parsed(held)
+        return Parsed("" if self._list is None else self._list.finish())
 
 
 def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.tools.json_objects import JsonObjects
+from gateway.tools.call_list import CallList
 from gateway.tools.lark import call_rules
-from gateway.tools.parser import Marker, Parsed, call_from_json
+from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 from runtime.grammar.grammar import Grammar, Kind
 
 MARK: Final = "[TOOL_CALLS]"
 MARKERS: Final = (MARK,)
 
+_BEFORE: Final = re.compile(r"\s*\[?\s*")
+_BETWEEN: Final = re.compile(r"[\s;,]*")
+_END: Final = "]"
+
 
 class MistralParser:
-    """After the mark there are calls only.
+    """After a mark there is a list of calls, and text after the list.
 
     Args:
         begun: the mark was put into the prompt.
@@ -24,34 +29,42 @@ class MistralParser:
 
     def __init__(self, *, begun: bool = False) -> None:
         self._marker = Marker(MARK)
-        self._objects = JsonObjects()
-        self._after: str | None = "" if begun else None  # since the mark, or since the last call
-        self._begun = begun
-        self._called = False
+        self._list = _calls() if begun else None  # that we are in
+        self._mark = ""  # what is text, too, if no call comes after it
+        self._just_called = False  # and nothing but white space since
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
-        if self._after is None:
-            shown, after = self._marker.push(text)
-            result += Parsed(shown)
-            if after is None:
-                return result
-            self._after, text = "", after
-        self._after += text
-        for found in self._objects.push(text):
-            call = call_from_json(found)
-            if call is not None:
-                result += Parsed(calls=(call,))
-                self._called, self._after = True, ""
+        rest: str | None = text
+        while rest is not None:
+            if self._list is None:
+                shown, rest = self._marker.push(rest)
+                self._just_called &= not shown
+                result += Parsed(shown)
+                if rest is not None:
+                    self._list, self._mark = _calls(), self._marker.found
+                continue
+            calls, rest = self._list.push(rest)
+            result += Parsed(calls=calls)
+            if rest is not None:
+                result += self._leave(self._list)
         return result
 
     def finish(self) -> Parsed:
-        if self._after is None:
-            return Parsed(self._marker.flush())
-        if self._called and not self._objects.inside:
-            return Parsed()  # what follows a call is brackets and separators
-        mark = "" if self._begun or self._called else self._marker.found
-        return Parsed(mark + self._after)
+        if self._list is not None:
+            held = self._list.finish()
+            return self._leave(self._list) + Parsed(held)
+        held = self._marker.flush()
+        return Parsed("" if self._just_called and held.isspace() else held)
+
+    def _leave(self, calls: CallList) -> Parsed:
+        """The list is over. The mark of one without calls is text."""
+        self._list, self._just_called = None, calls.called
+        return Parsed("" if calls.called else self._mark)
+
+
+def _calls() -> CallList:
+    return CallList(_BEFORE, _BETWEEN, end=_END)
 
 
 def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:

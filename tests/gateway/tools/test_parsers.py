@@ -55,6 +55,11 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (Llama3JsonParser, '\n{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "",
      [("a", {}), ("b", {})]),
     (Llama3JsonParser, '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", {})]),
+    (Llama3JsonParser, '{"name": "a", "parameters": {}}; {"x": 1} more', '; {"x": 1} more', [("a", {})]),
+    (Llama3JsonParser, '{"name": "a", "parameters": {}}\nI called a. {"name": "b", "parameters": {}}',
+     '\nI called a. {"name": "b", "parameters": {}}', [("a", {})]),
+    (Llama3JsonParser, '{"name": "a", "parameters": {}} ;\n<|python_tag|> ', "", [("a", {})]),
+    (Llama3JsonParser, '{"name": "a", "parameters": {}} <|pyth', " <|pyth", [("a", {})]),
     (Llama3JsonParser, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     (Llama3JsonParser, '{"answer": 42} ', '{"answer": 42} ', []),
     (Llama3JsonParser, '{"name": "a", "parameters": {"x"', '{"name": "a", "parameters": {"x"', []),
@@ -63,6 +68,10 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {"x": [1]}}]', "", [("a", {"x": [1]})]),
     (MistralParser, 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
      "Hm.", [("a", {}), ("b", {})]),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {}}]\n\nDone. ', "\n\nDone. ", [("a", {})]),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"x": 1}].', ', {"x": 1}].', [("a", {})]),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {}}] or [TOOL_CALLS][{"name": "b"}] \n', " or",
+     [("a", {}), ("b", {})]),
     (MistralParser, "[TOOL_CALLS]none", "[TOOL_CALLS]none", []),
     (BEGUN, '[{"name": "a", "arguments": {"x": "]"}}]', "", [("a", {"x": "]"})]),
     (MistralParser, "so: [TOOL_CALLS]none", "so: [TOOL_CALLS]none", []),
@@ -83,6 +92,28 @@ def test_pieces_do_not_matter(case: tuple[Make, str, str, list[Call]], cuts: lis
     make, output, text, calls = case
     bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
     assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == (text, calls)
+
+
+MARKUP = {
+    HermesParser: ["<tool_call>", "</tool_call>", "<tool", "<"],
+    MistralParser: ["[TOOL_CALLS]", "[TOOL", "[", "]"],
+    BEGUN: ["[TOOL_CALLS]", "[TOOL", "[", "]"],
+    Llama3JsonParser: ["<|python_tag|>", "<|python", "<", ";"],
+}
+COMMON = ['{"name": "f", "arguments": {}}', '{"name": "g", "parameters": {}}', '{"x": "}"}', "{", "}", ", "]
+
+
+@pytest.mark.parametrize("make", MARKUP)
+@given(data=st.data())
+def test_pieces_do_not_matter_whatever_is_written(make: Make, data: st.DataObject) -> None:
+    bits = st.sampled_from([*MARKUP[make], *COMMON, " ", "\n", " hi "])
+    output = "".join(data.draw(st.lists(bits, max_size=8)))
+    cuts = data.draw(st.lists(st.integers(0, len(output)), max_size=8))
+    bounds = [0, *sorted(cuts), len(output)]
+    whole = read(make, [output])
+    assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == whole
+    assert read(make, list(output)) == whole
+    assert output.count("hi") == whole[0].count("hi")
 
 
 @pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, MistralParser, BEGUN])
