@@ -1,7 +1,8 @@
 """The one core under every door: from a message to its tokens, with everything given back at the end.
 
-Validate → take a place in the queue → converse with the workers → write what comes. Whatever ends the call,
-the `finally` closes the conversation, which cancels on both workers, and gives place and id back.
+Validate → try the grammar → take a place in the queue → converse with the workers → write what comes.
+Whatever ends the call, the `finally` closes the conversation, which cancels on both workers, and gives place
+and id back.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class Generator:
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""
             with self._metered(job, call, report):
+                await self._verify(request, call, report)
                 return await self._converse(job, call, report, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
@@ -149,12 +151,20 @@ class Generator:
         started = self._clock()
         parse = partial(self._read, message, call, token_limit=limit)
         request = await self._texts.read(message, call.caller.tenant, parse)
-        if request.constraint is not None:
-            await request.constraint.verify(self._grammars)
         report.tokenized = (started, self._clock())
         report.model = request.model
         call.name(request.request_id)
         return request
+
+    async def _verify(self, request: ParsedRequest, call: Call, report: RequestReport) -> None:
+        if request.constraint is None:
+            return
+        started = self._clock()
+        try:
+            left_s = call.time_left_s(started)
+            await request.constraint.verify(self._grammars, call.caller.tenant, left_s)
+        finally:
+            report.grammar_checked = (started, self._clock())
 
     def _read(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
         """The message as it is meant; with a token, as it was resolved when its stream began."""

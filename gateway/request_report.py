@@ -23,13 +23,14 @@ OPERATION_KEY = "operation"
 class RequestReport:
     """Filled while the request runs; ``finish`` sends it off.
 
-    ``tokenized`` is (start, end) on the gateway's monotonic clock.
+    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock.
     """
 
     call: Call
     operation: str  # chat or text_completion
     model: str = ""
     tokenized: tuple[float, float] | None = None
+    grammar_checked: tuple[float, float] | None = None
     conversation: Conversation | None = None
 
     def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
@@ -55,6 +56,8 @@ class RequestReport:
         spans = []
         if self.tokenized is not None:
             spans.append(PhaseSpan("tokenize", *self.tokenized))
+        if self.grammar_checked is not None:
+            spans.append(PhaseSpan("grammar.check", *self.grammar_checked))
         if self.conversation is None:
             return spans
         choices = self.conversation.choices

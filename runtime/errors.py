@@ -16,6 +16,7 @@
     │   └── DeadlineUnattainable  RESOURCE_EXHAUSTED   with a retry hint
     ├── NoReadyWorker             UNAVAILABLE          with a retry hint
     ├── Draining                  UNAVAILABLE          with a retry hint
+    ├── GrammarNotChecked         UNAVAILABLE          with a retry hint
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
@@ -214,6 +215,16 @@ class Draining(DiptychError):
 
     def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__("the server is shutting down", retry_after_s=retry_after_s)
+
+
+class GrammarNotChecked(DiptychError):
+    """The process that compiles grammars first died, and the next one, too."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "GRAMMAR_NOT_CHECKED"
+
+    def __init__(self, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__("the grammar could not be checked now", retry_after_s=retry_after_s)
 
 
 class _Interrupted(DiptychError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from gateway.request.grammar_check import GrammarCheck
-from runtime.errors import InvalidParameter
+from gateway.session.states import State
+from runtime.errors import DeadlineExceeded, InvalidParameter
 from runtime.grammar.grammar import BadGrammar, Grammar
 
 
@@ -17,10 +19,24 @@ class Constraint:
     grammar: Grammar
     parts: tuple[tuple[str, Grammar], ...] = field(default=(), repr=False)
 
-    async def verify(self, checker: GrammarCheck) -> None:
-        """Raises `InvalidParameter` if workers could not compile it."""
-        for path, grammar in (*self.parts, (self.path, self.grammar)):
-            try:
-                await checker.check(grammar)
-            except BadGrammar as error:
-                raise InvalidParameter(path, str(error)) from error
+    async def verify(self, checker: GrammarCheck, tenant: str, time_left_s: float | None) -> None:
+        """Return if workers could compile it.
+
+        Raises:
+            InvalidParameter: they could not.
+            DeadlineExceeded: it was not its turn in time.
+            QueueFull, GrammarNotChecked: as `GrammarCheck.check`.
+        """
+        try:
+            async with asyncio.timeout(time_left_s):
+                for path, grammar in (*self.parts, (self.path, self.grammar)):
+                    await _verify(path, grammar, checker, tenant)
+        except TimeoutError:
+            raise DeadlineExceeded(State.QUEUED.value) from None
+
+
+async def _verify(path: str, grammar: Grammar, checker: GrammarCheck, tenant: str) -> None:
+    try:
+        await checker.check(grammar, tenant)
+    except BadGrammar as error:
+        raise InvalidParameter(path, str(error)) from error

@@ -1,113 +1,108 @@
 """Whether a grammar can be compiled, asked of a child process that may be lost over it.
 
-See `runtime.grammar.check` for why it is a process. It is started at the first question, answers one at a
-time (a good grammar takes about a millisecond) and is replaced when it dies.
-
-It is not started by the event loop: uvloop forks, and gRPC's fork handlers then start threads in the child,
-which may crash before it becomes another program. `subprocess` uses vfork(2), which calls no handlers.
+There is one child, and a hostile grammar takes half a second of it. So tenants take turns, a grammar that
+several requests wait for is compiled once, and a caller may leave at any time: what it asked is answered all
+the same if the child is at it, and else left out unless somebody still waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
-import socket
-import subprocess
-import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from runtime.grammar.check import LENGTH
+from gateway.access.caller import DEFAULT_TENANT
+from gateway.request.grammar_child import GrammarChild
+from runtime.errors import QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar
-
-_log = logging.getLogger(__name__)
 
 REMEMBERED: Final = 1024
 """Answers that are kept, by the digest of the grammar."""
-START_SECONDS: Final = 30.0
-"""A child that says nothing for so long is lost; its own limit is on processor time and much lower."""
+MAX_WAITING: Final = 64
+"""Grammars of one tenant that wait for the child."""
 
 
-@dataclass(frozen=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+@dataclass(eq=False)
+class _Question:
+    grammar: Grammar
+    answer: asyncio.Future[str]
+    callers: int = 0
+
+
+@dataclass(eq=False)
+class _Line:
+    """What one tenant waits for, by digest, the first one first. It has a task as long as it is not empty."""
+
+    questions: dict[bytes, _Question] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
 
 
 class GrammarCheck:
     """One per gateway."""
 
     def __init__(self) -> None:
-        self._child: _Child | None = None
-        self._turn = asyncio.Lock()
+        self.child = GrammarChild()
+        self._turn = asyncio.Lock()  # of the tenants' lines: who comes back to it waits for all others
+        self._lines: dict[str, _Line] = {}
         self._answers: OrderedDict[bytes, str] = OrderedDict()
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raises `BadGrammar` if workers could not compile `grammar`."""
+    async def check(self, grammar: Grammar, tenant: str = DEFAULT_TENANT) -> None:
+        """Return if workers can compile it.
+
+        Raises:
+            BadGrammar: they cannot.
+            QueueFull: too many other ones of this tenant wait.
+            GrammarNotChecked: see `GrammarChild`.
+        """
         digest = grammar.digest
         fault = self._answers.get(digest)
         if fault is None:
-            async with self._turn:
-                fault = await self._ask(grammar)
-            self._answers[digest] = fault
-            if len(self._answers) > REMEMBERED:
-                self._answers.popitem(last=False)
+            fault = await self._wait(digest, grammar, tenant)
         if fault:
             raise BadGrammar(fault)
 
     async def close(self) -> None:
-        """End the child."""
-        async with self._turn:
-            await self._end()
+        """No caller waits any more. End the child."""
+        tasks = [line.task for line in self._lines.values() if line.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.child.end()
 
-    async def _ask(self, grammar: Grammar) -> str:
-        """What is wrong with it, or nothing. A caller that leaves meanwhile takes the child with it."""
-        if self._child is not None and self._child.process.poll() is not None:
-            await self._end()  # it died of something else than a question
-        child = self._child or await self._start()
-        question = json.dumps([grammar.kind.value, grammar.text]).encode()
+    async def _wait(self, digest: bytes, grammar: Grammar, tenant: str) -> str:
+        line = self._lines.setdefault(tenant, _Line())
+        question = line.questions.get(digest)
+        if question is None:
+            if len(line.questions) >= MAX_WAITING:
+                raise QueueFull()
+            question = _Question(grammar, asyncio.get_running_loop().create_future())
+            line.questions[digest] = question
+            line.task = line.task or asyncio.create_task(self._serve(tenant, line))
+        question.callers += 1
         try:
-            async with asyncio.timeout(START_SECONDS):
-                child.writer.write(LENGTH.pack(len(question)) + question)
-                await child.writer.drain()
-                (size,) = LENGTH.unpack(await child.reader.readexactly(LENGTH.size))
-                return (await child.reader.readexactly(size)).decode()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            await self._end()
-            _log.warning("a grammar took more than it may to compile")
-            return "is too complex"
-        except asyncio.CancelledError:
-            await self._end()  # its answer would be taken for that to the next question
-            raise
+            return await asyncio.shield(question.answer)
+        finally:
+            question.callers -= 1
 
-    async def _start(self) -> _Child:
-        process, ours = _spawn()
-        self._child = _Child(process, *(await asyncio.open_connection(sock=ours)))
-        return self._child
+    async def _serve(self, tenant: str, line: _Line) -> None:
+        """Answer a tenant's questions until it has none."""
+        while line.questions:
+            digest, question = next(iter(line.questions.items()))
+            async with self._turn:
+                try:
+                    question.answer.set_result(await self._answer(digest, question))
+                except Exception as error:
+                    question.answer.set_exception(error)
+                    question.answer.exception()  # is no news to anybody if all callers have left
+                del line.questions[digest]
+        del self._lines[tenant]
 
-    async def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.process.kill()
-        child.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await child.writer.wait_closed()
-        await asyncio.to_thread(child.process.wait)
-
-
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The child, which blocks this thread for about a millisecond, and our end of its input and output."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            (sys.executable, "-m", "runtime.grammar.check"),
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            stderr=subprocess.DEVNULL,  # a panic would quote the grammar
-        )
-    return process, ours
+    async def _answer(self, digest: bytes, question: _Question) -> str:
+        known = self._answers.get(digest)  # since another tenant's turn
+        if known is not None or not question.callers:
+            return known or ""
+        fault = self._answers[digest] = await self.child.ask(question.grammar)
+        if len(self._answers) > REMEMBERED:
+            self._answers.popitem(last=False)
+        return fault

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.request.grammar_check import GrammarCheck
+from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
+from runtime.errors import GrammarNotChecked, QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
 # Deciding whether thirty patterns have a text in common takes llguidance hours.
@@ -33,25 +35,110 @@ async def test_good_and_bad(checker: GrammarCheck) -> None:
 
 async def test_what_never_ends_is_refused_and_delays_nobody_for_long(checker: GrammarCheck) -> None:
     await checker.check(Grammar(Kind.REGEX, "a"))
-    first = checker._child
+    first = checker.child.process
     begun = time.monotonic()
     with pytest.raises(BadGrammar, match="too complex"):
         await checker.check(Grammar(Kind.JSON_SCHEMA, ENDLESS))
     await checker.check(Grammar(Kind.REGEX, "b"))
-    assert checker._child is not first
+    assert checker.child.process is not first
     assert first is not None
-    assert first.process.returncode is not None
+    assert first.returncode == -signal.SIGPROF
     assert time.monotonic() - begun < 20  # of which half a second is the child's processor time
 
 
 async def test_a_child_that_died_between_two_questions_refuses_nothing(checker: GrammarCheck) -> None:
     await checker.check(Grammar(Kind.REGEX, "a"))
-    first = checker._child
+    first = checker.child.process
     assert first is not None
-    first.process.kill()
-    first.process.wait()
+    first.kill()
+    first.wait()
     await checker.check(Grammar(Kind.REGEX, "b"))
-    assert checker._child is not first
+    assert checker.child.process is not first
+
+
+async def killed(checker: GrammarCheck, other_than: object = None) -> object:
+    """Kill the next child before it has said anything: it takes a while to start."""
+    while (child := checker.child.process) is None or child is other_than:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    child.kill()
+    return child
+
+
+async def test_a_death_that_is_not_the_grammars_fault_is_not_held_against_it(checker: GrammarCheck) -> None:
+    """As of an operator's hand, or of a kernel that is short of memory."""
+    good = Grammar(Kind.REGEX, "[a-z]+")
+    asking = asyncio.create_task(checker.check(good))
+    await killed(checker)
+    await asking  # the next child
+    other = Grammar(Kind.REGEX, "[0-9]+")
+    await checker.child.end()
+    asking = asyncio.create_task(checker.check(other))
+    first = await killed(checker)
+    await killed(checker, other_than=first)
+    with pytest.raises(GrammarNotChecked):
+        await asking
+    await checker.check(other)
+
+
+async def test_a_grammar_is_compiled_once_for_all_that_wait_for_it(
+    checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = counted(checker, monkeypatch)
+    same = Grammar(Kind.REGEX, "[a-z]+")
+    await asyncio.gather(*(checker.check(same, tenant) for tenant in "ab" for _ in range(20)))
+    assert asked == [same]
+    bad = Grammar(Kind.JSON_SCHEMA, ENDLESS)
+    results = await asyncio.gather(*(checker.check(bad) for _ in range(20)), return_exceptions=True)
+    assert [type(result) for result in results] == [BadGrammar] * 20
+    assert asked == [same, bad]
+
+
+def counted(checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
+    """What the child is asked from now on."""
+    asked: list[Grammar] = []
+    ask = checker.child.ask
+
+    async def ask_counted(grammar: Grammar) -> str:
+        asked.append(grammar)
+        return await ask(grammar)
+
+    monkeypatch.setattr(checker.child, "ask", ask_counted)
+    return asked
+
+
+def endless(number: int) -> Grammar:
+    return Grammar(Kind.JSON_SCHEMA, ENDLESS.replace("*b", f"*b{number}"))
+
+
+async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(
+    checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(Grammar(Kind.REGEX, "a"))
+    asked = counted(checker, monkeypatch)
+    slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*(checker.check(Grammar(Kind.REGEX, letter), "calm") for letter in "xy"))
+    assert [grammar.text for grammar in asked[1:4:2]] == ["x", "y"]
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    await checker.check(Grammar(Kind.REGEX, "z"), "flood")  # what nobody waits for is left out
+    assert len(asked) == 6
+
+
+async def test_a_tenant_may_have_so_many_grammars_waiting(checker: GrammarCheck) -> None:
+    waiting = [
+        asyncio.create_task(checker.check(Grammar(Kind.REGEX, f"a{number}"), "flood"))
+        for number in range(MAX_WAITING)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull) as refused:
+        await checker.check(Grammar(Kind.REGEX, "one more"), "flood")
+    assert refused.value.retry_after_s
+    await checker.check(Grammar(Kind.REGEX, "a0"), "flood")  # that waits already
+    await checker.check(Grammar(Kind.REGEX, "one more"), "calm")
+    await asyncio.gather(*waiting)
+    await checker.check(Grammar(Kind.REGEX, "another one"), "flood")
 
 
 async def test_many_at_a_time_get_their_own_answers(checker: GrammarCheck) -> None:
@@ -66,13 +153,18 @@ async def test_many_at_a_time_get_their_own_answers(checker: GrammarCheck) -> No
     assert answers == [bool(number % 3) for number in range(30)]
 
 
-async def test_a_caller_that_leaves_takes_no_answer_of_another(checker: GrammarCheck) -> None:
+async def test_a_caller_that_leaves_keeps_the_child_and_takes_no_answer_of_another(
+    checker: GrammarCheck,
+) -> None:
     await checker.check(Grammar(Kind.REGEX, "a"))
-    leaving = asyncio.create_task(checker.check(Grammar(Kind.JSON_SCHEMA, ENDLESS)))
-    await asyncio.sleep(0.05)
+    child = checker.child.process
+    hard = Grammar(Kind.JSON_SCHEMA, json.dumps({"enum": [str(number) for number in range(8000)]}))
+    leaving = asyncio.create_task(checker.check(hard))
+    await asyncio.sleep(0.005)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     await checker.check(Grammar(Kind.REGEX, "fine"))
     with pytest.raises(BadGrammar):
         await checker.check(Grammar(Kind.REGEX, "("))
+    assert checker.child.process is child
