@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import os
 import socket
 import struct
@@ -35,6 +36,7 @@ READ_AHEAD_BYTES = 1 << 20
 _HEADER = struct.Struct("<IB")  # length of what follows, kind
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+_log = logging.getLogger(__name__)
 
 
 class Kind(enum.IntEnum):
@@ -100,6 +102,11 @@ class LocalStream:
             await self._writer.wait_closed()
 
     async def _write(self, kind: Kind, body: bytes) -> None:
+        if self._writer.is_closing():  # where an event loop's transport may raise anything
+            raise StreamLost(_UNAVAILABLE, "the connection broke")
+        if len(body) > MAX_MESSAGE_BYTES:  # which the other end would not read
+            _log.error("a message of %d bytes, at most %d can be sent", len(body), MAX_MESSAGE_BYTES)
+            raise StreamLost(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(body)} bytes")
         try:
             self._writer.write(_framed(kind, body))
             await self._writer.drain()

@@ -7,14 +7,16 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
+import uvloop
 
 from diptych.worker.v1 import decode_pb2, work_pb2
 from runtime.links import local, local_door
 from runtime.links.connect import open_link
-from runtime.links.local import Kind, socket_name
+from runtime.links.local import Kind, LocalStream, socket_name
 from runtime.links.local_door import LocalDoor
 from runtime.links.method import DECODE, HANDOFF
 from runtime.links.over_grpc import GrpcCall
@@ -126,6 +128,42 @@ async def test_a_frame_that_should_not_come_ends_the_stream_and_no_other(address
     await eventually(lambda: served.messages == [5, 5])
     await good.close()
     writer.close()
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_a_stream_that_is_closed_is_lost_to_who_writes(address, new_loop):
+    """Whatever the transport of the event loop says of it: uvloop's raises RuntimeError."""
+
+    async def write() -> None:
+        async def leave(stream: LocalStream) -> None:
+            stream.cancel()
+
+        async with AsyncExitStack() as stack:
+            door = LocalDoor([LinkService(DECODE, leave)])
+            stack.push_async_callback(door.close)
+            await door.open(address)
+            left, closed = await open_link(address, DECODE), await open_link(address, DECODE)
+            stack.push_async_callback(left.close)
+            await closed.close()
+            for stream in (closed, left, closed, left):
+                await asyncio.sleep(0.05)
+                with pytest.raises(StreamLost):
+                    await stream.write(Heartbeat)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(write())
+
+
+async def test_a_message_that_would_not_be_read_is_not_written(address, served, caplog):
+    stream = await open_link(address, DECODE)
+    token_ids = [2**31] * (MAX_MESSAGE_BYTES // 5 + 1)
+    with pytest.raises(StreamLost) as lost:
+        await stream.write(decode_pb2.DecodeServiceLinkRequest(attach=work_pb2.Work(token_ids=token_ids)))
+    assert lost.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(MAX_MESSAGE_BYTES) in caplog.text
+    await stream.write(Heartbeat)
+    await eventually(lambda: served.messages == [5])
+    await stream.close()
 
 
 async def test_a_name_that_is_taken_leaves_links_to_grpc(address, served, caplog):
