@@ -88,15 +88,14 @@ class Beams(Gang):
         return child
 
     def _deliver(self) -> Outcome:
-        """Each rank's output in one message, and its last word."""
+        """Each rank's output, and its last word."""
         request, attempt = self.request, self.request.attempt
         best = self._search.result(max(self.choices) + 1)
         if not best:
             return self.failed(NOTHING_LEFT)
         for rank in self.choices:
             beam: Beam = best[rank]
-            times = request.times_now()
-            request.gateway.output(request, rank, beam.token_ids, beam.scores, times)
             reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids))
-            request.gateway.finished(request.key, rank, reason or work_pb2.FINISH_REASON_STOP, times)
+            reason = reason or work_pb2.FINISH_REASON_STOP
+            request.gateway.output(request, rank, beam.token_ids, beam.scores, reason)
         return "finished"

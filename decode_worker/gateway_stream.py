@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from decode_worker.request import DecodeRequest
@@ -16,6 +18,47 @@ from worker.scored_tokens import score_message
 
 Response = decode_pb2.DecodeServiceLinkResponse
 
+MESSAGE_BYTES = 1 << 20
+"""Steps that queued up are merged up to this. One step is smaller: 1024 tokens with 20 alternatives each."""
+PIECE_TOKENS = 128
+"""Of a whole output in one message: with 20 alternatives each, 30 KB and 5 ms of the event loop."""
+
+
+@dataclass(slots=True)
+class WholeOutput:
+    """An output of which nothing went out before, and its last word.
+
+    It becomes messages while it is written, a piece at a time: all at once the outputs of a large search are
+    more than a message may be, and seconds of the event loop.
+    """
+
+    token_ids: Sequence[int]
+    scores: Sequence[Score | None]
+    ended: decode_pb2.DecodeEnded
+    told: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.told >= len(self.token_ids)
+
+    def take(self) -> Response:
+        """The next piece, with the last one the last word."""
+        start, self.told = self.told, self.told + PIECE_TOKENS
+        step, ended = decode_pb2.StepBatch(), self.ended
+        tokens = step.tokens.add(
+            id=ended.id,
+            index=start,
+            token_ids=self.token_ids[start : self.told],
+            choice=ended.choice,
+            scores=[score_message(score) for score in self.scores[start : self.told] if score is not None],
+        )
+        if start == 0:
+            tokens.cached_tokens = ended.times.cached_tokens
+            tokens.times.CopyFrom(ended.times)
+        if self.over:
+            step.ended.append(ended)
+        return Response(step=step)
+
 
 class GatewayStream:
     """Collects what the engine's step produced for one gateway; a slow stream gets fewer, larger batches."""
@@ -24,7 +67,7 @@ class GatewayStream:
         self.gateway_id = gateway_id
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
         self._step = decode_pb2.StepBatch()
-        self._outbox: Outbox[Response] = Outbox()
+        self._outbox: Outbox[Response | WholeOutput] = Outbox()
 
     def token(
         self,
@@ -53,22 +96,17 @@ class GatewayStream:
         choice: int,
         token_ids: Sequence[int],
         scores: Sequence[Score | None],
-        times: work_pb2.PhaseTimes,
+        reason: work_pb2.FinishReason,
     ) -> None:
-        """Add a whole output, which nothing of went out before."""
-        self._step.tokens.add(
-            id=request.wire_id,
-            token_ids=token_ids,
-            choice=choice,
-            scores=[score_message(score) for score in scores if score is not None],
-            cached_tokens=times.cached_tokens,
-            times=times,
-        )
+        """Say a whole output, which nothing of went out before, and why it ends there."""
+        ended = _finished(request.key, choice, reason, request.times_now())
+        self._outbox.put(WholeOutput(token_ids, scores, ended))
+        reach("decode.finishing")
 
     def finished(
         self, key: Key, choice: int, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes
     ) -> None:
-        self._step.ended.add(id=attempt_id(key), choice=choice, finished=reason, times=times)
+        self._step.ended.append(_finished(key, choice, reason, times))
         reach("decode.finishing")
 
     def preempted(self, key: Key, choice: int, times: work_pb2.PhaseTimes) -> None:
@@ -98,21 +136,54 @@ class GatewayStream:
         self._outbox.close()
 
     async def messages(self) -> AsyncIterator[Response]:
-        """What to write, steps that queued up merged into one; ends when the stream is closed."""
+        """What to write, steps that queued up merged; ends when the stream is closed.
+
+        Whatever else there is to say goes out between two pieces of a whole output.
+        """
         while batch := await self._outbox.take():
-            steps: list[Response] = []
-            beat: Response | None = None
-            for message in batch:
-                match message.WhichOneof("message"):
-                    case "step" if steps:
-                        steps[0].step.MergeFrom(message.step)
-                    case "step":
-                        steps.append(message)
-                    case "heartbeat":
-                        beat = message  # the latest says it all
-                    case _:
-                        yield message
-            for message in steps:
+            outputs = [item for item in batch if isinstance(item, WholeOutput)]
+            for message in _coalesced([item for item in batch if not isinstance(item, WholeOutput)]):
                 yield message
-            if beat is not None:
-                yield beat
+            if outputs:
+                yield outputs[0].take()
+                for output in outputs:
+                    if not output.over:
+                        self._outbox.put(output)
+                await asyncio.sleep(0)  # a write that has room waits for nothing
+
+
+def _finished(
+    key: Key, choice: int, reason: work_pb2.FinishReason, times: work_pb2.PhaseTimes
+) -> decode_pb2.DecodeEnded:
+    return decode_pb2.DecodeEnded(id=attempt_id(key), choice=choice, finished=reason, times=times)
+
+
+def _coalesced(batch: Sequence[Response]) -> Iterator[Response]:
+    """The steps of a batch in few messages, in order; of its heartbeats the latest, which says it all."""
+    steps: list[Response] = []
+    beat: Response | None = None
+    for message in batch:
+        match message.WhichOneof("message"):
+            case "step":
+                steps.append(message)
+            case "heartbeat":
+                beat = message
+            case _:
+                yield message
+    yield from _merged(steps) if len(steps) > 1 else steps
+    if beat is not None:
+        yield beat
+
+
+def _merged(steps: Sequence[Response]) -> Iterator[Response]:
+    """As many of them in one as `MESSAGE_BYTES` allows."""
+    merged, size = steps[0], steps[0].ByteSize()
+    for step in steps[1:]:
+        more = step.ByteSize()
+        if size + more <= MESSAGE_BYTES:
+            merged.step.MergeFrom(step.step)
+            size += more
+        else:
+            yield merged
+            merged, size = step, more
+    yield merged

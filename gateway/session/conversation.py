@@ -56,6 +56,7 @@ from gateway.session.session_events import (
     WaitOver,
     WorkerGone,
 )
+from gateway.session.whole_outputs import WholeOutputs
 from gateway.session.work import Job, build_work
 from runtime.errors import Internal
 
@@ -141,6 +142,7 @@ class Conversation:
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
+        self._whole = WholeOutputs() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the scores of the prompt
         self._feeding = False
         self._timers: list[asyncio.TimerHandle] = []
@@ -191,6 +193,8 @@ class Conversation:
 
     def hear(self, news: Sequence[News]) -> None:
         """What a worker said at one moment; likewise."""
+        if self._whole is not None:
+            news = self._whole.complete(news)
         for item in news:
             event = item.event
             if item.phases is not None:

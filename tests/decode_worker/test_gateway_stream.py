@@ -1,0 +1,96 @@
+"""What a decode worker writes to a gateway: in messages that the other end takes, whatever was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decode_worker.gateway_stream import MESSAGE_BYTES, PIECE_TOKENS, GatewayStream
+from decode_worker.request import DecodeRequest
+from diptych.worker.v1 import work_pb2
+from engine.sampling import Sampled, Score
+from kvtransfer.wire import attempt_id
+from tests.worker.asker import work
+from worker.attempt import Attempt
+
+SCORE = Score(-1.5, 3, tuple((40_000 + n, -2.5 - n) for n in range(20)))
+LENGTH = work_pb2.FINISH_REASON_LENGTH
+
+
+def request(gateway: GatewayStream, name: str = "r", cached: int = 0) -> DecodeRequest:
+    attempt = Attempt.from_work(work((name, 1), (1, 2, 3), 9999), max_context=99_999)
+    made: Any = DecodeRequest(attempt, gateway, None, attempt_id(attempt.key))  # type: ignore[arg-type]
+    made.times.cached_tokens = cached
+    return made
+
+
+def steps(gateway: GatewayStream, rows: int, count: int) -> None:
+    """As the engine's loop does it."""
+    asking = request(gateway)
+    for index in range(count):
+        for choice in range(rows):
+            gateway.token(asking, choice, index, Sampled(5000 + index, SCORE))
+        gateway.flush()
+
+
+async def test_the_outputs_of_a_large_search_go_out_in_small_messages_and_whole() -> None:
+    gateway = GatewayStream("g")
+    tokens = [tuple(range(rank, 1500 + rank)) for rank in range(4)]
+    for rank, output in enumerate(tokens):
+        gateway.output(request(gateway, cached=7), rank, output, [SCORE] * len(output), LENGTH)
+    messages = []
+    heard: dict[int, list[int]] = {rank: [] for rank in range(4)}
+    ended: list[int] = []
+    async for message in gateway.messages():
+        messages.append(message)
+        for one in message.step.tokens:
+            assert one.index == len(heard[one.choice])
+            assert one.HasField("times") == (one.index == 0)
+            assert one.cached_tokens == (7 if one.index == 0 else 0)
+            assert len(one.scores) == len(one.token_ids) <= PIECE_TOKENS
+            assert one.choice not in ended
+            heard[one.choice] += one.token_ids
+        for end in message.step.ended:
+            assert end.finished == LENGTH
+            ended.append(end.choice)
+        if len(ended) == 4:
+            gateway.close()
+    assert [tuple(output) for output in heard.values()] == tokens
+    assert ended == [0, 1, 2, 3]
+    assert max(message.ByteSize() for message in messages) < MESSAGE_BYTES / 16
+
+
+async def test_nobody_s_tokens_wait_for_a_whole_output() -> None:
+    gateway = GatewayStream("g")
+    gateway.output(request(gateway), 0, range(5 * PIECE_TOKENS), [None] * 5 * PIECE_TOKENS, LENGTH)
+    messages = gateway.messages()
+    assert (await anext(messages)).step.tokens[0].index == 0
+    steps(gateway, rows=1, count=1)
+    gateway.heartbeat(work_pb2.Heartbeat(progress=1))
+    assert (await anext(messages)).step.tokens[0].token_ids == [5000]
+    assert (await anext(messages)).HasField("heartbeat")
+    assert [(await anext(messages)).step.tokens[0].index // PIECE_TOKENS for _ in range(4)] == [1, 2, 3, 4]
+    gateway.close()
+
+
+async def test_steps_that_queue_up_are_merged_as_far_as_a_message_goes() -> None:
+    gateway = GatewayStream("g")
+    steps(gateway, rows=256, count=40)  # more than 2 MiB
+    gateway.heartbeat(work_pb2.Heartbeat(progress=1))
+    messages = []
+    async for message in gateway.messages():
+        messages.append(message)
+        if message.HasField("heartbeat"):
+            gateway.close()
+    *merged, _ = messages
+    assert [one.index for message in merged for one in message.step.tokens] == [
+        index for index in range(40) for _ in range(256)
+    ]
+    assert all(message.ByteSize() < MESSAGE_BYTES + 100 for message in merged)
+    assert len(merged) < 5
+
+
+async def test_few_steps_that_queue_up_are_one_message() -> None:
+    gateway = GatewayStream("g")
+    steps(gateway, rows=2, count=10)
+    assert len((await anext(gateway.messages())).step.tokens) == 20
+    gateway.close()
