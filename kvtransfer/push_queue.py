@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -67,10 +66,9 @@ class PushQueue:
         self._task.cancel()
 
     async def close(self) -> None:
-        """Drop what is left and close the channel."""
+        """Drop what is left and close the channel. Who is cancelled while it waits is cancelled."""
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait((self._task,))
 
     async def _work(self) -> None:
         try:

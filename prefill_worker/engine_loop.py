@@ -272,6 +272,8 @@ class EngineLoop:
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
+        if request.stop is not None:  # cancelled while it asked, too late for that
+            request.news.put_nowait(request.stop)
         reach("prefill.granted")
         self._wake.set()
 
