@@ -16,7 +16,7 @@ class PrefillSettings(WorkerSettings):
 
     prefill_chunk: Annotated[int, Field(ge=1, le=65536)] = Field(512, description="tokens per prefill step")
     max_batch_requests: Annotated[int, Field(ge=1, le=1024)] = Field(
-        32, description="prompts that ask for blocks or compute at the same time"
+        32, description="prompts that compute, or ask one decode worker for blocks, at the same time"
     )
     scratch_blocks: Annotated[int, Field(ge=0)] = Field(
         0, description="blocks of this worker's own pool, used by copying transports; 0 = two contexts"

@@ -73,25 +73,24 @@ def plan_asks(
 ) -> list[Key]:
     """The queued prompts that ask for blocks now.
 
-    A prompt asks when fewer than `lookahead` tokens are granted here or asked of its own decode worker
-    (so that one full decode worker does not hold up the prompts of another), and while fewer than
-    `max_prompts` prompts are out asking or computing. Order among the prompts of one decode worker is
-    kept: a small prompt does not overtake a large one that waits for blocks.
+    A prompt asks while fewer than `lookahead` tokens, of fewer than `max_prompts` prompts, are granted here
+    or asked of its own decode worker: one full decode worker does not hold up the prompts of another. Order
+    among the prompts of one decode worker is kept: a small prompt does not overtake a large one that waits
+    for blocks.
     """
     granted_tokens = sum(prompt.tokens for prompt in granted)
-    waiting: defaultdict[str, int] = defaultdict(int)
+    tokens: defaultdict[str, int] = defaultdict(lambda: granted_tokens)
+    prompts: defaultdict[str, int] = defaultdict(lambda: len(granted))
     for prompt in asked:
-        waiting[prompt.decode] += prompt.tokens
-    room = max_prompts - len(asked) - len(granted)
+        tokens[prompt.decode] += prompt.tokens
+        prompts[prompt.decode] += 1
     keys = []
     for prompt in _in_order(queued):
-        if room <= 0:
-            break
-        if granted_tokens + waiting[prompt.decode] >= lookahead:
+        if tokens[prompt.decode] >= lookahead or prompts[prompt.decode] >= max_prompts:
             continue
         keys.append(prompt.key)
-        waiting[prompt.decode] += prompt.tokens
-        room -= 1
+        tokens[prompt.decode] += prompt.tokens
+        prompts[prompt.decode] += 1
     return keys
 
 

@@ -87,6 +87,14 @@ def test_a_full_decode_worker_does_not_hold_up_another() -> None:
     assert plan_asks(queued, asked, [], lookahead=250, max_prompts=32) == [("free", 1)]
 
 
+def test_small_prompts_for_a_full_decode_worker_do_not_hold_up_another() -> None:
+    asked = [prompt(f"stuck {i}", 10, i, decode="full") for i in range(32)]
+    queued = [prompt("behind", 10, 99, decode="full"), prompt("free", 10, 100, decode="idle")]
+    assert plan_asks(queued, asked, [], lookahead=1024, max_prompts=32) == [("free", 1)]
+    computing = [prompt(f"computing {i}", 10, i, decode="idle") for i in range(32)]
+    assert plan_asks(queued, asked, computing, lookahead=1024, max_prompts=32) == []
+
+
 def test_the_number_of_prompts_is_bounded() -> None:
     queued = [prompt(str(i), 1, i) for i in range(10)]
     assert len(plan_asks(queued, [prompt("x", 1, 0)], [prompt("y", 1, 0)], lookahead=99, max_prompts=5)) == 3
