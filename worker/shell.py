@@ -3,7 +3,7 @@
 A worker is ready when its weights are loaded and a probe inference has passed; until then it is in no
 directory. At SIGTERM, or when it is told to drain, it says so to its gateways and leaves the directory, lets
 what runs finish for the first half of its grace, hands the rest back to its gateways, which move it, and
-ends.
+ends. SIGTERM cuts a longer grace that it was told to drain with.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ from runtime.process import announce_ready, incarnation
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
 from worker.engine import LoadedEngine
+from worker.grace import Grace
 from worker.heartbeat import heartbeat
 from worker.kind import WorkerKind
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.1
-FINISHING_SHARE = 0.5
-"""Of the grace; afterwards there is as much time again for what is handed back to find another worker."""
 STUCK_S = 60.0
 """A step that is so far past its own generous prediction will not end: somebody should end the process."""
 LAST_WORDS_S = 0.2
 """For what was said last to be written, before streams are ended."""
-HAND_BACK_S = 1.0
-"""What was handed back may still be written by a step: so long it gets to end and say so."""
 
 
 class WorkerShell:
@@ -93,7 +90,7 @@ class WorkerShell:
         await health.set_ready(False)
         await self._publisher.close()
         if status == 0:
-            await self._drain()
+            status = await self._drain(stop, engine, beat)
         await door.close(LAST_WORDS_S)
         await server.stop(LAST_WORDS_S)
         await _end(engine, beat)
@@ -138,23 +135,27 @@ class WorkerShell:
         log.info("told to drain within %.1f s", self._grace_s)
         self._drain_asked.set()
 
-    async def _drain(self) -> None:
-        """Let what is here finish; what does not in its share of the grace goes back to its gateways."""
-        finishing_s = FINISHING_SHARE * self._grace_s
-        if await self._emptied(finishing_s):
-            return
-        log.warning("not everything finished within %.1f s: it goes elsewhere", finishing_s)
-        self._loop.hand_back()
-        await self._emptied(max(self._grace_s - finishing_s, HAND_BACK_S))
+    async def _drain(self, stop: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
+        """Let what is here finish; what does not in its share of the grace goes back to its gateways.
 
-    async def _emptied(self, seconds: float) -> bool:
-        """Wait for the last request to end; False when it does not in time."""
-        until = time.monotonic() + seconds
-        while self._loop.num_running + self._loop.num_waiting:
-            if time.monotonic() > until:
-                return False
+        The exit status: 1 where one of `tasks`, which should never end, did.
+        """
+        loop, handed_back = self._loop, False
+        grace = Grace(self._grace_s, time.monotonic())
+        while loop.num_running + loop.num_waiting:
+            if _ended(tasks):
+                return 1
+            now = time.monotonic()
+            if stop.is_set():
+                grace.cut(self._settings.drain_s, now)
+            if now > grace.over_at:
+                break
+            if now > grace.hand_back_at and not handed_back:
+                log.warning("not everything finished in time: it goes elsewhere")
+                loop.hand_back()
+                handed_back = True
             await asyncio.sleep(0.05)
-        return True
+        return 0
 
     def _beat_once(self) -> work_pb2.Load:
         load = self._kind.load()
@@ -185,10 +186,17 @@ async def _until(stop: asyncio.Event, drain: asyncio.Event, *tasks: asyncio.Task
         signal.cancel()
     if stop.is_set() or drain.is_set():
         return 0
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s stopped: %r", task.get_name(), error, exc_info=error)
+    _ended(tasks)
     return 1
+
+
+def _ended(tasks: Sequence[asyncio.Task[None]]) -> bool:
+    """Whether one of these, which should never end, has; the log says why."""
+    over = [task for task in tasks if task.done()]
+    for task in over:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s stopped: %r", task.get_name(), error, exc_info=error)
+    return bool(over)
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:

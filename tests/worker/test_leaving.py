@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
@@ -22,6 +26,7 @@ from tests.worker.asker import Gateway, work
 from tests.worker.house import greedy, house, layout, model
 from worker.engine import LoadedEngine
 
+Request = decode_pb2.DecodeServiceLinkRequest
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -94,8 +99,9 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
         await gateway.close()
 
 
-@pytest.mark.parametrize("carrier", [GrpcCall, LocalStream])
-async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
+@asynccontextmanager
+async def leaving(carrier: type = LocalStream) -> AsyncIterator[tuple[DecodeWorker, Any, asyncio.Event, Any]]:
+    """A decode worker that runs and has an attempt, a gateway's stream into it, its signal, and its run."""
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = DecodeSettings.from_argv(
@@ -108,13 +114,54 @@ async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrie
     address = f"127.0.0.1:{port}"
     stream = GrpcCall(address, DECODE) if carrier is GrpcCall else await open_link(address, DECODE)
     assert isinstance(stream, carrier)
-    await stream.write(decode_pb2.DecodeServiceLinkRequest(hello=work_pb2.GatewayHello(gateway_id="g")))
-    await stream.write(decode_pb2.DecodeServiceLinkRequest(attach=work(("r", 1), PROMPT, 4)))
+    await stream.write(Request(hello=work_pb2.GatewayHello(gateway_id="g")))
+    await stream.write(Request(attach=work(("r", 1), PROMPT, 4)))
     await until(lambda: worker._loop.num_waiting == 1)
-    stop.set()
+    yield worker, stream, stop, running
+    await stream.close()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def told(stream: Any) -> list[work_pb2.FailureReason]:
+    """Why its attempts end."""
     ended = []
     while not ended and (message := await stream.read()) is not None:
         ended += message.step.ended
-    await stream.close()
-    assert [one.failure.reason for one in ended] == [work_pb2.FAILURE_REASON_DRAINING]
-    assert await running == 0
+    return [one.failure.reason for one in ended]
+
+
+@pytest.mark.parametrize("carrier", [GrpcCall, LocalStream])
+async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
+    async with leaving(carrier) as (_, stream, stop, running):
+        stop.set()
+        assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
+        assert await running == 0
+
+
+async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
+    async with leaving() as (worker, stream, stop, running):
+        await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
+        await until(lambda: worker._loop.draining)
+        await asyncio.sleep(0.3)
+        assert worker._loop.num_waiting == 1
+        stop.set()
+        async with asyncio.timeout(10):
+            assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
+            assert await running == 0
+
+
+@pytest.mark.parametrize("broken", ["_schedule", "tick"])
+async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch, caplog):
+    async with leaving() as (worker, stream, _, running):
+        await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
+        await until(lambda: worker._loop.draining)
+
+        def breaks(*_: object) -> None:
+            raise RuntimeError("the books do not balance")
+
+        monkeypatch.setattr(worker._loop, broken, breaks)
+        worker._loop._wake.set()
+        async with asyncio.timeout(10):
+            assert await running == 1
+        assert "the books do not balance" in caplog.text
