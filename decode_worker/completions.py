@@ -32,10 +32,10 @@ class Completions:
             await self._told.wait()
 
     def close(self) -> None:
-        """Hear of no more."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
-        self._loop = None
+        """Hear of no more. Any thread may call it."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(loop.remove_reader, self._descriptor)
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):

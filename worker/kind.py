@@ -42,7 +42,9 @@ class EngineLoop(Protocol):
         """Give every request back to its gateway, which places it elsewhere."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for the step that is being computed. On any thread, once `run` is over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from runtime.directory.records import WorkerRecord
 from runtime.http_edge import HttpEdge
 from runtime.links.local_door import LocalDoor
 from runtime.links.over_grpc import add_links
-from runtime.process import announce_ready, incarnation
+from runtime.process import announce_ready, incarnation, leave
 from runtime.rpc import add_health_and_reflection, bind, make_server
 from worker.config import WorkerSettings
 from worker.engine import LoadedEngine
@@ -36,6 +36,8 @@ STUCK_S = 60.0
 """A step that is so far past its own generous prediction will not end: somebody should end the process."""
 LAST_WORDS_S = 0.2
 """For what was said last to be written, before streams are ended."""
+CLOSE_S = 1.0
+"""A step gets so long to end when everything else has; whoever waited for it is gone."""
 
 
 class WorkerShell:
@@ -94,7 +96,7 @@ class WorkerShell:
         await door.close(LAST_WORDS_S)
         await server.stop(LAST_WORDS_S)
         await _end(engine, beat)
-        self._loop.close()
+        await self._close()
         await http.close()
         return status
 
@@ -156,6 +158,14 @@ class WorkerShell:
                 handed_back = True
             await asyncio.sleep(0.05)
         return 0
+
+    async def _close(self) -> None:
+        """Wait for a step that is still computed, and hear signals meanwhile. One that never ends is left."""
+        closing = asyncio.create_task(asyncio.to_thread(self._loop.close))
+        if not (await asyncio.wait((closing,), timeout=CLOSE_S))[0]:
+            log.error("the step that is being computed does not end: leaving without it")
+            leave(1)
+        await closing
 
     def _beat_once(self) -> work_pb2.Load:
         load = self._kind.load()

@@ -90,6 +90,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "decode_worker.choices.sample": model.sample,
         "prefill_worker.chunk_step.sample": model.sample,
+        "worker.shell.leave": _leave,
         "worker.shell.announce_ready": lambda settings, ports: None,
         "gateway.program.AdminDoor": SimpleNamespace(start=_nothing_started),
         "gateway.program.OpenAIDoor": lambda *args, **options: None,
@@ -126,6 +127,11 @@ def _host() -> Any:
 
 def _incarnation() -> int:
     return _host().incarnation  # type: ignore[no-any-return]
+
+
+def _leave(status: int) -> None:
+    """Of this process there is only one."""
+    raise RuntimeError(f"{_host()} leaves with status {status}")
 
 
 def _pid() -> int:

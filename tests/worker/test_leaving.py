@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +31,7 @@ from tests.worker.house import greedy, house, layout, model
 from worker.engine import LoadedEngine
 
 Request = decode_pb2.DecodeServiceLinkRequest
+ROOT = Path(__file__).parents[2]
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
@@ -165,3 +170,34 @@ async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch
         async with asyncio.timeout(10):
             assert await running == 1
         assert "the books do not balance" in caplog.text
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_does_not_end_keeps_no_process(again):
+    """At a second signal it goes at once, and after a while without one."""
+    command = [
+        *(sys.executable, "-m", "tests.worker.stuck_worker", "600" if again else "0.5"),
+        *("--kv-blocks=16", "--drain-s=0.1", "--redis-url=redis://127.0.0.1:1/0"),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _up_to(process, "ready ")
+            process.send_signal(signal.SIGTERM)
+            _up_to(process, "closing")
+            if again:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == (128 + signal.SIGTERM if again else 1)
+            assert process.stderr is not None
+            assert ("second SIGTERM" if again else "does not end") in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def _up_to(process: subprocess.Popen[str], words: str) -> None:
+    """Read its log until these."""
+    seen = ""
+    for line in process.stderr or ():
+        seen += line
+        if words in line:
+            return
+    raise AssertionError(seen)
