@@ -39,6 +39,11 @@ def read_kv_scales(
     )
 
 
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a scale of the KV cache."""
+    return name.endswith(tuple(f".{scale}" for pair in _NAMES for scale in pair))
+
+
 def only_the_cache_is_quantised(quantization: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` speaks of the KV cache alone: the weights are full numbers then."""
     method, groups = quantization.get("quant_method"), quantization.get("config_groups")

@@ -14,7 +14,8 @@ from engine.shape import UnsupportedModel
 from engine.weights.blocks import in_precision
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.hf_config import eos_ids, read_config, shape_from_config
-from engine.weights.kv_scales import only_the_cache_is_quantised, read_kv_scales
+from engine.weights.kv_scales import read_kv_scales
+from engine.weights.quantised_folder import refuse_quantised
 
 _MODEL_NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -52,10 +53,8 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         raise UnsupportedModel(
             "dtype gguf keeps the blocks of a GGUF file; this is a folder with safetensors"
         )
-    quantization = config.get("quantization_config")
-    if quantization and not only_the_cache_is_quantised(quantization):
-        raise UnsupportedModel("quantization_config: quantised checkpoints are not read")
     tensors = _TensorFiles(folder)
+    refuse_quantised(config, _json_object(folder / "hf_quant_config.json"), tensors.dtypes())
     tied = bool(config.get("tie_word_embeddings")) or not tensors.has(_MODEL_NAMES["head"])
     shape = shape_from_config(config, tied=tied)
 
@@ -87,6 +86,10 @@ class _TensorFiles:
             except (SafetensorError, OSError) as error:
                 raise BadModelFile(f"{path.name}: {error}") from error
             self._files |= dict.fromkeys(handle.keys(), handle)
+
+    def dtypes(self) -> dict[str, str]:
+        """The type of each tensor, as safetensors names it: the headers say, no data is read."""
+        return {name: handle.get_slice(name).get_dtype() for name, handle in self._files.items()}
 
     def has(self, name: str) -> bool:
         return name in self._files

@@ -1,0 +1,43 @@
+"""Refuses a Hugging Face folder whose weights are quantised: read as they lie, without their scales, they
+would be other numbers. Scales of the KV cache are no weights (kv_scales.py).
+
+The config may say nothing: older exports of ModelOpt describe themselves in `hf_quant_config.json` alone, and
+others not at all. So the tensors are looked at too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.shape import UnsupportedModel
+from engine.weights.kv_scales import is_kv_scale, only_the_cache_is_quantised
+
+_FULL = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types of safetensors files that are numbers by themselves."""
+_QUANTISED_NAMES = ("_scale", "_scale_inv", ".qweight")
+
+
+def refuse_quantised(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> None:
+    """Raises UnsupportedModel, naming the key or tensor that says so.
+
+    `modelopt` is what hf_quant_config.json holds, empty where there is none; `dtypes` the type of each tensor
+    by name.
+    """
+    quantization = config.get("quantization_config")
+    if quantization and not only_the_cache_is_quantised(quantization):
+        raise UnsupportedModel("quantization_config: quantised checkpoints are not read")
+    if modelopt and not _only_the_cache(modelopt.get("quantization")):
+        raise UnsupportedModel("hf_quant_config.json: quantised checkpoints are not read")
+    for name, dtype in dtypes.items():
+        if dtype not in _FULL or (name.endswith(_QUANTISED_NAMES) and not is_kv_scale(name)):
+            raise UnsupportedModel(f"tensor {name} ({dtype}): quantised checkpoints are not read")
+
+
+def _only_the_cache(quantization: object) -> bool:
+    """Whether ModelOpt's own record speaks of the KV cache alone."""
+    if not isinstance(quantization, dict):
+        return False
+    return bool(quantization.get("kv_cache_quant_algo")) and not quantization.get("quant_algo")

@@ -1,0 +1,108 @@
+"""Hugging Face folders that must be refused, each of which would else give other logits than its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.shape import UnsupportedModel
+from engine.weights.checkpoint import read_checkpoint
+
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+Tensors = dict[str, torch.Tensor]
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, edit: Callable[[Tensors], object]) -> None:
+    """Edit the folder's tensors."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def put(folder: Path, name: str, value: dict[str, Any]) -> None:
+    """Put a JSON file into the folder; what is in one of that name and not in `value` stays."""
+    path = folder / name
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**kept, **value}))
+
+
+def eight_bits(dtype: torch.dtype) -> Callable[[Tensors], object]:
+    """The weights of one matrix as numbers of eight bits, their scale beside them."""
+
+    def edit(tensors: Tensors) -> None:
+        scale = tensors[DOWN].abs().max() / 100
+        tensors[DOWN] = (tensors[DOWN] / scale).to(dtype)
+        tensors[f"{DOWN}_scale"] = scale
+
+    return edit
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_numbers_of_eight_bits_are_refused_though_the_config_says_nothing(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    change(folder, eight_bits(dtype))
+    with pytest.raises(UnsupportedModel, match=r"down_proj.*quantised checkpoints are not read"):
+        read_checkpoint(folder, "fp32")
+
+
+@pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
+def test_a_scale_of_weights_is_refused_whatever_they_are_kept_in(folder: Path, suffix: str) -> None:
+    change(folder, lambda tensors: tensors.update({f"{DOWN}{suffix}": torch.ones(1)}))
+    with pytest.raises(UnsupportedModel, match=f"tensor {DOWN}{suffix} .*not read"):
+        read_checkpoint(folder, "fp32")
+
+
+def test_packed_weights_are_refused_by_their_name(folder: Path) -> None:
+    packed = DOWN.replace("weight", "qweight")
+    change(folder, lambda tensors: tensors.update({packed: tensors.pop(DOWN)}))
+    with pytest.raises(UnsupportedModel, match=f"tensor {packed} .*not read"):
+        read_checkpoint(folder, "fp32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_full_numbers_of_any_width_are_read(folder: Path, dtype: torch.dtype) -> None:
+    exact = read_checkpoint(folder, "fp32").weights.layers[1].down
+    change(folder, lambda tensors: tensors.update({DOWN: tensors[DOWN].to(dtype)}))
+    assert torch.equal(read_checkpoint(folder, "fp32").weights.layers[1].down, exact.to(dtype).float())
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, {"quant_algo": "W4A16_AWQ"}, None]
+)
+def test_modelopts_own_record_of_quantised_weights_is_refused(
+    folder: Path, quantization: dict[str, str] | None
+) -> None:
+    put(folder, "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": quantization})
+    with pytest.raises(UnsupportedModel, match=r"hf_quant_config\.json"):
+        read_checkpoint(folder, "fp32")
+
+
+def test_modelopts_record_of_the_cache_alone_is_no_hindrance(folder: Path) -> None:
+    quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    put(folder, "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": quantization})
+    assert read_checkpoint(folder, "fp32").shape.num_layers == 2
