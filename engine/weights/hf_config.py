@@ -43,6 +43,11 @@ def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
     family = str(config.get("model_type"))
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r}: supported are {', '.join(FAMILIES)}")
+    architectures = config.get("architectures")
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise UnsupportedModel(
+            f"architectures {', '.join(architectures)}: only causal language models are run"
+        )
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {activation!r}: only silu is computed")

@@ -55,7 +55,7 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         )
     tensors = _TensorFiles(folder)
     refuse_quantised(config, _json_object(folder / "hf_quant_config.json"), tensors.dtypes())
-    tied = bool(config.get("tie_word_embeddings")) or not tensors.has(_MODEL_NAMES["head"])
+    tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors)
     shape = shape_from_config(config, tied=tied)
 
     def read(name: str) -> Matrix:
@@ -66,6 +66,17 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     own_head = not tied or precision not in PLAIN
     weights = assemble(shape, read, own_head=own_head)
     return Checkpoint(shape, weights, eos, read_kv_scales(shape, tensors.has, tensors.read))
+
+
+def _own_head(tensors: _TensorFiles) -> bool:
+    """Whether there is an output matrix that is not the embedding once more: then it counts, as it does for
+    transformers, though the config ties them.
+    """
+    head, embed = _MODEL_NAMES["head"], _MODEL_NAMES["embed"]
+    if not tensors.has(head):
+        return False
+    own, tied = tensors.read(head), tensors.read(embed)
+    return own.dtype != tied.dtype or not torch.equal(own, tied)
 
 
 def _stored_name(name: str) -> str:

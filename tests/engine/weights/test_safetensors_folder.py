@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from engine.shape import UnsupportedModel
+from engine.weights import BadModelFile
 from engine.weights.checkpoint import read_checkpoint
 
 CONFIG = LlamaConfig(
@@ -25,6 +26,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=256,
 )
 Tensors = dict[str, torch.Tensor]
+HEAD = "lm_head.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -106,3 +108,30 @@ def test_modelopts_record_of_the_cache_alone_is_no_hindrance(folder: Path) -> No
     quantization = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
     put(folder, "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": quantization})
     assert read_checkpoint(folder, "fp32").shape.num_layers == 2
+
+
+def test_a_missing_head_is_not_the_embedding_unless_the_config_says_so(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop(HEAD))
+    with pytest.raises(BadModelFile, match=r"tensor lm_head\.weight is missing"):
+        read_checkpoint(folder, "fp32")
+    put(folder, "config.json", {"tie_word_embeddings": True})
+    assert read_checkpoint(folder, "fp32").weights.head is None
+
+
+def test_a_head_beside_tied_embeddings_counts_where_it_differs_as_for_transformers(folder: Path) -> None:
+    put(folder, "config.json", {"tie_word_embeddings": True})
+    head = read_checkpoint(folder, "fp32").weights.output_matrix()
+    assert torch.equal(head, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
+    change(folder, lambda tensors: tensors.update({HEAD: tensors["model.embed_tokens.weight"].clone()}))
+    assert read_checkpoint(folder, "fp32").shape.tied_embeddings
+
+
+def test_a_classifier_is_refused(folder: Path) -> None:
+    LlamaForSequenceClassification(CONFIG).save_pretrained(folder)
+    with pytest.raises(UnsupportedModel, match="architectures LlamaForSequenceClassification"):
+        read_checkpoint(folder, "fp32")
+
+
+def test_a_config_need_not_name_its_architecture(folder: Path) -> None:
+    put(folder, "config.json", {"architectures": None})
+    assert read_checkpoint(folder, "fp32").shape.family == "llama"
