@@ -48,6 +48,8 @@ def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         raise UnsupportedModel(
             f"architectures {', '.join(architectures)}: only causal language models are run"
         )
+    if not config.get("is_causal", True):
+        raise UnsupportedModel("is_causal false: a token attends to those before it only")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {activation!r}: only silu is computed")

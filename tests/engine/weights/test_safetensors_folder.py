@@ -135,3 +135,11 @@ def test_a_classifier_is_refused(folder: Path) -> None:
 def test_a_config_need_not_name_its_architecture(folder: Path) -> None:
     put(folder, "config.json", {"architectures": None})
     assert read_checkpoint(folder, "fp32").shape.family == "llama"
+
+
+def test_attention_to_later_tokens_is_refused(folder: Path) -> None:
+    put(folder, "config.json", {"is_causal": False})
+    with pytest.raises(UnsupportedModel, match="is_causal"):
+        read_checkpoint(folder, "fp32")
+    put(folder, "config.json", {"is_causal": True})
+    assert read_checkpoint(folder, "fp32").shape.family == "llama"
