@@ -34,7 +34,12 @@ def rotary_magnitude(shape: ModelShape) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
+    return yarn_magnitude(scaling.factor)
+
+
+def yarn_magnitude(factor: float) -> float:
+    """The magnitude that yarn's paper takes for contexts `factor` times as long."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

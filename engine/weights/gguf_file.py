@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import gguf
 import numpy as np
 import torch
 
 from engine.precision import PLAIN, Precision
-from engine.shape import ModelShape, RopeScaling, UnsupportedModel
+from engine.shape import ModelShape, UnsupportedModel
 from engine.weights.blocks import (
     blocks_in_precision,
     in_precision,
@@ -21,6 +20,7 @@ from engine.weights.blocks import (
 )
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.gguf_header import GgufTensor, Scalar, read_header
+from engine.weights.gguf_shape import shape_from_header
 from kernels.quantised_linear import BlockMatrix, dequantise
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -45,7 +45,6 @@ _LAYER_NAMES = {
     "down_bias": "ffn_down.bias",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _INTERLEAVED = ("llama", "mistral")
 """Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
 
@@ -59,8 +58,9 @@ def has_quantised_matrices(path: Path) -> bool:
 def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     """Read a GGUF file. Raises UnsupportedModel (the message names what) or BadModelFile."""
     header = read_header(path)
-    tensors, metadata = header.tensors, _Metadata(header.metadata)
-    shape = _shape(metadata, tensors)
+    tensors = header.tensors
+    factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist() if _ROPE_FACTORS in tensors else None
+    shape = shape_from_header(header, factors)
 
     def find(name: str) -> GgufTensor:
         stored = _stored_name("embed" if name == "head" and shape.tied_embeddings else name)
@@ -79,102 +79,19 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
                     return found
         return in_precision(name, _canonical_order(name, _dequantised(tensor), shape), precision)
 
-    eos = [metadata.integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    stops = tuple(dict.fromkeys(token for token in eos if token is not None))
     own_head = not shape.tied_embeddings or precision not in PLAIN
-    return Checkpoint(shape, assemble(shape, read, own_head=own_head), stops)
+    return Checkpoint(shape, assemble(shape, read, own_head=own_head), _stop_tokens(header.metadata))
 
 
-class _Metadata:
-    """Values of the header by key and type."""
-
-    def __init__(self, values: Mapping[str, Scalar]) -> None:
-        self._values = values
-
-    def get(self, key: str) -> Scalar | None:
-        return self._values.get(key)
-
-    def integer(self, key: str) -> int | None:
-        value = self._values.get(key)
-        if value is not None and not isinstance(value, int):
+def _stop_tokens(metadata: Mapping[str, Scalar]) -> tuple[int, ...]:
+    stops = []
+    for name in ("eos", "eot", "eom"):
+        token = metadata.get(key := f"tokenizer.ggml.{name}_token_id")
+        if token is not None and not isinstance(token, int):
             raise BadModelFile(f"metadata {key} is not a whole number")
-        return value
-
-    def number(self, key: str) -> float | None:
-        value = self._values.get(key)
-        if isinstance(value, str):
-            raise BadModelFile(f"metadata {key} is not a number")
-        return value
-
-
-_T = TypeVar("_T")
-
-
-def _required(value: _T | None, key: str) -> _T:
-    if value is None:
-        raise BadModelFile(f"metadata {key} is missing or an array")
-    return value
-
-
-def _shape(metadata: _Metadata, tensors: Mapping[str, GgufTensor]) -> ModelShape:
-    family = str(_required(metadata.get("general.architecture"), "general.architecture"))
-    if family not in _FAMILIES:
-        raise UnsupportedModel(f"architecture {family!r}: supported are {', '.join(_FAMILIES)}")
-    if metadata.get(f"{family}.expert_count"):
-        raise UnsupportedModel("expert_count: mixtures of experts are not supported")
-
-    def size(key: str) -> int:
-        return _required(metadata.integer(f"{family}.{key}"), f"{family}.{key}")
-
-    heads, hidden, layers = size("attention.head_count"), size("embedding_length"), size("block_count")
-    if heads < 1 or hidden < 1:
-        raise BadModelFile("a model without heads or width")
-    width = metadata.integer(f"{family}.attention.key_length") or hidden // heads
-    if metadata.integer(f"{family}.attention.value_length") not in (None, width):
-        raise UnsupportedModel("keys and values of different length")
-    if metadata.integer(f"{family}.rope.dimension_count") not in (None, width):
-        raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
-    window = metadata.integer(f"{family}.attention.sliding_window")
-    if "token_embd.weight" not in tensors:
-        raise BadModelFile("tensor token_embd.weight is missing")
-    epsilon = f"{family}.attention.layer_norm_rms_epsilon"
-    return ModelShape(
-        family=family,
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=metadata.integer(f"{family}.attention.head_count_kv") or heads,
-        head_dim=width,
-        intermediate_size=size("feed_forward_length"),
-        rms_eps=_required(metadata.number(epsilon), epsilon),
-        rope_theta=metadata.number(f"{family}.rope.freq_base") or 10000.0,
-        max_context=size("context_length"),
-        rope_scaling=_rope_scaling(metadata, family, tensors),
-        tied_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        windows=(window,) * layers if window else (),
-    )
-
-
-def _rope_scaling(metadata: _Metadata, family: str, tensors: Mapping[str, GgufTensor]) -> RopeScaling | None:
-    if _ROPE_FACTORS in tensors:
-        factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist()
-        return RopeScaling("factors", factors=tuple(factors))
-    kind = metadata.get(f"{family}.rope.scaling.type")
-    if kind in (None, "none"):
-        return None
-    factor = _required(metadata.number(f"{family}.rope.scaling.factor"), "rope.scaling.factor")
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    if kind == "yarn":
-        key = f"{family}.rope.scaling.original_context_length"
-        original = _required(metadata.integer(key), key)
-        return RopeScaling("yarn", factor, original)
-    raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear and yarn")
+        if token is not None:
+            stops.append(token)
+    return tuple(dict.fromkeys(stops))
 
 
 def _stored_name(name: str) -> str:

@@ -38,9 +38,11 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says about itself. Arrays are not in `metadata`."""
+    """What a file says about itself."""
 
     metadata: dict[str, Scalar]
+    arrays: frozenset[str]
+    """Keys of the metadata's arrays, whose values are not read."""
     tensors: dict[str, GgufTensor]
 
 
@@ -99,17 +101,20 @@ def read_header(path: Path) -> GgufHeader:
         raise BadModelFile(f"GGUF version {version}: only 2 and 3 are read")
     tensor_count, field_count = cursor.count(), cursor.count()
     metadata: dict[str, Scalar] = {}
+    arrays = set()
     for _ in range(field_count):
         key = cursor.string()
         value = _value(cursor, int(cursor.take("I")))
-        if value is not None:
+        if value is None:
+            arrays.add(key)
+        else:
             metadata[key] = value
     places = [_place(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise BadModelFile("general.alignment is not a power of two")
     begin = -(-cursor.position // alignment) * alignment
-    return GgufHeader(metadata, _tensors(places, data[begin:], alignment))
+    return GgufHeader(metadata, frozenset(arrays), _tensors(places, data[begin:], alignment))
 
 
 def _value(cursor: _Cursor, kind: int) -> Scalar | None:
