@@ -21,6 +21,7 @@ from engine.weights.blocks import (
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.gguf_header import GgufTensor, Scalar, read_header
 from engine.weights.gguf_shape import shape_from_header
+from engine.weights.leftovers import refuse_leftovers
 from kernels.quantised_linear import BlockMatrix, dequantise
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -45,13 +46,14 @@ _LAYER_NAMES = {
     "down_bias": "ffn_down.bias",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_LAYER_PREFIX = "blk."
 _INTERLEAVED = ("llama", "mistral")
 """Architectures whose q and k rows llama.cpp reorders so that its rotation pairs neighbouring lanes."""
 
 
 def has_quantised_matrices(path: Path) -> bool:
     """Whether any matrix of the layers is in blocks of fewer than 16 bits a number. Raises BadModelFile."""
-    layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith("blk."))
+    layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
     return any(gguf.GGML_QUANT_SIZES[tensor.kind][0] > 1 for tensor in layers)
 
 
@@ -61,6 +63,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     tensors = header.tensors
     factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist() if _ROPE_FACTORS in tensors else None
     shape = shape_from_header(header, factors)
+    refuse_leftovers(filter(_may_be_left, tensors), shape, _LAYER_PREFIX, _LAYER_NAMES)
 
     def find(name: str) -> GgufTensor:
         stored = _stored_name("embed" if name == "head" and shape.tied_embeddings else name)
@@ -83,6 +86,11 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     return Checkpoint(shape, assemble(shape, read, own_head=own_head), _stop_tokens(header.metadata))
 
 
+def _may_be_left(name: str) -> bool:
+    """Whether only the shape can say that a tensor is read. Old converters left the angles of each layer."""
+    return name not in {*_MODEL_NAMES.values(), _ROPE_FACTORS} and ".attn_rot_embd" not in name
+
+
 def _stop_tokens(metadata: Mapping[str, Scalar]) -> tuple[int, ...]:
     stops = []
     for name in ("eos", "eot", "eom"):
@@ -98,7 +106,7 @@ def _stored_name(name: str) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     _, layer, field = name.split(".")
-    return f"blk.{layer}.{_LAYER_NAMES[field]}"
+    return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES[field]}"
 
 
 def _dequantised(tensor: GgufTensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def _shape(
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        qk_norm=metadata.family == "qwen3" or "blk.0.attn_q_norm.weight" in tensors,
         windows=(window,) * layers if window else (),
     )
 

@@ -14,7 +14,8 @@ from engine.shape import UnsupportedModel
 from engine.weights.blocks import in_precision
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.hf_config import eos_ids, read_config, shape_from_config
-from engine.weights.kv_scales import read_kv_scales
+from engine.weights.kv_scales import is_kv_scale, read_kv_scales
+from engine.weights.leftovers import refuse_leftovers
 from engine.weights.quantised_folder import refuse_quantised
 
 _MODEL_NAMES = {
@@ -42,6 +43,7 @@ _LAYER_NAMES = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+_LAYER_PREFIX = "model.layers."
 
 
 def read_folder(folder: Path, precision: Precision) -> Checkpoint:
@@ -54,9 +56,11 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
             "dtype gguf keeps the blocks of a GGUF file; this is a folder with safetensors"
         )
     tensors = _TensorFiles(folder)
-    refuse_quantised(config, _json_object(folder / "hf_quant_config.json"), tensors.dtypes())
+    dtypes = tensors.dtypes()
+    refuse_quantised(config, _json_object(folder / "hf_quant_config.json"), dtypes)
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors)
     shape = shape_from_config(config, tied=tied)
+    refuse_leftovers(filter(_may_be_left, dtypes), shape, _LAYER_PREFIX, _LAYER_NAMES)
 
     def read(name: str) -> Matrix:
         stored = "embed" if name == "head" and tied else name
@@ -66,6 +70,15 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     own_head = not tied or precision not in PLAIN
     weights = assemble(shape, read, own_head=own_head)
     return Checkpoint(shape, weights, eos, read_kv_scales(shape, tensors.has, tensors.read))
+
+
+def _may_be_left(name: str) -> bool:
+    """Whether only the shape can say that a tensor is read. The angles are ours to make, and what lies beside
+    the model (a value head, say) is no part of it.
+    """
+    if not name.startswith(("model.", "lm_head.")) or name in _MODEL_NAMES.values():
+        return False
+    return not name.endswith("rotary_emb.inv_freq") and not is_kv_scale(name)
 
 
 def _own_head(tensors: _TensorFiles) -> bool:
@@ -83,7 +96,7 @@ def _stored_name(name: str) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     _, layer, field = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
+    return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES[field]}"
 
 
 class _TensorFiles:

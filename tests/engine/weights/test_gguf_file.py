@@ -91,6 +91,38 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
         read_checkpoint(path, "fp32")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_k.bias",
+        "blk.1.attn_q.bias",
+        "blk.1.attn_sub_norm.weight",
+        "blk.0.attn_q.scale",
+        "blk.2.attn_norm.weight",
+        "blk.01.attn_norm.weight",
+        "output_norm.bias",
+    ],
+)
+def test_a_tensor_that_nobody_reads_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("llama"), path, "llama", tensors={name: np.ones(64)})
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} is not computed"):
+        read_checkpoint(path, "fp32")
+
+
+def test_angles_that_an_old_converter_left_are_no_hindrance(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("llama"), path, "llama", tensors={"blk.0.attn_rot_embd.weight": np.ones(8)})
+    assert read_checkpoint(path, "fp32").shape.num_layers == 2
+
+
+def test_a_qwen3_without_its_norms_of_heads_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(oracle_of("llama"), path, "qwen3")
+    with pytest.raises(BadModelFile, match=r"tensor blk\.0\.attn_q_norm\.weight is missing"):
+        read_checkpoint(path, "fp32")
+
+
 def test_the_blocks_of_a_file_are_kept_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("llama"), path, "llama", quantise=True)

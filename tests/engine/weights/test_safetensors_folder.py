@@ -143,3 +143,34 @@ def test_attention_to_later_tokens_is_refused(folder: Path) -> None:
         read_checkpoint(folder, "fp32")
     put(folder, "config.json", {"is_causal": True})
     assert read_checkpoint(folder, "fp32").shape.family == "llama"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_a_tensor_that_the_config_does_not_speak_of_is_refused(folder: Path, name: str) -> None:
+    change(folder, lambda tensors: tensors.update({name: torch.ones(64)}))
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} is not computed"):
+        read_checkpoint(folder, "fp32")
+
+
+def test_more_layers_than_the_config_counts_are_refused(folder: Path) -> None:
+    put(folder, "config.json", {"num_hidden_layers": 1})
+    with pytest.raises(UnsupportedModel, match=r"tensor model\.layers\.1\..* is not computed"):
+        read_checkpoint(folder, "fp32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "v_head.summary.bias"],
+)
+def test_tensors_that_the_computation_has_no_need_of_are_no_hindrance(folder: Path, name: str) -> None:
+    change(folder, lambda tensors: tensors.update({name: torch.ones(8)}))
+    assert read_checkpoint(folder, "fp32").shape.num_layers == 2
