@@ -54,22 +54,19 @@ class CompletionsAnswer(Answer):
         return events
 
     def event_choice(self, number: int, output: pb.OutputDelta) -> str:
-        text, logprobs = output.text, "null"
-        if self._asked.prompt_only:
-            text = ""
-        elif self._asked.logprobs:
+        output, logprobs = self._shown(output), "null"
+        if self._asked.logprobs and not self._asked.prompt_only:
             found, self._offsets[number] = completion_logprobs(output.logprobs, self._offsets.get(number, 0))
             logprobs = json.dumps(found)
         ids = f',"token_ids":{json.dumps(list(output.token_ids))}' if self._asked.token_ids else ""
-        said = f'"text":{json.dumps(text)},"logprobs":{logprobs}'
+        said = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
         return f'{{"index":{number},{said},{event_ending(output)}{ids}}}'
 
     def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
     ) -> dict[str, Any]:
-        asked = self._asked
-        text = "" if asked.prompt_only else output.text
-        scored = [] if asked.prompt_only else list(output.logprobs)
+        asked, output = self._asked, self._shown(output)
+        text, scored = output.text, list(output.logprobs)
         if asked.echo:
             text = self._prompt_text(prompt, info) + text
             scored = [*info.logprobs, *scored]
@@ -77,12 +74,18 @@ class CompletionsAnswer(Answer):
             "index": number,
             "text": text,
             "logprobs": completion_logprobs(scored, 0)[0] if asked.logprobs else None,
-            **(ending(output) if not asked.prompt_only else {"finish_reason": "length", "stop_reason": None}),
+            **ending(output),
         }
         if asked.token_ids:
-            choice["token_ids"] = [] if asked.prompt_only else list(output.token_ids)
+            choice["token_ids"] = list(output.token_ids)
             choice["prompt_token_ids"] = list(info.token_ids)
         return choice
+
+    def _shown(self, output: pb.OutputDelta) -> pb.OutputDelta:
+        """What the client sees of an output: where only the prompt was wanted, that it is over."""
+        if not self._asked.prompt_only:
+            return output
+        return pb.OutputDelta(finish_reason=pb.FINISH_REASON_LENGTH if output.finish_reason else None)
 
     def _prompt_text(self, prompt: int, info: pb.PromptInfo) -> str:
         request = self._asked.drafts[prompt].request

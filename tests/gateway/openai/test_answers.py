@@ -168,6 +168,26 @@ def test_a_prompt_alone_bills_no_output() -> None:
     assert made["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_after_a_prompt_alone_is_not_shown(stream: bool) -> None:
+    """The end of sequence included: the prompt ended because nothing more was wanted."""
+    answer = completion(max_tokens=0, echo=True, logprobs=0, return_token_ids=True, stream=stream)
+    hidden = token(" there", -1)
+    end = pb.OutputDelta(
+        text=" there", token_ids=[9], logprobs=[hidden], finish_reason=pb.FINISH_REASON_STOP, stop_token_id=9
+    )
+    sent = message(end, prompt=pb.PromptInfo(token_ids=[5, 6]), usage=pb.Usage(prompt_tokens=2))
+    if stream:
+        answer.begin("r")
+        choice = events(answer.events(0, sent) + answer.last_events())[-1]["choices"][0]
+        assert (choice["text"], choice["logprobs"]) == ("", None)
+    else:
+        (choice,) = json.loads(answer.whole("r", [sent]))["choices"]
+        assert choice["text"] == "héllo"
+    assert choice["token_ids"] == []
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
 def test_tokens_that_are_no_text_are_told_apart() -> None:
     halves = [token("\ufffd", -1, b"\xe2\x96"), token("\ufffd", -2, b"\x81")]
     made, offset = completion_logprobs([token("a", -0.5, top=halves), *halves], 10)
