@@ -32,6 +32,7 @@ from gateway.openai.draft import Asked
 from gateway.openai.errors import plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall
 from gateway.request.json_body import parse_body
+from gateway.request.validate_names import request_id
 from gateway.text_rpcs import TextRpcs
 from runtime.errors import DiptychError, InvalidParameter
 from runtime.http_edge import read_body
@@ -128,7 +129,7 @@ class OpenAIDoor:
     async def _several(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
         """All prompts at once; the first that fails ends the others. Empty for a stream."""
         self._check_quota(call.caller.meter, len(asked.drafts))
-        call.name(call.header_request_id or secrets.token_hex(16))
+        call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
             draft = asked.drafts[prompt]

@@ -7,6 +7,7 @@ event, and the stream ends without ``[DONE]``.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Final
@@ -143,6 +144,15 @@ class HttpCall(Call):
         return {"http.response.status_code": status}
 
 
+def part_id(request_id: str, prompt: int) -> str:
+    """The id of one prompt's request. A long one is cut; a digest then stands for what is lost."""
+    end = f"-{prompt}"
+    if len(request_id) + len(end) > limits.MAX_REQUEST_ID_CHARS:
+        end = f"-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}{end}"
+        request_id = request_id[: limits.MAX_REQUEST_ID_CHARS - len(end)]
+    return request_id + end
+
+
 class PromptCall(Call):
     """One of several prompts of an HTTP request, a request of its own to the core."""
 
@@ -150,7 +160,7 @@ class PromptCall(Call):
         super().__init__(
             "completion of one prompt of several",
             received_at=now,
-            header_request_id=f"{outer.request_id}-{prompt}",
+            header_request_id=part_id(outer.request_id, prompt),
             time_left_s=outer.time_left_s(now),
             trace=outer.span.headers,
             caller=outer.caller,

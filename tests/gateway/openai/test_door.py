@@ -15,6 +15,7 @@ import pytest
 from diptych.worker.v1 import work_pb2
 from gateway import limits
 from gateway.model.served_model import ServedModel
+from gateway.openai.http_call import part_id
 from tests.gateway.running_gateway import Stack, running, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, answering
 
@@ -218,6 +219,27 @@ async def test_request_ids_come_back(bundled: ServedModel, redis_url: str) -> No
         assert (status, headers["x-request-id"]) == (400, "bad")
         status, answer, _ = await post(stack, "/v1/completions", body, x_request_id="no spaces")
         assert (status, answer["error"]["param"]) == (400, "x-request-id")
+
+
+async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedModel, redis_url: str) -> None:
+    longest = "r" * limits.MAX_REQUEST_ID_CHARS
+    body = {"model": bundled.card.name, "prompt": ["x"] * 11}
+    async with door(bundled, redis_url) as (stack, _, _):
+        status, answer, headers = await post(stack, "/v1/completions", body, x_request_id=longest)
+        assert (status, headers["x-request-id"]) == (200, longest)
+        assert answer["id"] == f"cmpl-{longest}"
+        assert len(answer["choices"]) == 11
+        for bad in (f"{longest}r", "no spaces"):
+            status, answer, _ = await post(stack, "/v1/completions", body, x_request_id=bad)
+            assert (status, answer["error"]["param"]) == (400, "x-request-id")
+
+
+def test_parts_of_requests_have_ids_of_their_own() -> None:
+    long = "r" * (limits.MAX_REQUEST_ID_CHARS - 1)
+    ids = [part_id(request_id, prompt) for request_id in ("r", f"{long}1", f"{long}2") for prompt in (0, 127)]
+    assert ids[:2] == ["r-0", "r-127"]
+    assert len(set(ids)) == 6
+    assert max(map(len, ids)) == limits.MAX_REQUEST_ID_CHARS
 
 
 async def test_a_client_that_leaves_cancels_on_both_workers(bundled: ServedModel, redis_url: str) -> None:
