@@ -42,6 +42,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import grpc
 
@@ -75,6 +76,7 @@ class Call(ABC):
     """
 
     span: ServerSpan  # there once `Calls.account` was entered
+    counts: ClassVar[bool] = True  # among refusals; a part of a call is counted with the whole
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class Calls:
             code, reason = grpc.StatusCode.INTERNAL, Internal.reason
             raise Internal() from error
         finally:
-            if reason is not None and code in REJECTIONS:
+            if reason is not None and code in REJECTIONS and call.counts:
                 self._metrics.rejections.labels(reason).inc()
             answer = call.ended(self._metrics, code, self.clock() - call.received_at)
             call.span.end(code, reason, answer)

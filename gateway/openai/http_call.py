@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Final
+from typing import ClassVar, Final
 
 import grpc
 from aiohttp import hdrs, web
@@ -155,6 +155,8 @@ def part_id(request_id: str, prompt: int) -> str:
 
 class PromptCall(Call):
     """One of several prompts of an HTTP request, a request of its own to the core."""
+
+    counts: ClassVar[bool] = False
 
     def __init__(self, outer: HttpCall, prompt: int, now: float) -> None:
         super().__init__(

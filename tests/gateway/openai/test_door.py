@@ -15,7 +15,6 @@ import pytest
 from diptych.worker.v1 import work_pb2
 from gateway import limits
 from gateway.model.served_model import ServedModel
-from gateway.openai.http_call import part_id
 from tests.gateway.running_gateway import Stack, running, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, answering
 
@@ -109,35 +108,6 @@ async def test_a_chat_as_a_whole_and_streamed(bundled: ServedModel, redis_url: s
     assert last.usage == whole.usage
 
 
-async def test_several_prompts_are_several_choices(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, client, decode):
-        ids = bundled.tokenizer.encode("Three", add_special=True)
-        asked: Any = {"model": bundled.card.name, "prompt": [ids, ids, ids]}
-        whole = await client.completions.create(**asked, extra_headers={"x-request-id": "batch"})
-        stream = await client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
-        await stack.until_idle()
-        assert len(await decode.wait_for("attach", 6)) == 6
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert [choice.text for choice in whole.choices] == [TEXT] * 3
-    assert whole.id == "cmpl-batch"
-    texts = ["", "", ""]
-    for chunk in chunks[:-1]:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [TEXT] * 3
-    assert chunks[-1].usage == whole.usage
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens == 3 * len(ids)
-
-
-async def test_one_bad_prompt_of_several_is_named(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, client, _):
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.completions.create(model=bundled.card.name, prompt=["good", "", "good"])
-        await stack.until_idle()
-    assert refused.value.param == "prompt[1]"
-
-
 async def test_knobs_reach_the_workers(bundled: ServedModel, redis_url: str) -> None:
     async with door(bundled, redis_url) as (_, client, decode):
         await client.completions.create(
@@ -219,27 +189,6 @@ async def test_request_ids_come_back(bundled: ServedModel, redis_url: str) -> No
         assert (status, headers["x-request-id"]) == (400, "bad")
         status, answer, _ = await post(stack, "/v1/completions", body, x_request_id="no spaces")
         assert (status, answer["error"]["param"]) == (400, "x-request-id")
-
-
-async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedModel, redis_url: str) -> None:
-    longest = "r" * limits.MAX_REQUEST_ID_CHARS
-    body = {"model": bundled.card.name, "prompt": ["x"] * 11}
-    async with door(bundled, redis_url) as (stack, _, _):
-        status, answer, headers = await post(stack, "/v1/completions", body, x_request_id=longest)
-        assert (status, headers["x-request-id"]) == (200, longest)
-        assert answer["id"] == f"cmpl-{longest}"
-        assert len(answer["choices"]) == 11
-        for bad in (f"{longest}r", "no spaces"):
-            status, answer, _ = await post(stack, "/v1/completions", body, x_request_id=bad)
-            assert (status, answer["error"]["param"]) == (400, "x-request-id")
-
-
-def test_parts_of_requests_have_ids_of_their_own() -> None:
-    long = "r" * (limits.MAX_REQUEST_ID_CHARS - 1)
-    ids = [part_id(request_id, prompt) for request_id in ("r", f"{long}1", f"{long}2") for prompt in (0, 127)]
-    assert ids[:2] == ["r-0", "r-127"]
-    assert len(set(ids)) == 6
-    assert max(map(len, ids)) == limits.MAX_REQUEST_ID_CHARS
 
 
 async def test_a_client_that_leaves_cancels_on_both_workers(bundled: ServedModel, redis_url: str) -> None:
