@@ -41,12 +41,12 @@ def prompt_ids(
         ids: Sequence[int] = given_ids("token_ids.ids", request.token_ids.ids, model.card.vocab_size, budget)
     elif kind == "text":
         check_text("text", request.text)
-        budget.check(model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
+        budget.check_before_counting(model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
         ids = model.tokenizer.encode(request.text, add_special=True)
     elif kind == "chat":
         parts = chat_parts(request.chat, model, tools)
         num_bytes = sum(len(part.encode("utf-8")) for part in parts if isinstance(part, str))
-        budget.check(model.tokenizer.fewest_tokens(num_bytes))
+        budget.check_before_counting(model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode_parts(parts)
     else:
         raise InvalidParameter("prompt", "one of text, token_ids and chat is required")

@@ -36,9 +36,17 @@ class TokenBudget:
     wanted: int  # output tokens the request insists on, at least 1
 
     def check(self, prompt_tokens: int) -> None:
-        """Raises `ContextLengthExceeded`. ``prompt_tokens`` may be a lower bound."""
+        """Raises `ContextLengthExceeded`."""
         if prompt_tokens + self.wanted > self.limit:
             raise ContextLengthExceeded(prompt_tokens, self.wanted, self.limit)
+
+    def check_before_counting(self, fewest: int) -> None:
+        """Raises `ContextLengthExceeded` for a prompt of at least ``fewest`` tokens that fits with no output.
+
+        Where less output would do, the caller is owed the prompt's real size, to ask for what is left.
+        """
+        if fewest >= self.limit:
+            raise ContextLengthExceeded(fewest, self.wanted, self.limit, at_least=True)
 
 
 def stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:

@@ -198,5 +198,18 @@ def test_what_is_certainly_too_long_is_never_tokenized(
     monkeypatch.setattr(bundled.tokenizer, "encode_parts", fail)
     tight = TokenBudget(limit=100, wanted=1)
     for prompt in ({"text": "a" * 100_000}, {"chat": chat(("user", "a" * 100_000))}):
-        with pytest.raises(ContextLengthExceeded):
+        with pytest.raises(ContextLengthExceeded, match=r"^at least \d+ prompt tokens and 1 tokens"):
             ids(bundled, tight, **prompt)
+
+
+@pytest.mark.parametrize("wanted", [99, 100, 2**32 - 1])
+def test_a_prompt_that_fits_with_less_output_is_counted(bundled: ServedModel, wanted: int) -> None:
+    """So that a client can ask for what is left beside it."""
+    budget = TokenBudget(limit=100, wanted=wanted)
+    text = "one two three four"
+    for prompt in ({"text": text}, {"chat": chat(("user", text))}):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            ids(bundled, budget, **prompt)
+        counted = len(ids(bundled, **prompt))
+        assert caught.value.metadata["prompt_tokens"] == str(counted)
+        assert caught.value.message.startswith(f"{counted} prompt tokens")
