@@ -22,9 +22,10 @@ MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its
 # elements up to 1 µs each; commas and colons, those in texts as well, bound their number.
 MAX_JSON_COMMAS: Final = 131_072
 MAX_JSON_COLONS: Final = 65_536
-# What bounds the loops over a body; lists that have a lower limit of their own meet it afterwards.
-MAX_JSON_LIST: Final = 4096
+MAX_JSON_LIST: Final = 4096  # elements of lists that have no limit of their own below
 MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer context or a larger vocabulary
+# What several prompts share is copied for each. 128 prompts with everything at its limit are 20 MB.
+MAX_COPIED_BYTES: Final = 32 * 1024 * 1024
 MAX_TIMEOUT_MS: Final = 24 * 3600 * 1000  # of x-request-timeout-ms
 
 # --- names and labels ----------------------------------------------------------------------------

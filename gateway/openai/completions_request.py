@@ -69,15 +69,17 @@ def _prompts(body: Members, draft: Draft) -> tuple[Draft, ...]:
     array("prompt", value, limits.MAX_PROMPTS)
     if len(value) > 1 and draft.request.request_id:
         raise InvalidParameter("request_id", "names one request, and there are several prompts")
-    return tuple(_one_of_many(index, prompt, draft) for index, prompt in enumerate(value))
+    shared = draft.request.SerializeToString()  # quicker to read again than a message is to copy
+    if len(value) * len(shared) > limits.MAX_COPIED_BYTES:
+        raise InvalidParameter("body", "has too much beside so many prompts, each of which is sent with it")
+    return tuple(_one_of_many(index, prompt, shared, draft.names) for index, prompt in enumerate(value))
 
 
-def _one_of_many(index: int, prompt: object, draft: Draft) -> Draft:
+def _one_of_many(index: int, prompt: object, shared: bytes, names: dict[str, str]) -> Draft:
     path = f"prompt[{index}]"
-    request = pb.GenerateRequest()
-    request.CopyFrom(draft.request)
+    request = pb.GenerateRequest.FromString(shared)
     if isinstance(prompt, str):
         request.text = string(path, prompt)
     else:
         request.token_ids.ids.extend(token_ids(path, array(path, prompt, limits.MAX_JSON_IDS)))
-    return Draft(request, {**draft.names, "text": path, "token_ids.ids": path})
+    return Draft(request, {**names, "text": path, "token_ids.ids": path})

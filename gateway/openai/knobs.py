@@ -1,7 +1,7 @@
 """What completions and chat completions have in common: sampling, stopping, caching, order.
 
-Only types are checked here, and what bounds the loops; ranges are the core's business, which names the field
-that is out of it.
+Only types are checked here, and the lengths of lists: several prompts get a copy each. Ranges are the core's
+business, which names the field that is out of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _sampling(body: Members, sampling: pb.SamplingParams, names: dict[str, str])
 
 def _stopping(body: Members, stopping: pb.StoppingCriteria) -> None:
     stopping.stop.extend(_stop_strings(body))
-    ids = body.array("stop_token_ids", limits.MAX_JSON_LIST)
+    ids = body.array("stop_token_ids", limits.MAX_STOP_TOKEN_IDS)
     if ids:
         stopping.stop_token_ids.extend(token_ids("stop_token_ids", ids))
     if (least := body.integer("min_tokens", UINT32)) is not None:
@@ -94,21 +94,21 @@ def _stop_strings(body: Members) -> list[str]:
         return [string("stop", value)]
     if not isinstance(value, list):
         raise InvalidParameter("stop", "must be a string or an array of strings")
-    array("stop", value, limits.MAX_JSON_LIST)
+    array("stop", value, limits.MAX_STOP_STRINGS)
     return [string(f"stop[{index}]", text) for index, text in enumerate(value)]
 
 
 def _biases(body: Members, sampling: pb.SamplingParams) -> None:
     bias = body.raw("logit_bias")
     if bias:
-        if len(bias) > limits.MAX_JSON_LIST:
-            raise InvalidParameter("logit_bias", f"must have at most {limits.MAX_JSON_LIST} entries")
+        if len(bias) > limits.MAX_LOGIT_BIAS_ENTRIES:
+            raise InvalidParameter("logit_bias", f"must have at most {limits.MAX_LOGIT_BIAS_ENTRIES} entries")
         for key, value in bias.items():
             sampling.logit_bias[_token_id(key)] = number("logit_bias", value)
-    allowed = body.array("allowed_token_ids", limits.MAX_JSON_IDS)
+    allowed = body.array("allowed_token_ids", limits.MAX_ALLOWED_TOKEN_IDS)
     if allowed:
         sampling.allowed_token_ids.extend(token_ids("allowed_token_ids", allowed))
-    words = body.array("bad_words", limits.MAX_JSON_LIST)
+    words = body.array("bad_words", limits.MAX_BAD_WORDS)
     for index, word in enumerate(words or ()):
         sampling.bad_words.append(string(f"bad_words[{index}]", word))
 

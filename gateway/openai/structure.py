@@ -98,7 +98,7 @@ def _put_grammar(output: pb.StructuredOutput, path: str, value: object) -> None:
 
 
 def _put_choice(output: pb.StructuredOutput, path: str, value: object) -> None:
-    values = array(path, value, limits.MAX_JSON_LIST)
+    values = array(path, value, limits.MAX_CHOICES)
     output.choice.values.extend(string(f"{path}[{index}]", text) for index, text in enumerate(values))
 
 

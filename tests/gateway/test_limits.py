@@ -16,6 +16,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits, text_calls
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.served_model import ServedModel
+from gateway.openai.chat_request import read_chat
 from gateway.openai.completions_request import read_completions
 from gateway.request.validation import parse_request
 from runtime.errors import InvalidParameter
@@ -147,6 +148,7 @@ HERE = {
     "MAX_PROMPTS": "test_prompts_of_a_body",
     "MAX_JSON_IDS": "test_ids_of_a_body",
     "MAX_JSON_LIST": "test_lists_of_a_body",
+    "MAX_COPIED_BYTES": "test_what_several_prompts_share",
 }
 ELSEWHERE = {
     "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
@@ -253,10 +255,42 @@ def test_ids_of_a_body() -> None:
 
 
 def test_lists_of_a_body() -> None:
-    for name in ("stop", "bad_words"):
-        assert read_completions(body(**{name: ["x"] * limits.MAX_JSON_LIST}))
-        with pytest.raises(InvalidParameter, match=f"^{name}: "):
-            read_completions(body(**{name: ["x"] * (limits.MAX_JSON_LIST + 1)}))
+    def chat(parts: int) -> dict[str, Any]:
+        content = [{"type": "text", "text": "x"}] * parts
+        return {"model": "m", "messages": [{"role": "user", "content": content}]}
+
+    assert read_chat(chat(limits.MAX_JSON_LIST))
+    with pytest.raises(InvalidParameter, match=r"^messages\[0\].content: "):
+        read_chat(chat(limits.MAX_JSON_LIST + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "make"),
+    [
+        ("allowed_token_ids", limits.MAX_ALLOWED_TOKEN_IDS, lambda n: [1] * n),
+        ("stop_token_ids", limits.MAX_STOP_TOKEN_IDS, lambda n: [1] * n),
+        ("stop", limits.MAX_STOP_STRINGS, lambda n: ["x"] * n),
+        ("bad_words", limits.MAX_BAD_WORDS, lambda n: ["x"] * n),
+        ("logit_bias", limits.MAX_LOGIT_BIAS_ENTRIES, lambda n: {str(i): 1 for i in range(n)}),
+        ("guided_choice", limits.MAX_CHOICES, lambda n: ["x"] * n),
+    ],
+)
+def test_lists_that_several_prompts_share(name: str, most: int, make: Callable[[int], Any]) -> None:
+    """They are looked at before every prompt gets its copy."""
+    prompts = ["x"] * limits.MAX_PROMPTS
+    assert read_completions(body(prompt=prompts, **{name: make(most)}))
+    with pytest.raises(InvalidParameter, match=rf"^{name}: .*at most {most} "):
+        read_completions(body(prompt=prompts, **{name: make(most + 1)}))
+
+
+def test_what_several_prompts_share() -> None:
+    """Texts are the core's to measure, but not when there are too many copies of them."""
+    model_and_limit = 16
+    room = limits.MAX_COPIED_BYTES // limits.MAX_PROMPTS - model_and_limit
+    shared = {"guided_regex": "a" * room}
+    assert read_completions(body(prompt=["x"] * (limits.MAX_PROMPTS - 1), **shared))
+    with pytest.raises(InvalidParameter, match=r"^body: "):
+        read_completions(body(prompt=["x"] * limits.MAX_PROMPTS, **shared))
 
 
 def test_no_limit_is_without_a_test() -> None:
