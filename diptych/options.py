@@ -91,6 +91,7 @@ class Options(TypedDict, total=False):
     # Of a chat only
     tools: Sequence[Tool]
     tool_choice: Literal["auto", "none", "required"] | Tool
+    parallel_tool_calls: bool  # False: at most one
     add_generation_prompt: bool
     template_kwargs: Mapping[str, Any]
     # The request itself
@@ -132,7 +133,7 @@ _CACHE = {"cache_salt": "salt", "bypass_cache_read": "bypass_read", "bypass_cach
 _REQUEST = {name: name for name in ("priority", "session_id", "request_id")}
 _CONSTRAINTS = frozenset(("json_schema", "json_object", "regex", "grammar", "choice"))
 _TEXTS = frozenset(("bad_words", "stop", "choice"))
-_CHAT = frozenset(("tools", "tool_choice", "add_generation_prompt", "template_kwargs"))
+_CHAT = frozenset(("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "template_kwargs"))
 _TIME_LIMIT = "time_limit_s"
 _CHOICE_MODES = {
     "auto": pb.ToolChoice.MODE_AUTO,
@@ -183,6 +184,8 @@ def chat_prompt(turns: Sequence[Any], given: Mapping[str, Any]) -> pb.ChatPrompt
         if choice not in _CHOICE_MODES:
             raise TypeError(f"tool_choice is one of {', '.join(_CHOICE_MODES)}, or a Tool")
         chat.tool_choice.mode = _CHOICE_MODES[choice]
+    if "parallel_tool_calls" in given:
+        chat.tool_choice.parallel = given["parallel_tool_calls"]
     if "add_generation_prompt" in given:
         chat.add_generation_prompt = given["add_generation_prompt"]
     chat.template_kwargs.update(dict(given.get("template_kwargs", {})))

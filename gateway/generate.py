@@ -260,6 +260,7 @@ class Generator:
             want_token_ids=request.want_token_ids,
             want_scores=request.logprobs is not None,
             calls=parser,
+            one_call=request.tools is not None and request.tools.single,
         )
 
     async def _answer(

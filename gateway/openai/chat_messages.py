@@ -27,7 +27,7 @@ def read_messages(body: Members, chat: pb.ChatPrompt) -> None:
 
 
 def read_tools(body: Members, chat: pb.ChatPrompt) -> None:
-    """``tools`` and ``tool_choice``."""
+    """``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
     for index, value in enumerate(body.array("tools", limits.MAX_JSON_LIST) or ()):
         tool = as_object(f"tools[{index}]", value)
         function = _function(tool)
@@ -40,8 +40,8 @@ def read_tools(body: Members, chat: pb.ChatPrompt) -> None:
         function.finish()
         tool.finish()
     _tool_choice(body, chat)
-    if body.flag("parallel_tool_calls") is False:
-        raise UnsupportedFeature("parallel_tool_calls", "cannot be forbidden by this server")
+    if body.flag("parallel_tool_calls") is False and chat.tools:
+        chat.tool_choice.parallel = False
 
 
 def _message(turn: Members, message: pb.ChatMessage) -> None:

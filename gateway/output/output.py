@@ -4,6 +4,7 @@ What stops the output:
 
 - A stop string, found here. What the workers produced beyond the token that completed it is neither shown nor
   billed. Nothing of the match is shown unless the client wants it.
+- The end of the only call that there may be, likewise.
 - A stop token id (end of sequence included), found by the worker, always the last token. Its id is shown and
   billed, as other engines do, its text only with ``include_stop_in_output`` (and then still subject to
   ``skip_special_tokens``).
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopStrings
 from gateway.session.session_events import TokenScore
-from gateway.tools.parser import Parsed, ToolCallParser
+from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
 
 
@@ -55,6 +56,7 @@ class OutputStream:
         interval: tokens per piece, at least 1. The first token and the last piece go at once.
         want_scores: pieces carry what the model thought of their tokens, if the worker says it.
         calls: a fresh parser of tool calls; None when the client offered no tools.
+        one_call: the output ends with its first call.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class OutputStream:
         want_token_ids: bool,
         want_scores: bool = False,
         calls: ToolCallParser | None = None,
+        one_call: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
@@ -80,7 +83,8 @@ class OutputStream:
         self._want_text = want_text
         self._want_token_ids = want_token_ids
         self._want_scores = want_scores
-        self._calls = calls
+        self._calls = FirstCall(calls) if calls is not None and one_call else calls
+        self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[tuple[int, TokenScore]] = []
@@ -94,14 +98,15 @@ class OutputStream:
     def push(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> bool:
         """Take new tokens in, with a score each or none.
 
-        True: a stop string is complete after ``billed`` tokens; the rest of them was dropped.
+        True: it is `over` after ``billed`` tokens; the rest of them was dropped.
         """
-        if self._stops is None:  # nothing to find between two tokens: detokenise them in one go
+        # With nothing to find between two tokens they are detokenised in one go.
+        if self._stops is None and not self._one_call:
             self._push_all(token_ids, scores)
             return False
         for index, token_id in enumerate(token_ids):
             self._push_all((token_id,), scores[index : index + 1])
-            if self.stopped_by_text:
+            if self.over:
                 return True
         return False
 
@@ -114,8 +119,12 @@ class OutputStream:
         return self._want_token_ids or bool(self._text) or bool(self._scores) or bool(self._tool_calls)
 
     @property
-    def stopped_by_text(self) -> bool:
-        """Whether a stop string ended the output."""
+    def over(self) -> bool:
+        """Whether what it says has ended it: a stop string, or the one call that there may be."""
+        return self._stopped_by_text or (self._one_call and self.called)
+
+    @property
+    def _stopped_by_text(self) -> bool:
         return self.stop_match is not None and self.stop_match.text is not None
 
     def restore(self, token_ids: Sequence[int]) -> bool:
@@ -126,11 +135,11 @@ class OutputStream:
 
     def finish(self) -> None:
         """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
-        if self._detokenizer is not None and not self.stopped_by_text:
+        if self._detokenizer is not None and not self.over:
             tail = self._detokenizer.flush()
             if self._stops is not None:
                 self._text_found(tail)
-                tail = "" if self.stopped_by_text else self._stops.flush()
+                tail = "" if self.over else self._stops.flush()
             self._show(tail)
         if self._calls is not None:
             self._show_parsed(self._calls.finish())

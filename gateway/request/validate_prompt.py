@@ -94,7 +94,7 @@ def chat_parts(
     _check_size("chat.messages", num_bytes, num_bytes)
     tool_bytes = chat.ByteSize() - num_bytes if chat.tools else 0
     _check_size("chat.tools", tool_bytes, tool_bytes)
-    messages = [_message(index, message, model, template) for index, message in enumerate(chat.messages)]
+    messages = [_message(index, message, model) for index, message in enumerate(chat.messages)]
     kwargs = _template_kwargs(chat.template_kwargs, template)
     add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
@@ -120,18 +120,15 @@ def _check_size(field: str, num_chars: int, num_bytes: int) -> None:
         raise InvalidParameter(field, f"must be at most {limits.MAX_PROMPT_BYTES} bytes")
 
 
-def _message(index: int, message: pb.ChatMessage, model: ServedModel, template: ChatTemplate) -> Message:
+def _message(index: int, message: pb.ChatMessage, model: ServedModel) -> Message:
     field = f"chat.messages[{index}]"
     if message.role not in ROLES:
         raise InvalidParameter(f"{field}.role", f"must be one of {', '.join(ROLES)}")
     answers = tool_call_id(field, message, model.tools)
-    # A tool's turn names the tool as OpenAI's API has it; the template need not look.
-    if message.name and message.role != "tool" and not template.reads_key("name"):
-        raise UnsupportedFeature(f"{field}.name", "this model's chat template has no names")
     return Message(
         message.role,
         message.content,
-        message_name(f"{field}.name", message.name),
+        message_name(f"{field}.name", message.name),  # agents send one always; the template need not look
         tool_calls(field, message, model.tools),
         answers,
     )

@@ -46,7 +46,8 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
     tools = _tools(chat.tools)
     if mode is Mode.NAMED and choice.name not in {tool.name for tool in tools}:
         raise InvalidParameter("chat.tool_choice.name", "must be the name of one of the tools")
-    return Toolbox(tools, mode, choice.name if mode is Mode.NAMED else "")
+    single = choice.HasField("parallel") and not choice.parallel
+    return Toolbox(tools, mode, choice.name if mode is Mode.NAMED else "", single)
 
 
 def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
@@ -55,7 +56,8 @@ def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint
         return asked
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
-    grammar = support.form.grammar(tools.callable, many=tools.mode is Mode.REQUIRED)
+    many = tools.mode is Mode.REQUIRED and not tools.single
+    grammar = support.form.grammar(tools.callable, many=many)
     parts = tuple(
         (
             f"chat.tools[{index}].parameters_json_schema",

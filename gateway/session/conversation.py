@@ -182,7 +182,8 @@ class Conversation:
         if not output.restore(received):
             return False
         full = len(received) >= self.job.max_tokens
-        reason = FinishReason.STOP if output.stop_match else FinishReason.LENGTH if full else None
+        stopped = output.over or output.stop_match is not None
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
         self.feed(Restored(received, 0, reason))
         return True
 
@@ -305,7 +306,7 @@ class Conversation:
     def _finish(self, choice: int, reason: FinishReason) -> None:
         output = self.outputs[choice]
         output.finish()
-        if output.stopped_by_text:
+        if output.over:
             reason = FinishReason.STOP  # also when the match was complete only with the last held-back text
         self.outgoing.finished[choice] = reason
         self.outgoing.put(choice)

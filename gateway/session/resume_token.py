@@ -100,7 +100,7 @@ class ResumeTokens:
             *(request.want_text, request.skip_special, request.logprobs),
             *(request.n, request.best_of, request.beam_width),
             None if constraint is None else constraint.grammar.digest,
-            request.tools is not None,
+            "one call" if request.tools is not None and request.tools.single else request.tools is not None,
         )
         digest = hashlib.sha256(array("Q", request.prompt_ids).tobytes())
         digest.update(self._model)

@@ -41,6 +41,30 @@ class ToolCallParser(Protocol):
         ...
 
 
+class FirstCall:
+    """What another parser reads, up to the end of the first call: the output ends there.
+
+    Args:
+        parser: a fresh one.
+    """
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser = parser
+        self._called = False
+
+    def push(self, text: str) -> Parsed:
+        result = Parsed()
+        for char in text:  # a longer piece would not say which of its text comes after the call
+            if self._called:
+                break
+            result += self._parser.push(char)
+            self._called = bool(result.calls)
+        return result
+
+    def finish(self) -> Parsed:
+        return Parsed() if self._called else self._parser.finish()
+
+
 def new_id() -> str:
     """Nine letters and digits: what Mistral's templates insist on, and all others take."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))

@@ -56,6 +56,7 @@ class Toolbox:
     tools: tuple[Tool, ...]
     mode: Mode = Mode.AUTO
     name: str = ""  # with NAMED
+    single: bool = False  # the output ends with its first call
 
     @property
     def forced(self) -> bool:

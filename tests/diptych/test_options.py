@@ -115,12 +115,15 @@ def test_tools_and_the_turns_of_their_calls() -> None:
         chat("And now?", history=history),
         tools=[WEATHER],
         tool_choice=WEATHER,
+        parallel_tool_calls=False,
         template_kwargs=kwargs,
         add_generation_prompt=False,
     )
     [tool] = request.chat.tools
     assert (tool.name, json.loads(tool.parameters_json_schema)) == ("weather", {"type": "object"})
-    assert request.chat.tool_choice == pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="weather")
+    assert request.chat.tool_choice == pb.ToolChoice(
+        mode=pb.ToolChoice.MODE_NAMED, name="weather", parallel=False
+    )
     assert request.chat.messages[0].tool_calls[0].arguments_json == call.arguments_json
     assert request.chat.messages[1].tool_call_id == "c1"
     assert dict(request.chat.template_kwargs) == kwargs

@@ -97,6 +97,29 @@ def test_the_named_tool_is_called_once_whether_streamed_or_not(stub: rpc.Inferen
         assert deltas[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
 
 
+def test_calls_that_may_not_be_parallel_are_one(
+    stub: rpc.InferenceServiceStub,
+) -> None:
+    twice = r'(<tool_call>\n\{"name": "now", "arguments": \{\}\}\n</tool_call>\n){2}'
+    asked = request(pb.ToolChoice.MODE_AUTO, structured_output={"regex": twice})
+    several = stub.Generate(asked, timeout=60)
+    assert called(several.outputs[0]) == ["now", "now"]
+    asked.chat.tool_choice.parallel = False
+    one = stub.Generate(asked, timeout=60)
+    deltas = [message.outputs[0] for message in stub.StreamGenerate(asked, timeout=60) if message.outputs]
+    for output in (one.outputs[0], *deltas[-1:]):
+        assert called(output) == ["now"]
+        assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    assert [token for delta in deltas for token in delta.token_ids] == list(one.outputs[0].token_ids)
+    assert one.usage.completion_tokens == len(one.outputs[0].token_ids) < several.usage.completion_tokens
+    for seed in range(6):
+        forced = request(pb.ToolChoice.MODE_REQUIRED, seed=seed)
+        forced.chat.tool_choice.parallel = False
+        (output,) = stub.Generate(forced, timeout=60).outputs
+        assert len(called(output)) == 1
+        assert output.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
 def test_each_of_several_choices_calls(stub: rpc.InferenceServiceStub) -> None:
     asked = request(pb.ToolChoice.MODE_NAMED, name="get_weather")
     asked.sampling.n = 4

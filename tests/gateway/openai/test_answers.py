@@ -273,6 +273,12 @@ def test_tools_and_their_turns() -> None:
     assert (made.messages[2].role, made.messages[2].tool_call_id) == ("tool", "1")
     assert made.tool_choice == pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="f")
     assert not read_chat({**CHAT, "tool_choice": "auto"}).drafts[0].request.chat.HasField("tool_choice")
+    for parallel in (None, True, False):
+        asked = read_chat({**CHAT, "parallel_tool_calls": parallel, "tools": members["tools"]})
+        choice = asked.drafts[0].request.chat.tool_choice
+        assert (choice.HasField("parallel") and not choice.parallel) is (parallel is False)
+    alone = read_chat({**CHAT, "parallel_tool_calls": False}).drafts[0].request.chat
+    assert not alone.HasField("tool_choice")
 
 
 def test_beams_as_vllm_asks_for_them() -> None:

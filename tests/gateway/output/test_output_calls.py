@@ -9,8 +9,9 @@ from gateway.output.detokenizer import Detokenizer
 from gateway.output.output import OutputStream
 from gateway.output.stop_strings import StopStrings
 from gateway.tools.hermes import HermesParser
+from gateway.tools.llama3_json import Llama3JsonParser
 from gateway.tools.mistral import MistralParser
-from gateway.tools.parser import ToolCallParser
+from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.tokenizer.small_models import byte_level, write_folder
 
@@ -26,7 +27,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def stream(
-    tokenizer: Tokenizer, calls: ToolCallParser, *, stop: str = "", shown: frozenset[int] = frozenset()
+    tokenizer: Tokenizer,
+    calls: ToolCallParser,
+    *,
+    stop: str = "",
+    shown: frozenset[int] = frozenset(),
+    one_call: bool = False,
 ) -> OutputStream:
     return OutputStream(
         Detokenizer(tokenizer, True, shown),
@@ -38,6 +44,7 @@ def stream(
         want_text=True,
         want_token_ids=False,
         calls=calls,
+        one_call=one_call,
     )
 
 
@@ -74,6 +81,46 @@ def test_a_stop_string_cuts_before_calls_are_read(tokenizer: Tokenizer) -> None:
         delta = output.take()
         assert len(delta.tool_calls) == called
         assert delta.text == ("" if called else '<tool_call>{"name": ')
+
+
+@pytest.mark.parametrize(
+    ("parser", "before", "call", "after"),
+    [
+        (HermesParser, "Let me see.", CALL, f" and {CALL}"),
+        (MistralParser, "Let me see.", f'{MARK}[{{"name": "f", "arguments": {{"x": 1}}}}', f", {CALL}]"),
+        (Llama3JsonParser, "", '{"name": "f", "parameters": {"x": 1}}', "; {}"),
+    ],
+)
+def test_an_output_of_one_call_ends_with_it(
+    tokenizer: Tokenizer, parser: type[ToolCallParser], before: str, call: str, after: str
+) -> None:
+    """Also where its end is inside a token, and where what follows came with it."""
+    until_call = tokenizer.encode(before + call)
+    ids = [*until_call, *tokenizer.encode(after)]
+    assert stream(tokenizer, parser()).push(ids) is False
+    output = stream(tokenizer, parser(), one_call=True)
+    assert output.push(ids)
+    assert output.over
+    output.finish()
+    assert output.billed == len(until_call)
+    delta = output.take()
+    assert [(one.name, one.arguments_json) for one in delta.tool_calls] == [("f", '{"x": 1}')]
+    assert delta.text == before
+    none = stream(tokenizer, parser(), one_call=True)
+    assert not none.push(tokenizer.encode("{ is no call"))
+    none.finish()
+    assert none.take().text == "{ is no call"
+    back = stream(tokenizer, parser(), one_call=True)
+    assert back.restore(until_call)
+    assert back.over
+    assert not stream(tokenizer, parser(), one_call=True).restore(ids)
+
+
+def test_text_in_the_token_that_ends_the_only_call_is_dropped() -> None:
+    parser = FirstCall(HermesParser())
+    parsed = parser.push(f"a{CALL}b{CALL}")
+    assert (parsed.text, len(parsed.calls)) == ("a", 1)
+    assert parser.finish() == Parsed()
 
 
 def test_a_mark_that_is_a_control_token_is_seen(tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ from gateway.model.served_model import ServedModel
 from gateway.output.output import OutputStream
 from gateway.request.parsed_request import ParsedRequest, Sampling
 from gateway.session.resume_token import LIFETIME_S, ResumeTokens
+from gateway.tools.tool import Tool, Toolbox
 from runtime.errors import InvalidParameter
 from tests.gateway.failing_calls import told
 from tests.gateway.running_gateway import Stack, collect, ids_of, running, text_of, valkey
@@ -110,6 +111,14 @@ def test_of_another_request(changes: dict[str, Any]) -> None:
     opened = tokens().open(tokens().issue(REQUEST, 77, TENANT))
     for service, request in ((tokens(), replace(REQUEST, **changes)), (tokens(model="n"), REQUEST)):
         assert "another" in fault_of(lambda s=service, r=request: s.check(opened, r, TENANT))
+
+
+def test_of_a_request_that_may_call_more_often() -> None:
+    several = replace(REQUEST, tools=Toolbox((Tool("f"),)))
+    one = replace(several, tools=Toolbox((Tool("f"),), single=True))
+    opened = tokens().open(tokens().issue(one, 77, TENANT))
+    tokens().check(opened, one, TENANT)
+    assert "another" in fault_of(lambda: tokens().check(opened, several, TENANT))
 
 
 def test_what_does_not_change_the_output_may_change() -> None:

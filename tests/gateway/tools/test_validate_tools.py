@@ -57,6 +57,22 @@ def test_a_named_tool_is_one_of_them() -> None:
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == "chat.tool_choice.name"
 
 
+def test_calls_beside_one_another_can_be_forbidden() -> None:
+    for mode in (MODES.MODE_AUTO, MODES.MODE_REQUIRED):
+        asked = chat("a", mode=mode)
+        found = {}
+        for parallel in (None, True, False):
+            if parallel is not None:
+                asked.tool_choice.parallel = parallel
+            found[parallel] = toolbox(asked, ALL)
+        assert [tools and tools.single for tools in found.values()] == [False, False, True]
+    several, one = (constraint_of(found[parallel], ALL, None) for parallel in (True, False))
+    assert several is not None
+    assert one is not None
+    assert "call)*" in several.grammar.text
+    assert "call)*" not in one.grammar.text
+
+
 def test_no_tools() -> None:
     assert toolbox(chat(), ALL) is None
     assert toolbox(chat(mode=MODES.MODE_NONE), ToolSupport()) is None
