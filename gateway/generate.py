@@ -274,20 +274,20 @@ class Generator:
                 await self._deliver_rest(conversation, call, first=first)
             if outgoing.complete:
                 break
-            await call.write(self._responses.message(conversation, outgoing.take(), first=first))
+            await call.write(await self._responses.message(conversation, outgoing.take(), first=first))
             first = False
-        message = self._last_message(conversation, first=first)
+        message = await self._last_message(conversation, first=first)
         add_account(message, conversation, call.received_at)
         if not one_message:
             await call.write(message)
         return message
 
-    def _last_message(self, conversation: Conversation, *, first: bool) -> pb.GenerateResponse:
+    async def _last_message(self, conversation: Conversation, *, first: bool) -> pb.GenerateResponse:
         request = conversation.job.request
         if request.best_of is None:
-            return self._responses.message(conversation, conversation.outgoing.take(), first=first)
+            return await self._responses.message(conversation, conversation.outgoing.take(), first=first)
         ranked = best([output.logprob for output in conversation.outputs], request.n)
-        return self._responses.best(conversation, ranked)
+        return await self._responses.best(conversation, ranked)
 
     async def _deliver_rest(self, conversation: Conversation, call: Call, *, first: bool) -> NoReturn:
         """The request failed. What was promised as delivered is delivered, unless nothing goes out at all."""
@@ -302,7 +302,7 @@ class Generator:
             raise outgoing.error
         pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
         if pending:
-            await call.write(self._responses.message(conversation, pending, first=first))
+            await call.write(await self._responses.message(conversation, pending, first=first))
         raise outgoing.error
 
 

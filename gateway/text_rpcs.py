@@ -17,6 +17,7 @@ from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
 from gateway.request.validate_structured import STRUCTURED_OUTPUTS
 from gateway.session.live_requests import LiveRequests
+from gateway.turns import PORTION, Turns, slices
 
 
 class TextRpcs:
@@ -45,12 +46,7 @@ class TextRpcs:
     async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
         work = partial(text_calls.tokenize, request, self._model)
         found = await self._texts.read(request, call.caller.tenant, work)
-        return pb.TokenizeResponse(
-            token_ids=found.ids,
-            tokens=found.tokens,
-            offsets=[pb.TokenizeResponse.Offset(start=start, end=end) for start, end in found.offsets],
-            max_context_length=self._model.card.max_context,
-        )
+        return await tokenized(found, self._model.card.max_context)
 
     async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
         work = partial(text_calls.detokenize, request, self._model)
@@ -97,6 +93,17 @@ class TextRpcs:
         if block_size is not None:
             model.kv_block_size = block_size
         return model
+
+
+async def tokenized(found: text_calls.Tokenized, max_context: int) -> pb.TokenizeResponse:
+    """A message of many offsets is made in turns with everybody's tokens."""
+    response = pb.TokenizeResponse(token_ids=found.ids, tokens=found.tokens, max_context_length=max_context)
+    turns = Turns()
+    for some in slices(found.offsets, PORTION):
+        for start, end in some:
+            response.offsets.add(start=start, end=end)
+        await turns.done(len(some))
+    return response
 
 
 def _default_sampling(card: ModelCard) -> pb.SamplingParams:

@@ -2,6 +2,7 @@
 
 Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
 from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
+JSON comes in pieces, since choices share what is large: their prompt and its scores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.openai.draft import Asked
+from gateway.openai.json_text import inside
+from gateway.turns import Turns
 
 DONE: Final = "data: [DONE]\n\n"
 # OpenAI has the first two and tool_calls; the others are the words of its neighbours.
@@ -47,16 +50,22 @@ class Answer(ABC):
         self._usage = pb.Usage()
         self._head = self._tail = ""
 
-    def events(self, prompt: int, message: pb.GenerateResponse) -> str:
-        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none."""
+    async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
+        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none.
+
+        An event is a list of its pieces.
+        """
         if message.HasField("usage"):
             self._add(message.usage)
-        choices = [
-            self.event_choice(self._number(prompt, output.index), output) for output in message.outputs
-        ]
+        turns = Turns()
+        events = []
         if message.HasField("prompt"):
-            choices[:0] = self.opening(prompt, message.prompt)
-        return "".join([f"{self._head}{choice}{self._tail}" for choice in choices])
+            for choice in await self.opening(prompt, message.prompt, turns):
+                events.append([self._head, *choice, self._tail])
+        for output in message.outputs:
+            made = await self.event_choice(self._number(prompt, output.index), output, turns)
+            events.append([self._head, made, self._tail])
+        return events
 
     def begin(self, request_id: str) -> None:
         """Name the answer, before its first event."""
@@ -70,30 +79,34 @@ class Answer(ABC):
             return DONE
         return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
 
-    def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> bytes:
-        """The one JSON object; ``messages`` are whole answers, one for each prompt."""
-        choices = []
+    async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
+        """The one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
+        turns = Turns()
+        pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
+        between = ""
         for prompt, message in enumerate(messages):
             self._add(message.usage)
             for output in sorted(message.outputs, key=lambda output: output.index):
                 number = self._number(prompt, output.index)
-                choices.append(self.whole_choice(number, prompt, message.prompt, output))
-        made = self._envelope(self.whole_object, request_id)
-        return json.dumps({**made, "choices": choices, "usage": usage(self._usage)}).encode()
+                pieces.append(between)
+                pieces += await self.whole_choice(number, prompt, message.prompt, output, turns)
+                between = ", "
+        pieces.append(f'], "usage": {json.dumps(usage(self._usage))}}}')
+        return pieces
 
     @abstractmethod
-    def opening(self, prompt: int, info: pb.PromptInfo) -> list[str]:
-        """JSON of what comes ahead of a prompt's first output."""
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+        """JSON of what comes ahead of a prompt's first output, by choice and in pieces."""
 
     @abstractmethod
-    def event_choice(self, number: int, output: pb.OutputDelta) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
         """JSON of one choice in an event: what is new of it."""
 
     @abstractmethod
-    def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
-    ) -> dict[str, Any]:
-        """One choice of a whole answer."""
+    async def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+    ) -> list[str]:
+        """JSON of one choice of a whole answer, in pieces."""
 
     def _number(self, prompt: int, index: int) -> int:
         return prompt * self._asked.choices + index
@@ -133,4 +146,4 @@ def ending(output: pb.OutputDelta) -> dict[str, Any]:
 
 def event_ending(output: pb.OutputDelta) -> str:
     """The same as members of an event; nearly every event ends nothing."""
-    return json.dumps(ending(output))[1:-1] if output.finish_reason else '"finish_reason":null'
+    return inside(ending(output)) if output.finish_reason else '"finish_reason":null'

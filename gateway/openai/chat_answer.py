@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from diptych.v1 import inference_pb2 as pb
 from gateway.openai.answer import Answer, ending, event_ending
 from gateway.openai.draft import Asked
-from gateway.openai.logprobs import chat_logprobs
+from gateway.openai.json_text import ids_inside, inside
+from gateway.openai.logprobs import chat_logprobs_json
+from gateway.turns import Turns
 
 
 class ChatAnswer(Answer):
@@ -21,43 +23,42 @@ class ChatAnswer(Answer):
     def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry says that it was opened
-        self._prompt_ids: list[int] = []
+        self._prompt_ids = ""  # as JSON, without the brackets
 
-    def opening(self, prompt: int, info: pb.PromptInfo) -> list[str]:
-        self._prompt_ids = list(info.token_ids)
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+        self._prompt_ids = await ids_inside(info.token_ids, turns)
         return []
 
-    def event_choice(self, number: int, output: pb.OutputDelta) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
         opens = number not in self._calls
         extra = ""
         if self._asked.token_ids:
-            extra = f',"token_ids":{json.dumps(list(output.token_ids))}'
+            extra = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
             if opens:
-                extra += f',"prompt_token_ids":{json.dumps(self._prompt_ids)}'
-        logprobs = json.dumps(chat_logprobs(output.logprobs)) if self._asked.logprobs else "null"
+                extra += f',"prompt_token_ids":[{self._prompt_ids}]'
+        logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
         return (
             f'{{"index":{number},"delta":{self._delta(number, output, opens)},"logprobs":{logprobs},'
             f"{event_ending(output)}{extra}}}"
         )
 
-    def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
-    ) -> dict[str, Any]:
+    async def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+    ) -> list[str]:
         # With calls and no words of its own the content is null, as OpenAI has it.
         content = output.text if output.text or not output.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if output.tool_calls:
             message["tool_calls"] = [_call(call) for call in output.tool_calls]
-        choice = {
-            "index": number,
-            "message": message,
-            "logprobs": chat_logprobs(output.logprobs) if self._asked.logprobs else None,
-            **ending(output),
-        }
+        logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
+        pieces = [f'{{"index": {number}, "message": {json.dumps(message)}, "logprobs": ', logprobs]
+        pieces.append(f", {inside(ending(output))}")
         if self._asked.token_ids:
-            choice["token_ids"] = list(output.token_ids)
-            choice["prompt_token_ids"] = list(info.token_ids)
-        return choice
+            if not self._prompt_ids:
+                self._prompt_ids = await ids_inside(info.token_ids, turns)
+            pieces.append(f', "token_ids": [{await ids_inside(output.token_ids, turns)}]')
+            pieces += [', "prompt_token_ids": [', self._prompt_ids, "]"]
+        return [*pieces, "}"]
 
     def _delta(self, number: int, output: pb.OutputDelta, opens: bool) -> str:
         content = json.dumps(output.text)

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.openai.answer import Answer, ending, event_ending
 from gateway.openai.draft import Asked
-from gateway.openai.logprobs import completion_logprobs
+from gateway.openai.json_text import ids_inside, inside
+from gateway.openai.logprobs import LISTS, completion_lists
+from gateway.turns import Turns
+
+
+@dataclass(slots=True)
+class _Echo:
+    """What comes back of a prompt, as JSON without what encloses it; empty where it was not asked for.
+
+    ``offset``: characters of the text that ``lists``, its scores, are about.
+    """
+
+    text: str = ""
+    ids: str = ""
+    lists: Sequence[str] = field(default=("",) * len(LISTS))
+    offset: int = 0
 
 
 class CompletionsAnswer(Answer):
@@ -34,52 +50,52 @@ class CompletionsAnswer(Answer):
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._decode = decode
         self._offsets: dict[int, int] = {}  # characters so far, by choice; kept for text_offset only
+        self._echoes: dict[int, _Echo] = {}  # by prompt; of whole answers, whose choices come one by one
 
-    def opening(self, prompt: int, info: pb.PromptInfo) -> list[str]:
-        if not self._asked.echo and not self._asked.token_ids:
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+        asked = self._asked
+        if not asked.echo and not asked.token_ids:
             return []
-        text = self._prompt_text(prompt, info) if self._asked.echo else ""
-        logprobs, offset = None, 0
-        if self._asked.echo and self._asked.logprobs:
-            logprobs, offset = completion_logprobs(info.logprobs, 0)
+        echo = await self._echo(prompt, info, turns)
+        logprobs = _logprobs([[part] for part in echo.lists]) if asked.echo and asked.logprobs else ["null"]
         events = []
-        for index in range(self._asked.choices):
+        for index in range(asked.choices):
             number = self._number(prompt, index)
-            self._offsets[number] = offset
-            ids = f',"prompt_token_ids":{json.dumps(list(info.token_ids))}' if self._asked.token_ids else ""
-            events.append(
-                f'{{"index":{number},"text":{json.dumps(text)},"logprobs":{json.dumps(logprobs)},'
-                f'"finish_reason":null{ids}}}'
-            )
+            self._offsets[number] = echo.offset
+            ids = [',"prompt_token_ids":[', echo.ids, "]"] if asked.token_ids else []
+            opened = [f'{{"index":{number},"text":"', echo.text, '","logprobs":', *logprobs]
+            events.append([*opened, ',"finish_reason":null', *ids, "}"])
         return events
 
-    def event_choice(self, number: int, output: pb.OutputDelta) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
         output, logprobs = self._shown(output), "null"
         if self._asked.logprobs and not self._asked.prompt_only:
-            found, self._offsets[number] = completion_logprobs(output.logprobs, self._offsets.get(number, 0))
-            logprobs = json.dumps(found)
-        ids = f',"token_ids":{json.dumps(list(output.token_ids))}' if self._asked.token_ids else ""
+            before = self._offsets.get(number, 0)
+            lists, self._offsets[number] = await completion_lists(output.logprobs, before, turns)
+            logprobs = "".join(_logprobs([[part] for part in lists]))
+        ids = ""
+        if self._asked.token_ids:
+            ids = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
         said = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
         return f'{{"index":{number},{said},{event_ending(output)}{ids}}}'
 
-    def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta
-    ) -> dict[str, Any]:
+    async def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+    ) -> list[str]:
         asked, output = self._asked, self._shown(output)
-        text, scored = output.text, list(output.logprobs)
-        if asked.echo:
-            text = self._prompt_text(prompt, info) + text
-            scored = [*info.logprobs, *scored]
-        choice = {
-            "index": number,
-            "text": text,
-            "logprobs": completion_logprobs(scored, 0)[0] if asked.logprobs else None,
-            **ending(output),
-        }
+        echo = self._echoes.get(prompt) or await self._echo(prompt, info, turns)
+        self._echoes[prompt] = echo
+        pieces = [f'{{"index": {number}, "text": "', echo.text, inside(output.text), '", "logprobs": ']
+        if asked.logprobs:
+            own, _ = await completion_lists(output.logprobs, echo.offset, turns)
+            pieces += _logprobs(zip(echo.lists, own, strict=True))
+        else:
+            pieces.append("null")
+        pieces.append(f", {inside(ending(output))}")
         if asked.token_ids:
-            choice["token_ids"] = list(output.token_ids)
-            choice["prompt_token_ids"] = list(info.token_ids)
-        return choice
+            pieces.append(f', "token_ids": [{await ids_inside(output.token_ids, turns)}]')
+            pieces += [', "prompt_token_ids": [', echo.ids, "]"]
+        return [*pieces, "}"]
 
     def _shown(self, output: pb.OutputDelta) -> pb.OutputDelta:
         """What the client sees of an output: where only the prompt was wanted, that it is over."""
@@ -87,6 +103,30 @@ class CompletionsAnswer(Answer):
             return output
         return pb.OutputDelta(finish_reason=pb.FINISH_REASON_LENGTH if output.finish_reason else None)
 
+    async def _echo(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> _Echo:
+        """To be made once for all choices of a prompt."""
+        echo = _Echo()
+        if self._asked.echo:
+            echo.text = inside(self._prompt_text(prompt, info))
+        if self._asked.echo and self._asked.logprobs:
+            echo.lists, echo.offset = await completion_lists(info.logprobs, 0, turns)
+        if self._asked.token_ids:
+            echo.ids = await ids_inside(info.token_ids, turns)
+        return echo
+
     def _prompt_text(self, prompt: int, info: pb.PromptInfo) -> str:
         request = self._asked.drafts[prompt].request
         return request.text if request.WhichOneof("prompt") == "text" else self._decode(info.token_ids)
+
+
+def _logprobs(lists: Iterable[Iterable[str]]) -> list[str]:
+    """The JSON object in pieces; each of its lists is given in parts, some of them possibly empty."""
+    pieces: list[str] = []
+    for name, parts in zip(LISTS, lists, strict=True):
+        pieces.append(f'{"," if pieces else "{"}"{name}":[')
+        between = ""
+        for part in filter(None, parts):
+            pieces += [between, part]
+            between = ","
+        pieces.append("]")
+    return [*pieces, "}"]

@@ -30,7 +30,7 @@ from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import Asked
 from gateway.openai.errors import plain_error
-from gateway.openai.http_call import EventStream, HttpCall, PromptCall
+from gateway.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
 from gateway.request.json_body import parse_body
 from gateway.request.validate_names import request_id
 from gateway.text_rpcs import TextRpcs
@@ -115,7 +115,7 @@ class OpenAIDoor:
         messages = await (self._one(call, asked) if len(asked.drafts) == 1 else self._several(call, asked))
         if call.stream is not None:
             return await call.stream.end()
-        return _json(answer.whole(call.request_id, messages), call.id_header())
+        return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
 
     async def _one(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
         """The whole answer; empty for a stream, as with several."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
 import grpc
@@ -20,6 +20,7 @@ from gateway import limits
 from gateway.call import Call
 from gateway.openai.answer import Answer
 from gateway.openai.errors import error_object, http_error, status_of
+from gateway.openai.json_text import blocks
 from runtime import trace_context
 from runtime.errors import DiptychError, InvalidParameter, printable
 from runtime.metrics import GatewayMetrics
@@ -35,7 +36,9 @@ _EVENT_HEADERS: Final = {
 
 
 class EventStream:
-    """The response as server-sent events. One message is one write, whatever the number of its events."""
+    """The response as server-sent events. One message is one write as a rule, whatever the number of its
+    events; of several prompts' messages, those of one may come between large events of another.
+    """
 
     def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
         self._request = request
@@ -53,9 +56,8 @@ class EventStream:
 
     async def send(self, prompt: int, message: pb.GenerateResponse) -> None:
         """A message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
-        events = self._answer.events(prompt, message)
-        if events:
-            await self._write(events)
+        for block in blocks(await self._answer.events(prompt, message)):
+            await self._write(block)
 
     async def end(self) -> web.StreamResponse:
         """After the last message of the last prompt."""
@@ -65,11 +67,11 @@ class EventStream:
         """After output went out."""
         return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
 
-    async def _write(self, events: str) -> None:
+    async def _write(self, events: bytes) -> None:
         try:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
-            await self._response.write(events.encode())
+            await self._response.write(events)
         except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
 
@@ -79,6 +81,23 @@ class EventStream:
         except ConnectionError as error:
             raise asyncio.CancelledError("the client is gone") from error
         return self._response
+
+
+async def send_whole(
+    request: web.BaseRequest, pieces: Sequence[str], headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """JSON in one response; a large one block by block. Raises CancelledError when the client is gone."""
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "application/json"
+    response.content_length = sum(map(len, pieces))
+    try:
+        await response.prepare(request)
+        for block in blocks([piece] for piece in pieces):
+            await response.write(block)
+        await response.write_eof()
+    except ConnectionError as error:
+        raise asyncio.CancelledError("the client is gone") from error
+    return response
 
 
 class HttpCall(Call):

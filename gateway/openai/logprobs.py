@@ -10,8 +10,35 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.openai.json_text import inside, joined
+from gateway.turns import Turns, slices
 
 _LOWEST: Final = -9999.0  # JSON has no infinity
+
+
+LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_SLICE: Final = 64  # tokens, with up to 20 others each
+
+
+async def completion_lists(
+    items: Sequence[pb.TokenLogprob], offset: int, turns: Turns
+) -> tuple[list[str], int]:
+    """`completion_logprobs` as JSON: the inside of each of the `LISTS`; and the offset after the last one."""
+    parts: list[list[str]] = [[] for _ in LISTS]
+    for some in slices(items, _SLICE):
+        found, offset = completion_logprobs(some, offset)
+        for part, name in zip(parts, LISTS, strict=True):
+            part.append(inside(found[name]))
+        await turns.done(_count(some))
+    return [joined(part) for part in parts], offset
+
+
+async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Turns) -> str:
+    parts = []
+    for some in slices(items, _SLICE):
+        parts.append(inside(chat_logprobs(some)["content"]))
+        await turns.done(_count(some))
+    return f'{{"content":[{joined(parts)}],"refusal":null}}'
 
 
 def completion_logprobs(items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
@@ -41,6 +68,10 @@ def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
     """``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
     content = [{**_record(item), "top_logprobs": [_record(top) for top in item.top]} for item in items]
     return {"content": content, "refusal": None}
+
+
+def _count(items: Sequence[pb.TokenLogprob]) -> int:
+    return sum(1 + len(item.top) for item in items)
 
 
 def token_name(item: pb.TokenLogprob) -> str:

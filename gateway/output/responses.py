@@ -12,7 +12,8 @@ from gateway.output.output import StopMatch
 from gateway.output.token_logprobs import TokenLogprobs
 from gateway.session.conversation import Conversation
 from gateway.session.phase_times import Phases
-from gateway.session.session_events import Cause, FinishReason
+from gateway.session.session_events import Cause, FinishReason, TokenScore
+from gateway.turns import Turns
 from runtime.tokenizer.tokenizer import Tokenizer
 
 _FINISH = {
@@ -21,6 +22,9 @@ _FINISH = {
     FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+
+
+Scored = Sequence[tuple[int, TokenScore]]
 
 
 class Responses:
@@ -35,54 +39,63 @@ class Responses:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = TokenLogprobs(tokenizer)
 
-    def message(
+    async def message(
         self, conversation: Conversation, choices: Iterable[int], *, first: bool
     ) -> pb.GenerateResponse:
         """What is new of ``choices``, which is taken out of the conversation."""
-        message = pb.GenerateResponse()
-        for choice in choices:
-            self._add(message, conversation, choice, choice)
-        if first:
-            self._add_head(message, conversation)
-        return message
+        return await self._made(conversation, ((choice, choice) for choice in choices), first=first)
 
-    def best(self, conversation: Conversation, kept: Sequence[int]) -> pb.GenerateResponse:
+    async def best(self, conversation: Conversation, kept: Sequence[int]) -> pb.GenerateResponse:
         """The whole answer from some of the choices, numbered anew in this order."""
-        message = pb.GenerateResponse()
-        for index, choice in enumerate(kept):
-            self._add(message, conversation, choice, index)
-        self._add_head(message, conversation)
+        return await self._made(conversation, enumerate(kept), first=True)
+
+    async def _made(
+        self, conversation: Conversation, numbered: Iterable[tuple[int, int]], *, first: bool
+    ) -> pb.GenerateResponse:
+        """``numbered``: (index in the message, choice)."""
+        message, turns = pb.GenerateResponse(), Turns()
+        # All is taken at one moment. What comes while scores are written out belongs to the next message.
+        taken = [_add(message, conversation, choice, index) for index, choice in numbered]
+        if first:
+            _add_head(message, conversation)
+        for output, scored in taken:
+            await self._logprobs.add(output, scored, turns)
+        request = conversation.job.request
+        if first and request.prompt_logprobs is not None:
+            scores = conversation.prompt_scores.scores
+            await self._logprobs.add_prompt(message.prompt, request.prompt_ids, scores, turns)
         return message
 
-    def _add(self, message: pb.GenerateResponse, conversation: Conversation, choice: int, index: int) -> None:
-        stream = conversation.outputs[choice]
-        delta = stream.take()
-        output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
-        if delta.scores:
-            output.logprobs.extend(self._logprobs.of_output(delta.scores))
-        for call in delta.tool_calls:
-            output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
-        reason = conversation.outgoing.finished.get(choice)
-        if reason is None:
-            return
-        output.finish_reason = _FINISH[reason]
-        if reason is FinishReason.STOP and stream.called:
-            output.finish_reason = pb.FINISH_REASON_TOOL_CALLS
-        if reason is FinishReason.STOP and stream.stop_match is not None:
-            _set_stop(output, stream.stop_match)
 
-    def _add_head(self, message: pb.GenerateResponse, conversation: Conversation) -> None:
-        request = conversation.job.request
-        message.request_id = request.request_id
-        message.model = request.model
-        message.resume_token = conversation.resume_token
-        message.prompt.token_count = len(request.prompt_ids)
-        message.prompt.cached_token_count = conversation.cached_tokens or 0
-        if request.echo:
-            message.prompt.token_ids.extend(request.prompt_ids)
-        if request.prompt_logprobs is not None:
-            scores = conversation.prompt_scores.scores
-            message.prompt.logprobs.extend(self._logprobs.of_prompt(request.prompt_ids, scores))
+def _add(
+    message: pb.GenerateResponse, conversation: Conversation, choice: int, index: int
+) -> tuple[pb.OutputDelta, Scored]:
+    """What is new of a choice, but for its scores, which are returned."""
+    stream = conversation.outputs[choice]
+    delta = stream.take()
+    output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
+    for call in delta.tool_calls:
+        output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
+    reason = conversation.outgoing.finished.get(choice)
+    if reason is None:
+        return output, delta.scores
+    output.finish_reason = _FINISH[reason]
+    if reason is FinishReason.STOP and stream.called:
+        output.finish_reason = pb.FINISH_REASON_TOOL_CALLS
+    if reason is FinishReason.STOP and stream.stop_match is not None:
+        _set_stop(output, stream.stop_match)
+    return output, delta.scores
+
+
+def _add_head(message: pb.GenerateResponse, conversation: Conversation) -> None:
+    request = conversation.job.request
+    message.request_id = request.request_id
+    message.model = request.model
+    message.resume_token = conversation.resume_token
+    message.prompt.token_count = len(request.prompt_ids)
+    message.prompt.cached_token_count = conversation.cached_tokens or 0
+    if request.echo:
+        message.prompt.token_ids.extend(request.prompt_ids)
 
 
 def add_account(message: pb.GenerateResponse, conversation: Conversation, received_at: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.session.session_events import TokenScore
+from gateway.turns import Turns
 from runtime.tokenizer.tokenizer import Tokenizer
 
 
@@ -16,35 +17,44 @@ class TokenLogprobs:
         self._tokenizer = tokenizer
         self._spellings: dict[int, tuple[str, bytes]] = {}
 
-    def of_output(self, scored: Iterable[tuple[int, TokenScore]]) -> list[pb.TokenLogprob]:
+    async def add(
+        self,
+        message: pb.OutputDelta | pb.PromptInfo,
+        scored: Iterable[tuple[int, TokenScore]],
+        turns: Turns,
+    ) -> None:
         """One record for each (token id, score)."""
-        return [self._scored(token_id, score) for token_id, score in scored]
+        for token_id, score in scored:
+            self._add(message, token_id, score)
+            await turns.done(1 + len(score.top))
 
-    def of_prompt(self, prompt_ids: Sequence[int], scores: Sequence[TokenScore]) -> list[pb.TokenLogprob]:
+    async def add_prompt(
+        self, info: pb.PromptInfo, prompt_ids: Sequence[int], scores: Sequence[TokenScore], turns: Turns
+    ) -> None:
         """One record a token. The first has no logprob: nothing comes before it to judge it by."""
-        records = [self._bare(prompt_ids[0])]
-        records += [self._scored(i, score) for i, score in zip(prompt_ids[1:], scores, strict=False)]
-        return records
+        text, utf8 = self._spelling(prompt_ids[0])
+        info.logprobs.add(token_id=prompt_ids[0], text=text, utf8=utf8)
+        await self.add(info, zip(prompt_ids[1:], scores, strict=False), turns)
 
-    def _scored(self, token_id: int, score: TokenScore) -> pb.TokenLogprob:
-        record = self._bare(token_id)
-        record.logprob = score.logprob
-        record.rank = score.rank
+    def _add(self, message: pb.OutputDelta | pb.PromptInfo, token_id: int, score: TokenScore) -> None:
+        # Made where they belong: put together outside, every record would be copied into its message.
+        text, utf8 = self._spelling(token_id)
+        record = message.logprobs.add(
+            token_id=token_id, text=text, utf8=utf8, logprob=score.logprob, rank=score.rank
+        )
+        add = record.top.add
         for rank, (other, logprob) in enumerate(score.top, 1):
-            alternative = self._bare(other)
-            alternative.logprob, alternative.rank = logprob, rank
-            record.top.append(alternative)
-        return record
+            text, utf8 = self._spelling(other)
+            add(token_id=other, text=text, utf8=utf8, logprob=logprob, rank=rank)
 
-    def _bare(self, token_id: int) -> pb.TokenLogprob:
+    def _spelling(self, token_id: int) -> tuple[str, bytes]:
+        """Text, and the bytes if the text cannot tell them."""
         spelling = self._spellings.get(token_id)
         if spelling is None:
             spelling = self._spellings[token_id] = self._spell(token_id)
-        text, utf8 = spelling
-        return pb.TokenLogprob(token_id=token_id, text=text, utf8=utf8)
+        return spelling
 
     def _spell(self, token_id: int) -> tuple[str, bytes]:
-        """Text, and the bytes if the text cannot tell them."""
         piece = self._tokenizer.piece(token_id)
         try:
             return piece.decode(), b""

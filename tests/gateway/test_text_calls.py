@@ -11,8 +11,11 @@ from gateway import limits
 from gateway.model.served_model import ServedModel
 from gateway.request.validate_names import existing_request_id
 from gateway.request.validation import parse_request
-from gateway.text_calls import check_list_models, detokenize, tokenize
+from gateway.text_calls import Tokenized, check_list_models, detokenize, tokenize
+from gateway.text_rpcs import tokenized
+from gateway.turns import PORTION
 from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
+from tests.gateway.loop_turns import turns_beside
 
 MODEL = "SmolLM2-135M-Instruct"
 CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="Hi")])
@@ -114,3 +117,13 @@ def test_a_request_to_cancel_is_named() -> None:
     for bad in ("", "a b", "x" * (limits.MAX_REQUEST_ID_CHARS + 1)):
         with pytest.raises(InvalidParameter, match="request_id"):
             existing_request_id(bad)
+
+
+async def test_many_offsets_are_written_in_turns() -> None:
+    count = 20 * PORTION
+    found = Tokenized([7] * count, ["a"] * count, [(i, i + 1) for i in range(count)])
+    response, turns = await turns_beside(tokenized(found, 99))
+    assert [(offset.start, offset.end) for offset in response.offsets] == found.offsets
+    assert (list(response.token_ids), list(response.tokens)) == (found.ids, found.tokens)
+    assert response.max_context_length == 99
+    assert turns >= 19

@@ -15,6 +15,7 @@ from gateway.openai.chat_request import read_chat
 from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import param_of
+from gateway.openai.json_text import blocks
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -42,6 +43,14 @@ def events(text: str) -> list[dict[str, Any]]:
     return parsed
 
 
+async def whole(answer: Answer, messages: list[pb.GenerateResponse]) -> Any:
+    return json.loads("".join(await answer.whole("r", messages)))
+
+
+async def sent(answer: Answer, prompt: int, message: pb.GenerateResponse) -> str:
+    return b"".join(blocks(await answer.events(prompt, message))).decode()
+
+
 def message(*outputs: pb.OutputDelta, **fields: Any) -> pb.GenerateResponse:
     return pb.GenerateResponse(outputs=outputs, **fields)
 
@@ -53,9 +62,9 @@ def token(text: str, logprob: float | None = None, utf8: bytes = b"", top: Any =
     return made
 
 
-def test_tool_calls_of_a_whole_answer() -> None:
+async def test_tool_calls_of_a_whole_answer() -> None:
     output = pb.OutputDelta(tool_calls=[CALL], finish_reason=pb.FINISH_REASON_TOOL_CALLS)
-    made = json.loads(chat().whole("r", [message(output)]))
+    made = await whole(chat(), [message(output)])
     (choice,) = made["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == {
@@ -72,14 +81,14 @@ def test_tool_calls_of_a_whole_answer() -> None:
     }
 
 
-def test_streamed_tool_calls_are_numbered_by_choice() -> None:
+async def test_streamed_tool_calls_are_numbered_by_choice() -> None:
     answer = chat(stream=True, n=2)
     answer.begin("r")
-    text = answer.events(0, message(pb.OutputDelta(index=1, text="Let me see."), prompt=pb.PromptInfo()))
-    text += answer.events(0, message(pb.OutputDelta(index=1, tool_calls=[CALL, CALL])))
-    text += answer.events(0, message(pb.OutputDelta(index=0, tool_calls=[CALL])))
+    text = await sent(answer, 0, message(pb.OutputDelta(index=1, text="Let me see."), prompt=pb.PromptInfo()))
+    text += await sent(answer, 0, message(pb.OutputDelta(index=1, tool_calls=[CALL, CALL])))
+    text += await sent(answer, 0, message(pb.OutputDelta(index=0, tool_calls=[CALL])))
     last = pb.OutputDelta(index=1, tool_calls=[CALL], finish_reason=pb.FINISH_REASON_TOOL_CALLS)
-    text += answer.events(0, message(last))
+    text += await sent(answer, 0, message(last))
     choices = [event["choices"][0] for event in events(text + answer.last_events())]
     assert [choice["index"] for choice in choices] == [1, 1, 0, 1]
     deltas = [choice["delta"] for choice in choices]
@@ -93,13 +102,13 @@ def test_streamed_tool_calls_are_numbered_by_choice() -> None:
     assert choices[3]["finish_reason"] == "tool_calls"
 
 
-def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
+async def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
     answer = chat(stream=True)
     answer.begin("r")
-    text = answer.events(0, message(pb.OutputDelta(text="a"), prompt=pb.PromptInfo()))
-    text += answer.events(0, message(pb.OutputDelta(text="")))  # half a character
+    text = await sent(answer, 0, message(pb.OutputDelta(text="a"), prompt=pb.PromptInfo()))
+    text += await sent(answer, 0, message(pb.OutputDelta(text="")))  # half a character
     end = pb.OutputDelta(finish_reason=pb.FINISH_REASON_STOP, stop_token_id=2)
-    text += answer.events(0, message(end, usage=pb.Usage(prompt_tokens=1)))
+    text += await sent(answer, 0, message(end, usage=pb.Usage(prompt_tokens=1)))
     assert text.count("data: ") == 3
     first, half, last = events(text + answer.last_events())
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "a"}
@@ -110,14 +119,14 @@ def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
     assert {event["id"] for event in (first, half, last)} == {"chatcmpl-r"}
 
 
-def test_usage_is_the_last_event_and_null_before() -> None:
+async def test_usage_is_the_last_event_and_null_before() -> None:
     answer = completion(stream=True, stream_options={"include_usage": True}, prompt=["a", "b"])
     answer.begin("r")
     text = ""
     for prompt in (0, 1):
         end = pb.OutputDelta(text="x", finish_reason=pb.FINISH_REASON_LENGTH)
         usage = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_prompt_tokens=1)
-        text += answer.events(prompt, message(end, prompt=pb.PromptInfo(), usage=usage))
+        text += await sent(answer, prompt, message(end, prompt=pb.PromptInfo(), usage=usage))
     *pieces, last = events(text + answer.last_events())
     assert [piece["usage"] for piece in pieces] == [None, None]
     assert [piece["choices"][0]["index"] for piece in pieces] == [0, 1]
@@ -130,33 +139,33 @@ def test_usage_is_the_last_event_and_null_before() -> None:
     }
 
 
-def test_text_that_breaks_careless_readers_of_lines_is_escaped() -> None:
+async def test_text_that_breaks_careless_readers_of_lines_is_escaped() -> None:
     """Many clients split what they read with str.splitlines, which knows more line ends than SSE has."""
     nasty = 'a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh"\\\x00é\U0001f600'
     answer = completion(stream=True)
     answer.begin("r")
-    text = answer.events(0, message(pb.OutputDelta(text=nasty), prompt=pb.PromptInfo()))
+    text = await sent(answer, 0, message(pb.OutputDelta(text=nasty), prompt=pb.PromptInfo()))
     assert len(text.splitlines()) == 2
     assert events(text)[0]["choices"][0]["text"] == nasty
 
 
-def test_echoed_token_ids_are_decoded() -> None:
+async def test_echoed_token_ids_are_decoded() -> None:
     answer = completion(prompt=[5, 6], echo=True, return_token_ids=True)
     output = pb.OutputDelta(text="!", token_ids=[9], finish_reason=pb.FINISH_REASON_LENGTH)
-    made = json.loads(answer.whole("r", [message(output, prompt=pb.PromptInfo(token_ids=[5, 6]))]))
+    made = await whole(answer, [message(output, prompt=pb.PromptInfo(token_ids=[5, 6]))])
     (choice,) = made["choices"]
     assert choice["text"] == "<5><6>!"
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], [9])
 
 
-def test_a_prompt_alone_bills_no_output() -> None:
+async def test_a_prompt_alone_bills_no_output() -> None:
     answer = completion(max_tokens=0, echo=True, logprobs=0)
     info = pb.PromptInfo(logprobs=[token("hé"), token("llo", -1.5)])
     output = pb.OutputDelta(
         text=" there", logprobs=[token(" there", -1)], finish_reason=pb.FINISH_REASON_LENGTH
     )
     usage = pb.Usage(prompt_tokens=2, completion_tokens=1)
-    made = json.loads(answer.whole("r", [message(output, prompt=info, usage=usage)]))
+    made = await whole(answer, [message(output, prompt=info, usage=usage)])
     (choice,) = made["choices"]
     assert choice["text"] == "héllo"
     assert choice["logprobs"] == {
@@ -169,20 +178,20 @@ def test_a_prompt_alone_bills_no_output() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_token_after_a_prompt_alone_is_not_shown(stream: bool) -> None:
+async def test_the_token_after_a_prompt_alone_is_not_shown(stream: bool) -> None:
     """The end of sequence included: the prompt ended because nothing more was wanted."""
     answer = completion(max_tokens=0, echo=True, logprobs=0, return_token_ids=True, stream=stream)
     hidden = token(" there", -1)
     end = pb.OutputDelta(
         text=" there", token_ids=[9], logprobs=[hidden], finish_reason=pb.FINISH_REASON_STOP, stop_token_id=9
     )
-    sent = message(end, prompt=pb.PromptInfo(token_ids=[5, 6]), usage=pb.Usage(prompt_tokens=2))
+    sent_message = message(end, prompt=pb.PromptInfo(token_ids=[5, 6]), usage=pb.Usage(prompt_tokens=2))
     if stream:
         answer.begin("r")
-        choice = events(answer.events(0, sent) + answer.last_events())[-1]["choices"][0]
+        choice = events(await sent(answer, 0, sent_message) + answer.last_events())[-1]["choices"][0]
         assert (choice["text"], choice["logprobs"]) == ("", None)
     else:
-        (choice,) = json.loads(answer.whole("r", [sent]))["choices"]
+        (choice,) = (await whole(answer, [sent_message]))["choices"]
         assert choice["text"] == "héllo"
     assert choice["token_ids"] == []
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
