@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gateway.access.key_file import read_key_file
 from gateway.session.recovery import WAIT_FOR_WORKER_S
@@ -21,6 +22,25 @@ def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
     if chosen is not None:
         return chosen
     return grpc_port + 1 if 0 < grpc_port < 65535 else 0
+
+
+def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | None:
+    """Why these cannot be the ports of one gateway: one of them would get no call.
+
+    A gateway shares its ports with its successor, so that it could share one with itself as well and would
+    hear no error.
+    """
+    admin = admin_port_beside(grpc_port, admin_port)
+    said = (
+        "--admin-port"
+        if admin_port is not None
+        else "the admin port (the gRPC port + 1 unless --admin-port says)"
+    )
+    doors = (("--grpc-port", grpc_port), ("--http-port", http_port), (said, admin))
+    for (one, port), (other, its) in itertools.combinations(doors, 2):
+        if port == its != 0:
+            return f"{one} and {other} are both {port}: each needs a port of its own"
+    return None
 
 
 class GatewaySettings(ProgramSettings):
@@ -103,6 +123,12 @@ class GatewaySettings(ProgramSettings):
         if certificate is not None and key is not None:
             TlsFiles(certificate, key, client_ca).check()
         return client_ca
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if clash := port_clash(self.grpc_port, self.http_port, self.admin_port):
+            raise ValueError(clash)
+        return self
 
     @property
     def tls(self) -> TlsFiles | None:

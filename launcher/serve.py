@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher.checks import BadOptions
 from launcher.child import ChildFailed
 from launcher.control import control_socket
 from launcher.options import StackOptions
 from launcher.progress import NoteConsole, Progress
 from launcher.rolling import rolling_restart
-from launcher.stack import BadOptions
 from launcher.up import Stack, run_until_signal, running_stack
 from launcher.valkey import ValkeyMissing
 

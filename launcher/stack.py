@@ -1,21 +1,15 @@
 """Which processes make up Diptych on one machine, and with which flags."""
 
-import errno
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import admin_port_beside
 from launcher.child import Announcement, ChildSpec, Slot
 from launcher.options import LOOPBACK, StackOptions
 from launcher.probe import http_status, reachable
 from launcher.thread_plan import split_cores
-from runtime.bind_address import UnsafeBindError, require_safe_bind
-from runtime.settings import resolve_model
-from runtime.tls import BadTlsFiles, TlsFiles
 
 _HEALTH_TIMEOUT_S = 5.0
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
@@ -35,53 +29,6 @@ _OWNED_FLAGS = frozenset(
 
 class BadOverride(ValueError):
     """A --set that names no role, no flag, or a flag that the launcher owns."""
-
-
-def _taken(host: str, port: int) -> bool:
-    """Whether somebody listens there. Our gateway shares its ports with its successor, so that it would
-    share them with another system as well, and each would get half the calls.
-    """
-    if port == 0:
-        return False
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
-
-
-class BadOptions(ValueError):
-    """Options that no process could start with."""
-
-
-def check_options(options: StackOptions) -> None:
-    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading."""
-    try:
-        resolve_model(options.model)
-        require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
-        if options.api_keys_file is not None:
-            read_key_file(options.api_keys_file)
-        _check_tls(options)
-    except (FileNotFoundError, UnsafeBindError, BadKeyFile, BadTlsFiles) as error:
-        raise BadOptions(str(error)) from None
-    for port in (
-        options.grpc_port,
-        options.http_port,
-        admin_port_beside(options.grpc_port, options.admin_port),
-    ):
-        if _taken(options.host, port):
-            raise BadOptions(f"port {port} of {options.host} is taken")
-
-
-def _check_tls(options: StackOptions) -> None:
-    certificate, key = options.tls_cert, options.tls_key
-    if certificate is not None and key is not None:
-        TlsFiles(certificate, key, options.tls_client_ca).check()
-    elif certificate or key or options.tls_client_ca:
-        raise BadOptions("--tls-cert and --tls-key go together, and --tls-client-ca goes with both")
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.checks import check_options
 from launcher.child import ChildFailed
 from launcher.events import Ended, Event, Replaced, Serving
 from launcher.options import StackOptions
 from launcher.probe import http_status, reachable
 from launcher.ready_file import ReadyFile
-from launcher.stack import SharedSecrets, check_options, program_specs
+from launcher.stack import SharedSecrets, program_specs
 from launcher.supervisor import Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey

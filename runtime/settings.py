@@ -117,12 +117,17 @@ class ProgramSettings(BaseSettings):
 
     @classmethod
     def _fault_lines(cls, error: ValidationError) -> list[str]:
-        lines = []
+        """One a field: what is wrong with each way to write its value belongs together."""
+        faults: dict[str, list[str]] = {}
         for fault in error.errors(include_input=False, include_url=False):
-            name = ".".join(map(str, fault["loc"]))
-            flag, variable = name.replace("_", "-"), f"DIPTYCH_{name.upper()}"
-            lines.append(f"diptych {cls.program}: --{flag} ({variable}): {fault['msg']}")
-        return lines
+            field = str(fault["loc"][0]) if fault["loc"] else ""
+            faults.setdefault(field, []).append(fault["msg"].removeprefix("Value error, "))
+        return [f"diptych {cls.program}: {_named(field)}{', or '.join(faults[field])}" for field in faults]
+
+
+def _named(field: str) -> str:
+    """How a user sets a field; nothing for a fault of several fields, which names them itself."""
+    return f"--{field.replace('_', '-')} (DIPTYCH_{field.upper()}): " if field else ""
 
 
 def resolve_model(model: str) -> Path:

@@ -39,10 +39,15 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
 
 @pytest.mark.parametrize(
     ("option", "problem"),
-    [("--model=/nowhere/model.gguf", "no model at"), ("--host=0.0.0.0", "refusing to listen on 0.0.0.0")],
+    [
+        ("--model=/nowhere/model.gguf", "no model at"),
+        ("--host=0.0.0.0", "refusing to listen on 0.0.0.0"),
+        ("--grpc-port=61999 --http-port=61999", "--grpc-port and --http-port are both 61999"),
+        ("--grpc-port=61999 --http-port=62000", "both 62000"),
+    ],
 )
 def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> None:
-    done = run("up", "--grpc-port=0", "--http-port=0", option)
+    done = run("up", "--grpc-port=0", "--http-port=0", *option.split())
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert problem in line
