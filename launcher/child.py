@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +23,7 @@ Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
+_ID_BYTES = 4  # of several systems that share a directory each has a `decode-0`
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
 
 _QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive"}
@@ -34,7 +36,8 @@ others had their turn, took up to 39 seconds to load a model instead of five.
 class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
-    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd".
+    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd". "worker_id" begins with
+    the process's name and is another one at each start.
     """
 
     name: str
@@ -104,7 +107,7 @@ class Child:
         ready_read, ready_write = os.pipe()
         try:
             fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
-            names = {**spec.values, **fds}
+            names = {**spec.values, **fds, "worker_id": f"{spec.name}-{secrets.token_hex(_ID_BYTES)}"}
             process = subprocess.Popen(
                 [part if isinstance(part, str) else str(names[part.name]) for part in spec.argv],
                 stdin=subprocess.DEVNULL if spec.stdin is None else subprocess.PIPE,

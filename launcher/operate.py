@@ -1,7 +1,7 @@
 """`diptych workers`, `drain` and `flush`: an operator's questions to a gateway's AdminService."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 from rich.console import Console
@@ -14,6 +14,7 @@ from diptych.v1 import admin_pb2_grpc
 from launcher.control import ask_restart
 
 _TIMEOUT_S = 10.0
+_FILE_WIDTH = 200  # for grep: one worker, one line
 _STATES = {
     pb.WORKER_STATE_READY: "[green]ready[/]",
     pb.WORKER_STATE_CONNECTING: "[yellow]connecting[/]",
@@ -28,7 +29,11 @@ def list_workers(address: str) -> int:
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S, metadata=metadata)
-        Console().print(_table(answer.workers))
+        width = None if sys.stdout.isatty() else _FILE_WIDTH
+        console = Console(width=width)
+        console.print(worker_table(answer.workers))
+        for reason in reasons(answer.workers):
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
     return _operate(address, ask)
 
@@ -82,21 +87,28 @@ def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metad
     return 0
 
 
-def _table(workers: list[pb.WorkerInfo]) -> Table:
-    table = Table(
-        "worker", "role", "state", "address", "running", "waiting", "to prefill", "blocks free", "why"
-    )
+def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
+    """One row a worker. Its id stays whole on a narrow terminal, for `drain` and `flush` ask for it."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("worker", "role", "state", "running", "waiting"):
+        table.add_column(column, no_wrap=True)
+    for column in ("to prefill", "blocks free", "address"):
+        table.add_column(column, overflow="fold")
     for worker in workers:
         load = worker.load
         table.add_row(
             worker.worker_id,
             _ROLES.get(worker.role, "?"),
             _STATES.get(worker.state, "?"),
-            worker.address,
             str(load.running),
             str(load.waiting),
             f"{load.waiting_tokens} tokens",
             f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
-            worker.detail,
+            worker.address,
         )
     return table
+
+
+def reasons(workers: Iterable[pb.WorkerInfo]) -> Iterable[str]:
+    """Why a worker gets nothing new, or less."""
+    return [f"{worker.worker_id}: {worker.detail}" for worker in workers if worker.detail]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -45,6 +48,21 @@ def test_it_says_what_it_is(admin: admin_pb2_grpc.AdminServiceStub) -> None:
     assert info.model == MODEL
     assert info.kv_block_size == 16
     assert info.start_time.ToNanoseconds() <= time.time_ns()
+
+
+def test_a_piped_list_has_the_whole_ids_that_drain_and_flush_ask_for(stack: Stack) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "workers", "--address", stack.admin_address],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {words[0]: words for words in map(str.split, done.stdout.splitlines()) if words}
+    for one in (*stack.account["prefill"], *stack.account["decode"]):
+        assert one["worker_id"].startswith(f"{one['name']}-")
+        assert rows[one["worker_id"]][1] == one["name"].partition("-")[0]
 
 
 def test_it_tells_the_load_again_and_again(admin: admin_pb2_grpc.AdminServiceStub, stack: Stack) -> None:
