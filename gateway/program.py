@@ -34,6 +34,7 @@ from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_events import Role
 from gateway.text_rpcs import TextRpcs
 from gateway.vllm_metrics import VllmMetrics
+from runtime.cannot_start import CannotStart
 from runtime.directory.mirror import DirectoryMirror
 from runtime.http_edge import HttpEdge
 from runtime.metrics import GatewayMetrics, new_registry
@@ -116,7 +117,7 @@ class Gateway:
         return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.roster.linked())
 
     async def start(self) -> None:
-        """Bind all ports and serve. Raises OSError or UnsafeBindError."""
+        """Bind all ports and serve. Raises CannotListen or UnsafeBindError."""
         settings = self._settings
         await self.mirror.start()
         self.fleet.start()
@@ -255,6 +256,9 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 
 
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
-    """The model's text side and its digest. Blocks for some tenths of a second."""
-    path = settings.model_path
-    return ServedModel.load(path, settings.model_name), model_digest(path)
+    """The model's text side and its digest. Blocks for some tenths of a second. Raises CannotStart."""
+    try:
+        path = settings.model_path
+        return ServedModel.load(path, settings.model_name), model_digest(path)
+    except (FileNotFoundError, PermissionError) as error:
+        raise CannotStart(str(error)) from error

@@ -2,9 +2,15 @@
 
 import ipaddress
 
+from runtime.cannot_start import CannotStart
 
-class UnsafeBindError(ValueError):
+
+class UnsafeBindError(CannotStart, ValueError):
     """The address can be reached from other machines and the connection would be in the clear."""
+
+
+class CannotListen(CannotStart, OSError):
+    """The port is taken, or the address is none of this machine's."""
 
 
 def is_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from runtime.bind_address import require_safe_bind
+from runtime.bind_address import CannotListen, join_host_port, require_safe_bind
 from runtime.tls import BadTlsFiles, TlsFiles
 
 IDLE_S = 30.0
@@ -90,8 +90,8 @@ class HttpEdge:
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
         With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
         certificates of clients, the door does, and what is for probes does not: they have none.
-        Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, OSError when
-        the port is taken, BadTlsFiles.
+        Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, CannotListen
+        when the port is taken, BadTlsFiles.
         """
         require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
         certificates = tls is not None and tls.client_ca is not None
@@ -109,9 +109,13 @@ class HttpEdge:
                 reuse_port=share_port or None,
             )
             await site.start()
-        except (OSError, BadTlsFiles):
+        except BadTlsFiles:
             await edge._runner.cleanup()
             raise
+        except OSError as error:
+            await edge._runner.cleanup()
+            reason = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio names the address, too
+            raise CannotListen(f"cannot listen on {join_host_port(host, port)}: {reason}") from error
         edge.port = edge._runner.addresses[0][1]
         return edge
 

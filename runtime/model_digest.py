@@ -11,6 +11,8 @@ import hashlib
 from pathlib import Path
 from typing import BinaryIO
 
+from runtime.settings import NoModel
+
 _MIB = 1 << 20
 _PAGE = 4096
 _PAGES = 256
@@ -29,13 +31,13 @@ def model_digest(path: Path) -> str:
     """Sha256 hex of a GGUF file or of a Hugging Face folder (config.json, *.safetensors, tokenizer).
 
     Names do not count, so a renamed file or a folder copied elsewhere is the same model. Raises
-    FileNotFoundError when the path, the folder's config.json or its weights are missing.
+    NoModel when the path, the folder's config.json or its weights are missing.
     """
     digest = hashlib.sha256(b"diptych.model.2")
     if path.is_dir():
         weights = sorted(_weight_digest(file) for file in path.glob(f"*{_WEIGHT_SUFFIX}"))
         if not weights or not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} holds no config.json with {_WEIGHT_SUFFIX} files beside it")
+            raise NoModel(f"{path} holds no config.json with {_WEIGHT_SUFFIX} files beside it")
         for name in _CONFIG_FILES:
             file = path / name
             if file.is_file():

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 import uvloop
 
+from runtime.cannot_start import CannotStart
 from runtime.cpu_slice import take_short_turns
 from runtime.settings import ProgramSettings
 
@@ -43,7 +44,8 @@ def incarnation() -> int:
 def run_program(main: Main, settings: ProgramSettings) -> int:
     """Runs `main` on a uvloop event loop with signals, logging and the death watch set up.
 
-    Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged).
+    Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged, of
+    CannotStart the message alone).
     """
     set_up_logging(settings)
     take_short_turns()
@@ -52,6 +54,9 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(main))
+    except CannotStart as error:
+        _log.error("cannot start: %s", error, exc_info=settings.log_level == "debug")
+        return 1
     except Exception:
         _log.exception("stopped by an error")
         return 1

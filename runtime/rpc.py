@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
-from runtime.bind_address import join_host_port, require_safe_bind
+from runtime.bind_address import CannotListen, join_host_port, require_safe_bind
 
 MAX_MESSAGE_BYTES = 8 << 20
 """The largest message anybody may send us: a prompt of a million tokens fits, a flood does not."""
@@ -116,7 +116,7 @@ def bind(
 ) -> int:
     """Binds and returns the port (a free one for 0).
 
-    Raises UnsafeBindError for an address beyond loopback without TLS unless `insecure`, and OSError
+    Raises UnsafeBindError for an address beyond loopback without TLS unless `insecure`, and CannotListen
     when the port is taken.
     """
     require_safe_bind(host, encrypted=credentials is not None, insecure=insecure)
@@ -127,10 +127,17 @@ def bind(
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
+        raise _cannot_listen(address) from error
     if bound == 0:
-        raise OSError(f"cannot listen on {address}")
+        raise _cannot_listen(address)
     return bound
+
+
+def _cannot_listen(address: str) -> CannotListen:
+    # gRPC writes the reason to stderr and does not tell it here.
+    return CannotListen(
+        f"cannot listen on {address}: taken by another process, or no address of this machine"
+    )
 
 
 class Health:

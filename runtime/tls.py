@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 import grpc
 
+from runtime.cannot_start import CannotStart
 from runtime.file_watch import FileWatch, readable_by_all
 
 _ALPN: Final = ["http/1.1"]  # of the HTTP port; gRPC says h2 itself
@@ -23,7 +24,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class BadTlsFiles(ValueError):
+class BadTlsFiles(CannotStart, ValueError):
     """The files cannot be served with; says which one and why."""
 
 

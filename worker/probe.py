@@ -14,13 +14,14 @@ import torch
 from engine.batch import SequenceStep
 from engine.kv_memory import KVLayout
 from engine.runner import Runner
+from runtime.cannot_start import CannotStart
 
 PROMPT_TOKENS = 17  # more than one block of the default size, and a partial one
 STEPS = 2
 CLOSE = 1e-3  # the native CPU step gives the same bits; libraries may order their sums differently
 
 
-class ProbeFailed(RuntimeError):
+class ProbeFailed(CannotStart, RuntimeError):
     """The engine must not serve."""
 
 

@@ -6,9 +6,29 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+import torch
+
+from engine.device import DeviceUnavailable
+from engine.gpu.operators import TritonUnavailable
+from engine.native_backend import NativeUnavailable
+from engine.shape import UnsupportedModel
+from engine.weights.canonical import BadModelFile
+from runtime.cannot_start import CannotStart
 from runtime.telemetry import Telemetry
 from worker.config import WorkerSettings
 from worker.engine import LoadedEngine, load_engine
+
+_MISTAKES = (
+    BadModelFile,
+    DeviceUnavailable,
+    FileNotFoundError,
+    NativeUnavailable,
+    PermissionError,
+    TritonUnavailable,
+    UnsupportedModel,
+    torch.OutOfMemoryError,
+)
+"""What the engine, which knows nothing of programs, says of files and devices that it cannot work with."""
 
 
 class Worker(Protocol):
@@ -27,9 +47,13 @@ async def serve_worker(
     stop: asyncio.Event,
     make: Callable[[Settings, LoadedEngine, Telemetry], Worker],
 ) -> int:
-    """Load the model, serve until `stop`, drain; the process's exit status."""
+    """Load the model, serve until `stop`, drain; the process's exit status. Raises CannotStart."""
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
-        return await make(settings, await load_engine(settings), telemetry).run(stop)
+        try:
+            worker = make(settings, await load_engine(settings), telemetry)
+        except _MISTAKES as error:
+            raise CannotStart(str(error)) from error
+        return await worker.run(stop)
     finally:
         telemetry.stop()

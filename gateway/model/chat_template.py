@@ -28,10 +28,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall
+from runtime.cannot_start import CannotStart
 from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 
 
-class UnusableTemplate(ValueError):
+class UnusableTemplate(CannotStart, ValueError):
     """The model's chat template is too large or no valid Jinja2."""
 
 

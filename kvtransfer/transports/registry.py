@@ -17,6 +17,7 @@ from kvtransfer.transports.base import (
 )
 from kvtransfer.transports.cuda_port import CudaPort
 from kvtransfer.transports.device_port import DevicePort, HostPort
+from runtime.cannot_start import CannotStart
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """With these the prefill worker computes straight into the decode worker's pool."""
@@ -25,19 +26,24 @@ _ON_GPU = (shared_memory.ON_GPU, pushing.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, pushing.NAME, worlds.NCCL})
 
 
+class UnusableTransport(CannotStart, ValueError):
+    """It moves no blocks of such a worker."""
+
+
 def chosen(flag: str, device: torch.device) -> tuple[str, ...]:
     """What `--transport` means for a worker whose blocks are on `device`, names in order of preference.
 
-    `cuda_ipc` computes in place where both workers have the same GPU. Raises ValueError for what cannot be.
+    `cuda_ipc` computes in place where both workers have the same GPU. Raises UnusableTransport for
+    what cannot be.
     """
     if flag == "auto":
         return _ON_HOST if device.type == "cpu" else _ON_GPU
     if device.type == "cpu" and flag in _NEEDS_GPU:
-        raise ValueError(f"--transport {flag} needs blocks on a GPU, and this worker's device is the CPU")
+        raise UnusableTransport(f"--transport {flag} needs blocks on a GPU, this worker computes on the CPU")
     if device.type != "cpu" and flag == shared_memory.NAME:
-        raise ValueError("--transport shared_memory is for CPU workers; on a GPU it is cuda_ipc")
+        raise UnusableTransport("--transport shared_memory is for CPU workers; on a GPU it is cuda_ipc")
     if flag == worlds.NCCL and (why := worlds.nccl_unusable(device)) is not None:
-        raise ValueError(f"--transport nccl: {why}")
+        raise UnusableTransport(f"--transport nccl: {why}")
     return (shared_memory.ON_GPU, flag) if flag == pushing.NAME else (flag,)
 
 

@@ -8,8 +8,10 @@ from typing import Literal, NamedTuple
 
 import tokenizers
 
+from runtime.cannot_start import CannotStart
 
-class UnusableTokenizer(ValueError):
+
+class UnusableTokenizer(CannotStart, ValueError):
     """The model's tokenizer is missing, malformed, or of a kind that this build does not have."""
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +50,40 @@ def test_start_serve_and_stop() -> None:
         process.wait()
     assert process.returncode == 0, log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "problem"),
+    [
+        (None, ("--model", "{folder}"), "has no tokenizer.json"),
+        ("no model", ("--model", "{folder}/model.gguf"), "too short for a GGUF file"),
+        (None, ("--model", "{folder}/nothing"), "no model at"),
+        (None, ("--http-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: address already in use"),
+        (None, ("--grpc-port", "{taken}"), "cannot listen on 127.0.0.1:{taken}: taken by another process"),
+        (None, ("--host", "0.0.0.0"), "refusing to listen on 0.0.0.0"),
+    ],
+)
+def test_a_mistake_of_its_user_is_told_in_one_line(
+    content: str | None, flags: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "model.gguf").write_text(content)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = {"folder": tmp_path, "taken": server.getsockname()[1]}
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "gateway", "--grpc-port=0", "--http-port=0"),
+                *("--redis-url=redis://127.0.0.1:1/0", *(flag.format(**values) for flag in flags)),
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "cannot start: " in line]
+    assert problem.format(**values) in line
 
 
 def test_unknown_flags_are_errors() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import asyncio, gc, logging, sys
+from runtime.cannot_start import CannotStart
 from runtime.process import announce_ready, incarnation, run_program
 from runtime.settings import ProgramSettings
 
@@ -22,6 +23,8 @@ settings = ProgramSettings.from_argv(sys.argv[2:])
 async def main(stop):
     assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     assert incarnation() == incarnation() and 0 < incarnation() < 2**63
+    if sys.argv[1] == "mistake":
+        raise CannotStart("no model at /nowhere")
     announce_ready(settings, {"grpc_port": 1, "http_port": 2})
     assert gc.get_freeze_count() > len(gc.get_objects()), "a full collection would stop everything"
     if sys.argv[1] == "raise":
@@ -84,6 +87,13 @@ def test_an_exception_is_one_line_of_log_and_status_1() -> None:
     assert code == 1
     [line] = [line for line in stderr.splitlines() if "ValueError" in line]
     assert "second line" in line
+
+
+def test_a_mistake_of_the_user_is_told_without_a_traceback() -> None:
+    code, stderr = Child("mistake").finish()
+    assert code == 1
+    [line] = stderr.splitlines()
+    assert line.endswith("cannot start: no model at /nowhere")
 
 
 def test_the_end_of_the_death_pipe_ends_the_process() -> None:

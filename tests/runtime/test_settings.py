@@ -39,6 +39,8 @@ def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatc
         (["--dtype", "int3"], "--dtype"),
         (["--worker-id", "a b"], "--worker-id"),
         (["--block-size", "0"], "--block-size"),
+        (["--redis-url", "foo"], "--redis-url"),
+        (["--redis-url", "redis://localhost:port/0"], "--redis-url"),
         (["--secret", "00" * 32], "DIPTYCH_SECRET"),
         (["--secret=" + "00" * 32], "DIPTYCH_SECRET"),
     ],

@@ -1,0 +1,46 @@
+"""Workers that cannot start, as real processes: their user is told why, in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "flags", "problem"),
+    [
+        ("prefill_worker", ("--model={folder}",), "no config.json in"),
+        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf is not a GGUF file"),
+        ("decode_worker", ("--device=cpu", "--dtype=fp16"), "dtype fp16 is not computed on cpu"),
+        ("prefill_worker", ("--device=cpu", "--transport=nccl"), "--transport nccl needs blocks on a GPU"),
+        pytest.param(
+            *("decode_worker", ("--device=cuda",), "device cuda: torch"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_a_mistake_of_its_user_is_told_in_one_line(
+    module: str, flags: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").write_text("no model")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            module,
+            "--log-level=error",
+            *(flag.format(folder=tmp_path) for flag in flags),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert problem in line
+    assert "Traceback" not in line
