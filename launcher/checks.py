@@ -1,21 +1,44 @@
 """What can be known before anything starts: options that no process could start with."""
 
+import asyncio
 import errno
+import os
 import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from redis.asyncio import Redis
+
+from decode_worker.config import DecodeSettings
 from gateway.access.key_file import BadKeyFile, read_key_file
-from gateway.config import admin_port_beside, port_clash
+from gateway.config import GatewaySettings, admin_port_beside, port_clash
+from launcher.child import Slot
 from launcher.options import StackOptions
+from launcher.stack import SharedSecrets, program_specs
+from prefill_worker.config import PrefillSettings
 from runtime.bind_address import UnsafeBindError, require_safe_bind
-from runtime.settings import resolve_model
+from runtime.directory.store import STORE_ERRORS, connect
+from runtime.settings import BadSettings, ProgramSettings, resolve_model
 from runtime.tls import BadTlsFiles, TlsFiles
+
+_SETTINGS: Mapping[str, type[ProgramSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+
+
+_DIRECTORY_S = 3.0  # a busy machine may starve the first question
+_DIRECTORY_PAUSE_S = 0.3
 
 
 class BadOptions(ValueError):
     """Options that no process could start with."""
 
 
-def check_options(options: StackOptions) -> None:
+def check_options(options: StackOptions, ready_file: Path | None = None) -> None:
     """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading."""
     try:
         resolve_model(options.model)
@@ -25,7 +48,9 @@ def check_options(options: StackOptions) -> None:
         _check_tls(options)
     except (FileNotFoundError, UnsafeBindError, BadKeyFile, BadTlsFiles) as error:
         raise BadOptions(str(error)) from None
+    _check_ready_file(ready_file)
     _check_ports(options)
+    _check_settings(options)
 
 
 def _check_tls(options: StackOptions) -> None:
@@ -59,3 +84,55 @@ def _taken(host: str, port: int) -> bool:
         except OSError as error:
             return error.errno == errno.EADDRINUSE
     return False
+
+
+def _check_ready_file(path: Path | None) -> None:
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise BadOptions(
+            f"--ready-file: cannot write {path}: {folder} must be a folder that may be written to"
+        )
+
+
+def _check_settings(options: StackOptions) -> None:
+    """Reads what each program will be started with, as it will: a fault of all is told once."""
+    shared = SharedSecrets(options.redis_url or "", options.secret or "")
+    faults: dict[str, None] = {}
+    for spec in program_specs(options, shared, cores=1):
+        argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[3:]]
+        argv += ["--redis-url", options.redis_url] if options.redis_url else []
+        try:
+            _SETTINGS[spec.role].read_argv(argv)
+        except BadSettings as error:
+            faults.update(dict.fromkeys(error.faults))
+    if faults:
+        raise BadOptions("\n".join(faults))
+
+
+async def check_directory(url: str) -> None:
+    """Raises BadOptions unless a server answers there: without one the gateway would never find a worker."""
+    client = connect(url)
+    try:
+        deadline = time.monotonic() + _DIRECTORY_S
+        while (why := await _silence(client)) is not None:
+            if time.monotonic() > deadline:
+                raise BadOptions(f"the directory at {_without_secrets(url)} does not answer: {why}")
+            await asyncio.sleep(_DIRECTORY_PAUSE_S)
+    finally:
+        await client.aclose()
+
+
+async def _silence(client: Redis) -> str | None:
+    """Why it does not answer, or None."""
+    try:
+        await client.ping()
+    except STORE_ERRORS as error:
+        return str(error)
+    return None
+
+
+def _without_secrets(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

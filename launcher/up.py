@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import check_options
+from launcher.checks import check_directory, check_options
 from launcher.child import ChildFailed
 from launcher.events import Ended, Event, Replaced, Serving
 from launcher.options import StackOptions
@@ -69,7 +69,9 @@ async def running_stack(
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server.
     `ready_file` is kept current while the system runs.
     """
-    check_options(options)
+    check_options(options, ready_file)
+    if options.redis_url is not None:
+        await check_directory(options.redis_url)
     file = ReadyFile(ready_file) if ready_file is not None else None
     stack: Stack | None = None
 

@@ -15,9 +15,24 @@ from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, CliSuppress, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    CliSuppress,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from runtime.cannot_start import CannotStart
+
+
+class BadSettings(ValueError):
+    """Flags or variables that a program cannot run with."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = tuple(faults)
 
 
 class NoModel(CannotStart, FileNotFoundError):
@@ -25,6 +40,8 @@ class NoModel(CannotStart, FileNotFoundError):
 
 
 DType = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
+DTypeChoice = Literal["auto", "fp32", "fp16", "bf16", "int8", "gguf"]
+"""Flat: a value that is none of them is told in one sentence."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 BUNDLED_MODEL = "bundled"
@@ -56,7 +73,7 @@ class ProgramSettings(BaseSettings):
         BUNDLED_MODEL, description="GGUF file or Hugging Face folder; 'bundled' = the packaged model"
     )
     model_name: str | None = Field(None, description="name the model is served under")
-    dtype: Literal["auto"] | DType = Field(
+    dtype: DTypeChoice = Field(
         "auto",
         description="computation type; gguf = the file's own quantised blocks; fp16 is for GPUs; "
         "auto = the fastest that keeps the quality of the model's files",
@@ -123,27 +140,37 @@ class ProgramSettings(BaseSettings):
         Exits with status 2 and one line per fault on stderr when a flag is unknown or a value is
         wrong, as command-line tools do.
         """
-        if any(arg == "--secret" or arg.startswith("--secret=") for arg in argv):
-            # Every user of the machine can read a command line.
-            print(f"diptych {cls.program}: pass the secret as DIPTYCH_SECRET, not as a flag", file=sys.stderr)
-            raise SystemExit(2)
         try:
-            flags: CliSettingsSource[ArgumentParser] = CliSettingsSource(
-                cls, cli_prog_name=f"diptych {cls.program}"
-            )
-            return CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
-        except ValidationError as error:
-            print("\n".join(cls._fault_lines(error)), file=sys.stderr)
+            return cls.read_argv(argv)
+        except BadSettings as error:
+            for fault in error.faults:
+                print(f"diptych {cls.program}: {fault}", file=sys.stderr)
             raise SystemExit(2) from None
 
     @classmethod
-    def _fault_lines(cls, error: ValidationError) -> list[str]:
-        """One a field: what is wrong with each way to write its value belongs together."""
-        faults: dict[str, list[str]] = {}
-        for fault in error.errors(include_input=False, include_url=False):
-            field = str(fault["loc"][0]) if fault["loc"] else ""
-            faults.setdefault(field, []).append(fault["msg"].removeprefix("Value error, "))
-        return [f"diptych {cls.program}: {_named(field)}{', or '.join(faults[field])}" for field in faults]
+    def read_argv(cls, argv: Sequence[str]) -> Self:
+        """As `from_argv`, but raises BadSettings."""
+        if any(arg == "--secret" or arg.startswith("--secret=") for arg in argv):
+            # Every user of the machine can read a command line.
+            raise BadSettings(["pass the secret as DIPTYCH_SECRET, not as a flag"])
+        try:
+            flags: CliSettingsSource[ArgumentParser] = CliSettingsSource(
+                cls, cli_prog_name=f"diptych {cls.program}", cli_exit_on_error=False
+            )
+            return CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
+        except ValidationError as error:
+            raise BadSettings(_faults(error)) from None
+        except SettingsError as error:
+            raise BadSettings([str(error).removeprefix("error parsing CLI: ")]) from None
+
+
+def _faults(error: ValidationError) -> list[str]:
+    """One a field: what is wrong with each way to write its value belongs together."""
+    faults: dict[str, list[str]] = {}
+    for fault in error.errors(include_input=False, include_url=False):
+        field = str(fault["loc"][0]) if fault["loc"] else ""
+        faults.setdefault(field, []).append(fault["msg"].removeprefix("Value error, "))
+    return [f"{_named(field)}{', or '.join(said)}" for field, said in faults.items()]
 
 
 def _named(field: str) -> str:

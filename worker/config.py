@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.settings import ProgramSettings
 
@@ -22,7 +23,7 @@ class WorkerSettings(ProgramSettings):
     machine_cores: Annotated[int, Field(ge=0)] = Field(
         0, description="with cores-fd: how many cores there are to share"
     )
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
+    device: str = Field(
         "auto", description="where the model is computed: cpu, cuda or cuda:N; auto = a GPU if there is one"
     )
     backend: Literal["auto", "native", "torch", "triton"] = Field(
@@ -43,3 +44,10 @@ class WorkerSettings(ProgramSettings):
     drain_s: Annotated[float, Field(ge=0)] = Field(
         10.0, description="seconds that running requests get at shutdown"
     )
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, value: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is None:
+            raise ValueError("must be auto, cpu, cuda or cuda:N")
+        return value

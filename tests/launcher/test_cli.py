@@ -44,6 +44,19 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
         ("--host=0.0.0.0", "refusing to listen on 0.0.0.0"),
         ("--grpc-port=61999 --http-port=61999", "--grpc-port and --http-port are both 61999"),
         ("--grpc-port=61999 --http-port=62000", "both 62000"),
+        ("--dtype=foo", "--dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'"),
+        ("--device=foo", "--device (DIPTYCH_DEVICE): must be auto, cpu, cuda or cuda:N"),
+        ("--transport=foo", "--transport (DIPTYCH_TRANSPORT): Input should be 'auto', 'shared_memory'"),
+        ("--log-level=loud", "--log-level (DIPTYCH_LOG_LEVEL): Input should be 'debug'"),
+        ("--block-size=0", "--block-size (DIPTYCH_BLOCK_SIZE): Input should be greater than"),
+        ("--set=decode.max-batch=many", "--max-batch (DIPTYCH_MAX_BATCH): Input should be a valid integer"),
+        ("--set=decode.max-batches=8", "unrecognized arguments: --max-batches 8"),
+        ("--ready-file=/nope/x.json", "--ready-file: cannot write /nope/x.json"),
+        ("--redis-url=foo", "--redis-url (DIPTYCH_REDIS_URL): must be like redis://"),
+        (
+            "--redis-url=redis://me:s3cret@127.0.0.1:1/0",
+            "the directory at redis://127.0.0.1:1/0 does not answer",
+        ),
     ],
 )
 def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> None:
@@ -51,6 +64,7 @@ def test_up_says_in_one_line_why_it_cannot_start(option: str, problem: str) -> N
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert problem in line
+    assert "s3cret" not in line
 
 
 @pytest.mark.parametrize(

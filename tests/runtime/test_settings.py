@@ -54,6 +54,13 @@ def test_wrong_flags_exit_with_2_and_name_the_flag(
     assert named in capsys.readouterr().err
 
 
+def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        PrefillLikeSettings.from_argv(["--dtype=foo"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("diptych prefill: --dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'")
+
+
 @pytest.mark.parametrize("secret", ["no hex at all, but long enough to be one", "abcd"])
 def test_a_bad_secret_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], secret: str
