@@ -39,10 +39,9 @@ from gateway.session.work import Job, TraceParent, work_id
 from runtime.errors import (
     DiptychError,
     Draining,
+    Interrupted,
     InvalidParameter,
-    KvTransferFailed,
     NoReadyWorker,
-    WorkerLost,
 )
 from runtime.failpoints import reach
 from runtime.metrics import GatewayMetrics
@@ -295,10 +294,8 @@ class Generator:
         if outgoing.error is None:
             raise RuntimeError("the request did not fail")
         if outgoing.held:
-            if isinstance(outgoing.error, WorkerLost | KvTransferFailed):
-                # Tokens had come to this process, but nothing went out to the client: safe to replay.
-                hint = outgoing.error.retry_after_s
-                raise type(outgoing.error)(retry_after_s=hint) from outgoing.error
+            if isinstance(outgoing.error, Interrupted):
+                raise outgoing.error.before_output() from outgoing.error  # safe to replay
             raise outgoing.error
         pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
         if pending:

@@ -17,6 +17,7 @@
     ├── NoReadyWorker             UNAVAILABLE          with a retry hint
     ├── Draining                  UNAVAILABLE          with a retry hint
     ├── GrammarNotChecked         UNAVAILABLE          with a retry hint
+    ├── ShutDown                  ABORTED              output went out; before that it is Draining
     ├── WorkerLost                UNAVAILABLE, or ABORTED once output went out
     ├── KvTransferFailed          UNAVAILABLE, or ABORTED once output went out
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
@@ -231,8 +232,8 @@ class GrammarNotChecked(DiptychError):
         super().__init__("the grammar could not be checked now", retry_after_s=retry_after_s)
 
 
-class _Interrupted(DiptychError):
-    """The request broke off; the code tells whether output had gone out to the client."""
+class Interrupted(DiptychError):
+    """The request broke off; the code tells whether output had gone out to the client. Raise a subclass."""
 
     explanation: ClassVar[str]
 
@@ -242,13 +243,27 @@ class _Interrupted(DiptychError):
         )
         self.code = grpc.StatusCode.ABORTED if tokens_emitted else grpc.StatusCode.UNAVAILABLE
 
+    def before_output(self) -> DiptychError:
+        """The same where tokens had come to this process, but nothing went out to the client."""
+        return type(self)(retry_after_s=self.retry_after_s)
 
-class WorkerLost(_Interrupted):
+
+class WorkerLost(Interrupted):
     reason = "WORKER_LOST"
     explanation = "a worker of this request went away"
 
 
-class KvTransferFailed(_Interrupted):
+class ShutDown(Interrupted):
+    """The gateway ends, and the grace for what runs is over."""
+
+    reason = "SHUTTING_DOWN"
+    explanation = "the server shut down before the answer was complete"
+
+    def before_output(self) -> DiptychError:
+        return Draining()
+
+
+class KvTransferFailed(Interrupted):
     reason = "KV_TRANSFER_FAILED"
     explanation = "the hand-over of the prompt's KV blocks failed"
 

@@ -26,6 +26,7 @@ from runtime.errors import (
     KvTransferFailed,
     NoReadyWorker,
     NothingAllowed,
+    ShutDown,
     WorkerLost,
 )
 
@@ -140,7 +141,7 @@ def over_budget(history: History, retry_after_s: float) -> DiptychError:
 
 def shutting_down(history: History) -> DiptychError:
     """This gateway cannot finish the request any more."""
-    return _lost_unless(history, Draining())
+    return ShutDown(tokens_emitted=history.delivered) if history.delivered else Draining()
 
 
 def _lost(cause: Cause, history: History, reserve: bool) -> Retry | GiveUp:

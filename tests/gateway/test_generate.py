@@ -431,6 +431,20 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
         await asyncio.wait_for(drain, 1)
 
 
+async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
+    decode = ScriptedDecode()
+    async with running(bundled, redis_url, ScriptedPrefill(), decode, drain_grace_s=0.1) as stack:
+        call = stack.stub.StreamGenerate(stack.request())
+        (work,) = await decode.wait_for("attach")
+        decode.tokens(work, 0, answer[:3])
+        await call.read()
+        await stack.gateway.drain()
+        error = await failure(call)
+        assert (error.code(), reason_of(error)) == (grpc.StatusCode.ABORTED, "SHUTTING_DOWN")
+
+
 async def test_after_the_grace_the_rest_gets_a_status(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     stack: Stack

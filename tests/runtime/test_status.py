@@ -40,6 +40,7 @@ TABLE: list[tuple[errors.DiptychError, grpc.StatusCode, str, dict[str, str]]] = 
     (errors.Draining(), C.UNAVAILABLE, "DRAINING", {}),
     (errors.WorkerLost(), C.UNAVAILABLE, "WORKER_LOST", {"tokens_emitted": "0"}),
     (errors.WorkerLost(3), C.ABORTED, "WORKER_LOST", {"tokens_emitted": "3"}),
+    (errors.ShutDown(3), C.ABORTED, "SHUTTING_DOWN", {"tokens_emitted": "3"}),
     (errors.KvTransferFailed(), C.UNAVAILABLE, "KV_TRANSFER_FAILED", {"tokens_emitted": "0"}),
     (errors.KvTransferFailed(1), C.ABORTED, "KV_TRANSFER_FAILED", {"tokens_emitted": "1"}),
     (errors.DeadlineExceeded("queue"), C.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", {"phase": "queue"}),

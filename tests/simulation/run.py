@@ -133,7 +133,7 @@ class Run:
             # Two workers have to have died, or been out of reach for longer than anybody waits.
             lost = sum(host.dead for host in self.cluster.hosts) + self.faults.silences
             given_up = (given_up or self.suspected) and lost >= DEATHS
-        if end in ("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL") and not given_up:
+        if end in _VERDICTS and not given_up:
             self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
         if end not in _LEGAL:
             self.violated(f"{client.ask.name} ended with {end}: {error}")
@@ -157,13 +157,14 @@ class Run:
         outcome.ends.update(client.end or "unfinished" for client in self.clients)
 
 
+_VERDICTS = frozenset({"WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "SHUTTING_DOWN"})
+_NEEDS_A_FAULT = _VERDICTS | {"NO_READY_WORKER", "DRAINING"}
 _LEGAL = frozenset(
     {
-        *("WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO_READY_WORKER", "DRAINING"),
+        *_NEEDS_A_FAULT,
         *("QUEUE_FULL", "DEADLINE_UNATTAINABLE", "KV_CAPACITY", "DEADLINE_EXCEEDED"),
     }
 )
-_NEEDS_A_FAULT = frozenset({"WORKER_LOST", "KV_TRANSFER_FAILED", "INTERNAL", "NO_READY_WORKER", "DRAINING"})
 
 
 @contextmanager

@@ -216,6 +216,26 @@ async def test_best_of_that_fails_is_safe_to_replay(
     assert reason_of(caught.value) == "WORKER_LOST"
 
 
+async def test_best_of_that_a_shutdown_ends_is_safe_to_replay(
+    bundled: ServedModel, redis_url: str, answers: list[list[int]]
+) -> None:
+    said_some = asyncio.Event()
+
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        step(worker, work, [said(c, 0, answers[c][:2], -1.0) for c in range(2)])
+        said_some.set()
+
+    workers = (ScriptedPrefill(), ScriptedDecode(script))
+    async with running(bundled, redis_url, *workers, drain_grace_s=0.3) as stack:
+        call = stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(best_of=2)))
+        await said_some.wait()
+        await stack.gateway.drain()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert reason_of(caught.value) == "DRAINING"
+
+
 async def test_logprobs_come_with_their_tokens_and_end_where_the_output_ends(
     bundled: ServedModel, redis_url: str
 ) -> None:
