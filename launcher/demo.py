@@ -10,18 +10,20 @@ from launcher.ask import timing_table
 from launcher.options import StackOptions
 from launcher.progress import NoteConsole, Progress
 from launcher.serve import StartFailed, report_failure
-from launcher.up import run_until_signal, running_stack
+from launcher.up import Stopped, run_until_signal, running_stack
 
 _MAX_TOKENS = 64
 _TIMEOUT_S = 120.0
 
 
 def run_demo(prompt: str, options: StackOptions, *, verbose: bool) -> int:
-    """Exit status 0 when an answer came."""
+    """Exit status 0 when an answer came, 128 and the signal's number when one ended it before."""
     console = NoteConsole()
     progress = Progress(console, lines=verbose)
     try:
         return run_until_signal(_demo(prompt, options, console, progress))
+    except Stopped as stopped:
+        return stopped.status
     except StartFailed as error:
         progress.close()
         report_failure(console, error, lines=not verbose)

@@ -42,4 +42,12 @@ class Replaced:
     name: str
 
 
-Event = Loading | Serving | Ended | Wrote | Replaced
+@dataclass(frozen=True)
+class Stopping:
+    """Everything is told to end; what runs, so many requests (None: unknown), may finish for `grace_s`."""
+
+    requests: int | None
+    grace_s: float
+
+
+Event = Loading | Serving | Ended | Wrote | Replaced | Stopping

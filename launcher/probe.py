@@ -1,7 +1,8 @@
-"""Asks an HTTP port for its status: just enough for /ready and /health, with nothing to install."""
+"""Asks an HTTP port: just enough for /ready, /health and /metrics, with nothing to install."""
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 
 _TIMEOUT_S = 2.0
 
@@ -13,6 +14,28 @@ async def http_status(
 
     With `tls` any certificate will do: it asks a process of our own on this machine, and tells it nothing.
     """
+    answer = await _ask(host, port, path, tls, timeout_s, asyncio.StreamReader.readline)
+    words = (answer or b"").split()
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else None
+
+
+async def http_body(
+    host: str, port: int, path: str, *, tls: bool = False, timeout_s: float = _TIMEOUT_S
+) -> bytes | None:
+    """What `GET path` brings, or None when it brings nothing within `timeout_s`, or an error."""
+    answer = await _ask(host, port, path, tls, timeout_s, asyncio.StreamReader.read)
+    head, _, body = (answer or b"").partition(b"\r\n\r\n")
+    return body if b" 200 " in head.partition(b"\r\n")[0] else None
+
+
+async def _ask(
+    host: str,
+    port: int,
+    path: str,
+    tls: bool,
+    timeout_s: float,
+    read: Callable[[asyncio.StreamReader], Awaitable[bytes]],
+) -> bytes | None:
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(
@@ -20,12 +43,11 @@ async def http_status(
             )
             try:
                 writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                words = (await reader.readline()).split()
+                return await read(reader)
             finally:
                 writer.close()
     except (OSError, TimeoutError):  # ssl.SSLError is an OSError
         return None
-    return int(words[1]) if len(words) > 1 and words[1].isdigit() else None
 
 
 def reachable(host: str) -> str:

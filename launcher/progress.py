@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from launcher.events import Ended, Event, Loading, Replaced, Serving, Wrote
+from launcher.events import Ended, Event, Loading, Replaced, Serving, Stopping, Wrote
 
 
 class NoteConsole(Console):
@@ -55,6 +55,11 @@ class Progress:
                 self._say(f"[red]●[/] {name} ended: {reason}; starts again in {restart_in_s:.1f} s")
             case Replaced(name):
                 self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
+            case Stopping(requests, grace_s) if requests != 0:
+                who = {None: "what runs", 1: "1 request"}.get(requests, f"{requests} requests")
+                self._say(f"stopping: {who} may finish for {grace_s:.0f} s; Ctrl-C again does not wait")
+            case Stopping():
+                pass
             case Wrote("valkey", _):
                 pass  # advice about the machine's kernel settings; its last words are in ChildFailed
             case Wrote(name, line) if self._lines:

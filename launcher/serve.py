@@ -12,7 +12,7 @@ from launcher.control import control_socket
 from launcher.options import StackOptions
 from launcher.progress import NoteConsole, Progress
 from launcher.rolling import rolling_restart
-from launcher.up import Stack, run_until_signal, running_stack
+from launcher.up import Stack, Stopped, run_until_signal, running_stack
 from launcher.valkey import ValkeyMissing
 
 StartFailed = (BadOptions, ChildFailed, ValkeyMissing)
@@ -24,6 +24,8 @@ def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool)
     progress = Progress(console, lines=True)
     try:
         return run_until_signal(_serve(options, console, progress, ready_file, show_secrets))
+    except Stopped:
+        return 0
     except StartFailed as error:
         progress.close()
         report_failure(console, error, lines=False)  # they were shown as they came

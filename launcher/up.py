@@ -12,19 +12,22 @@ from typing import Any
 
 from launcher.checks import check_directory, check_options
 from launcher.child import ChildFailed
-from launcher.events import Ended, Event, Replaced, Serving
+from launcher.events import Ended, Event, Replaced, Serving, Stopping
 from launcher.options import StackOptions
-from launcher.probe import http_status, reachable
+from launcher.probe import http_body, http_status, reachable
 from launcher.ready_file import ReadyFile
-from launcher.stack import SharedSecrets, program_specs
+from launcher.stack import DRAIN_S, SharedSecrets, program_specs
 from launcher.supervisor import Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey
+from runtime.process import ONE_SIGNAL_S
 
 STOP_ORDER = ("gateway", "prefill", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ROUTABLE_TIMEOUT_S = 30.0
 _ROUTABLE_PAUSE_S = 0.05
+_COUNT_TIMEOUT_S = 1.0
+_REQUEST_GAUGES = ("diptych_requests_running{", "diptych_requests_waiting{")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Stack:
         """Whether the gateway can route a request; with an id, whether this worker gets some."""
         path = f"/ready?worker={worker_id}" if worker_id else "/ready"
         return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
+
+    async def requests(self) -> int | None:
+        """How many the gateway has, running or waiting; None when it does not say."""
+        metrics = await http_body(
+            self.host, self.http_port, "/metrics", tls=self.tls, timeout_s=_COUNT_TIMEOUT_S
+        )
+        if metrics is None:
+            return None
+        lines = [line for line in metrics.decode().splitlines() if line.startswith(_REQUEST_GAUGES)]
+        return round(sum(float(line.rpartition(" ")[2]) for line in lines))
 
 
 @asynccontextmanager
@@ -103,7 +116,7 @@ async def running_stack(
     finally:
         if file is not None:
             file.remove()
-        await _stop(supervisor)
+        await _stop(supervisor, stack, observe)
 
 
 async def _routable(stack: Stack) -> None:
@@ -115,28 +128,59 @@ async def _routable(stack: Stack) -> None:
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
 
 
-async def _stop(supervisor: Supervisor) -> None:
+async def _stop(supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None]) -> None:
     """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
     loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    def hurry() -> None:
+        if loop.time() - began > ONE_SIGNAL_S:
+            supervisor.kill()
+
+    async def stop() -> None:
+        try:
+            if stack is not None:
+                observe(Stopping(await stack.requests(), DRAIN_S))
+        finally:
+            await supervisor.stop(STOP_ORDER)
+
     for signum in _SIGNALS:
-        loop.add_signal_handler(signum, supervisor.kill)
+        loop.add_signal_handler(signum, hurry)
     try:
-        await asyncio.shield(supervisor.stop(STOP_ORDER))
+        await asyncio.shield(stop())
     finally:
         for signum in _SIGNALS:
             loop.remove_signal_handler(signum)
 
 
+class Stopped(Exception):
+    """A signal ended it."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.status = 128 + signum  # as a shell has it of what a signal killed
+
+
 def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it (status 0)."""
+    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
+    then.
+    """
 
     async def cancellable() -> int:
         task = asyncio.ensure_future(main)
+        heard: list[signal.Signals] = []
+
+        def cancel(signum: signal.Signals) -> None:
+            heard.append(signum)
+            task.cancel()
+
         for signum in _SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(signum, cancel, signum)
         try:
             return await task
         except asyncio.CancelledError:
-            return 0
+            if not heard:
+                raise
+            raise Stopped(heard[0]) from None
 
     return asyncio.run(cancellable())

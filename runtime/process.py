@@ -2,7 +2,7 @@
 
 A program's `__main__` parses its settings and calls `run_program(main, settings)`. `main` serves
 until the stop event is set, drains, and returns the exit status. The first SIGTERM or SIGINT sets
-the event, the second ends the process at once. A process that was given a death pipe never outlives
+the event, a later one ends the process at once. A process that was given a death pipe never outlives
 its parent: the kernel kills it when the parent dies (PR_SET_PDEATHSIG), and where that cannot work
 (a parent that died before the call, another thread of it that forked, another system than Linux)
 the pipe's end of file does.
@@ -20,6 +20,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn
 
@@ -30,6 +31,8 @@ from runtime.cpu_slice import take_short_turns
 from runtime.settings import ProgramSettings
 
 _PR_SET_PDEATHSIG = 1
+ONE_SIGNAL_S = 0.1
+"""timeout(1) signals its child and then the group that it is in: what comes so close together is one."""
 _log = logging.getLogger(__name__)
 
 Main = Callable[[asyncio.Event], Awaitable[int]]
@@ -78,17 +81,28 @@ def leave(status: int) -> NoReturn:
 async def _serve(main: Main) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    signals = _Signals(stop)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, _on_signal, signum, stop)
+        loop.add_signal_handler(signum, signals.heard, signum)
     return await main(stop)
 
 
-def _on_signal(signum: signal.Signals, stop: asyncio.Event) -> None:
-    if stop.is_set():
-        _log.warning("second %s: exiting at once", signum.name)
-        os._exit(128 + signum)
-    _log.info("%s: stopping", signum.name)
-    stop.set()
+class _Signals:
+    """The first one stops, a later one does not wait."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._first_at = 0.0
+
+    def heard(self, signum: signal.Signals) -> None:
+        now = time.monotonic()
+        if not self._stop.is_set():
+            _log.info("%s: stopping", signum.name)
+            self._first_at = now
+            self._stop.set()
+        elif now - self._first_at > ONE_SIGNAL_S:
+            _log.warning("second %s: exiting at once", signum.name)
+            os._exit(128 + signum)
 
 
 def watch_parent(death_fd: int) -> None:

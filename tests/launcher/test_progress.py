@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from launcher.events import Ended, Event, Loading, Serving, Wrote
+from launcher.events import Ended, Event, Loading, Serving, Stopping, Wrote
 from launcher.progress import Progress
 from tests.launcher.specs import ROOT
 
@@ -14,6 +14,9 @@ EVENTS: tuple[Event, ...] = (
     Serving("decode-0", 1.25),
     Ended("decode-0", "killed by SIGKILL", 0.2),
     Loading("decode-0"),
+    Stopping(0, 8.0),
+    Stopping(1, 8.0),
+    Stopping(None, 8.0),
 )
 
 
@@ -31,6 +34,8 @@ def test_tells_what_happened_one_line_each() -> None:
         "  decode-0 │ a [bold]line[/] in brackets",
         "● decode-0 is ready (1.2 s)",
         "● decode-0 ended: killed by SIGKILL; starts again in 0.2 s",
+        "stopping: 1 request may finish for 8 s; Ctrl-C again does not wait",
+        "stopping: what runs may finish for 8 s; Ctrl-C again does not wait",
     ]
 
 

@@ -68,12 +68,22 @@ def start(folder: Path) -> System:
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """Ended as by Ctrl-C, which leaves nothing behind."""
-    system = start(tmp_path_factory.mktemp("up"))
+    """Ended as by `timeout -s INT`, which signals twice: what runs is finished, nothing is left behind."""
+    folder = tmp_path_factory.mktemp("up")
+    system = start(folder)
     yield system
     pids = system.pids()
-    system.process.send_signal(signal.SIGINT)
+    with Client(system.address) as client:
+        stream = client.stream("Once upon a time", max_tokens=200, ignore_eos=True)
+        pieces = [next(stream)]
+        for _ in range(2):
+            system.process.send_signal(signal.SIGINT)
+        pieces += stream
+    assert sum(len(piece.token_ids) for piece in pieces) == 200
     assert system.process.wait(60) == 0
+    assert (
+        "stopping: 1 request may finish for 8 s; Ctrl-C again does not wait" in (folder / "log").read_text()
+    )
     assert not any(alive(pid) for pid in pids)
     assert not system.ready_file.exists()
 
@@ -112,6 +122,16 @@ def test_a_killed_worker_is_replaced_and_the_next_request_works(system: System, 
     os.kill(before, signal.SIGKILL)
     assert wait_until(lambda: system.serves_again(role, before), START_S)
     assert wait_until(lambda: answers(system.address), 60)
+
+
+def test_an_interrupted_demo_does_not_say_that_it_went_well() -> None:
+    with subprocess.Popen(
+        diptych("demo"), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as demo:
+        assert demo.stderr is not None
+        assert b"valkey is ready" in demo.stderr.readline()
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(60) == 128 + signal.SIGINT
 
 
 def test_a_second_gateway_joins_with_the_shared_secrets(system: System) -> None:

@@ -30,6 +30,8 @@ async def main(stop):
     if sys.argv[1] == "raise":
         raise ValueError("first line\\nsecond line")
     await stop.wait()
+    if sys.argv[1] == "serve":
+        await asyncio.sleep(0.05)
     if sys.argv[1] == "stuck":
         await asyncio.sleep(60)
     return 7
@@ -80,6 +82,15 @@ def test_a_second_signal_does_not_wait() -> None:
     code, stderr = child.finish()
     assert code == 128 + signal.SIGTERM
     assert "second SIGTERM" in stderr
+
+
+def test_two_signals_at_once_are_one() -> None:
+    child = Child("serve")
+    child.process.send_signal(signal.SIGINT)
+    child.process.send_signal(signal.SIGTERM)
+    code, stderr = child.finish()
+    assert code == 7
+    assert "second" not in stderr
 
 
 def test_an_exception_is_one_line_of_log_and_status_1() -> None:
