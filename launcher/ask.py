@@ -83,6 +83,9 @@ def timing_table(spent: Timings, usage: Usage | None) -> Table:
         ("decode queue", spent.decode_queue, ""),
         ("decode", spent.decode, _pace(spent, usage)),
     ]
+    if spent.retries:
+        lost = spent.total - sum(seconds for _, seconds, _ in rows)
+        rows.append(("retries", max(lost, 0.0), f"{spent.retries}: attempts that were lost, and waiting"))
     for phase, seconds, note in rows:
         table.add_row(phase, f"{seconds * 1e3:.2f}", note)
     table.add_section()
@@ -92,7 +95,9 @@ def timing_table(spent: Timings, usage: Usage | None) -> Table:
 
 
 def _pace(spent: Timings, usage: Usage | None) -> str:
-    # The first token is the prefill worker's.
-    if usage is None or usage.completion_tokens < 2 or spent.decode <= 0:
+    # A decode phase is the last attempt's alone; tokens of the attempts before it are no less tokens.
+    seconds = spent.total - spent.time_to_first_token if spent.retries else spent.decode
+    if usage is None or usage.completion_tokens < 2 or seconds <= 0:
         return ""
-    return f"{(usage.completion_tokens - 1) / spent.decode:.1f} tokens/s"
+    # The first token is the prefill worker's.
+    return f"{(usage.completion_tokens - 1) / seconds:.1f} tokens/s"

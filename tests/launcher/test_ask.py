@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -20,9 +21,9 @@ SPENT = Timings(
 )
 
 
-def rows(usage: Usage | None) -> dict[str, str]:
+def rows(usage: Usage | None, spent: Timings = SPENT) -> dict[str, str]:
     out = StringIO()
-    Console(file=out, width=200).print(timing_table(SPENT, usage))
+    Console(file=out, width=200).print(timing_table(spent, usage))
     cells = [
         [cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "│" in line
     ]
@@ -37,6 +38,14 @@ def test_shows_every_phase_in_milliseconds() -> None:
     assert shown["decode"] == "500.00 20.0 tokens/s"
     assert shown["first token after"] == "50.00"
     assert shown["total"] == "560.00"
+    assert "retries" not in shown
+
+
+def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
+    spent = replace(SPENT, retries=1, total=2.05)  # the last attempt decoded for half a second of it
+    shown = rows(Usage(prompt_tokens=40, completion_tokens=101, cached_prompt_tokens=0), spent)
+    assert shown["decode"] == "500.00 50.0 tokens/s"
+    assert shown["retries"] == "1506.00 1: attempts that were lost, and waiting"
 
 
 @pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
