@@ -2,13 +2,25 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
 
 from diptych.access import Access
 from diptych.client import CallFailed, Client, Prompt, Timings, Usage, chat
+
+
+class BadQuestion(ValueError):
+    """It cannot be sent."""
+
+
+def read_prompt(source: BinaryIO) -> str:
+    """All of it. Raises BadQuestion for what is not UTF-8, in which gRPC sends text."""
+    try:
+        return source.read().decode()
+    except UnicodeDecodeError as error:
+        raise BadQuestion(f"standard input is not UTF-8: byte {error.start} is {error.reason}") from None
 
 
 @dataclass(frozen=True)
@@ -60,11 +72,16 @@ def _whole(client: Client, question: Question) -> tuple[Timings | None, Usage | 
 def _streamed(client: Client, question: Question) -> tuple[Timings | None, Usage | None]:
     spent: Timings | None = None
     usage: Usage | None = None
-    for chunk in client.stream(question.as_prompt(), timeout_s=question.timeout_s, **question.options):
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-        spent, usage = chunk.timings or spent, chunk.usage or usage
-    print()
+    begun = False
+    try:
+        for chunk in client.stream(question.as_prompt(), timeout_s=question.timeout_s, **question.options):
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+            begun = True
+            spent, usage = chunk.timings or spent, chunk.usage or usage
+    finally:
+        if begun:
+            print(flush=True)  # what went wrong does not stick to the last word
     return spent, usage
 
 

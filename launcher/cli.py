@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -80,30 +80,63 @@ def bench(context: typer.Context) -> None:
     _become("benchmarks", context.args)
 
 
+def _target(address: str) -> str:
+    """gRPC would take a URL for a host name, and say so in its own words."""
+    if address.startswith(("http://", "https://", "grpc://", "grpcs://")):
+        raise typer.BadParameter("is host:port, without a scheme; DIPTYCH_CA_FILE turns TLS on")
+    return address
+
+
+Text = TypeVar("Text", str, list[str], None)
+
+
+def _utf8(given: Text) -> Text:
+    """gRPC sends text in UTF-8; what else the shell passed on is refused by the option's name."""
+    try:
+        "".join(given or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("is not UTF-8") from None
+    return given
+
+
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model; '-' reads standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(callback=_utf8, help="What to say to the model; '-' reads standard input.")
+    ],
     address: Annotated[
-        str, typer.Option(envvar="DIPTYCH_ADDRESS", help="host:port of a gateway.")
+        str, typer.Option(envvar="DIPTYCH_ADDRESS", callback=_target, help="host:port of a gateway.")
     ] = f"127.0.0.1:{GRPC_PORT}",
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="System turn of the chat.")] = None,
-    model: Annotated[str | None, typer.Option(help="Served name; default: the server's first.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    system: Annotated[str | None, typer.Option(callback=_utf8, help="System turn of the chat.")] = None,
+    model: Annotated[
+        str | None, typer.Option(callback=_utf8, help="Served name; default: the server's first.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=2**32 - 1, help="Longest answer, in tokens.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Deadline in seconds.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, max=2**31 - 1)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same answer.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(callback=_utf8, help="Stop string; may be repeated.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds.")] = None,
 ) -> None:
     """Ask a running server once."""
-    from launcher.ask import Question, ask
+    from launcher.ask import BadQuestion, Question, ask, read_prompt
 
+    try:
+        text = read_prompt(sys.stdin.buffer) if prompt == "-" else prompt
+    except BadQuestion as error:
+        raise typer.BadParameter(str(error), param_hint="PROMPT") from None
     question = Question(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        prompt=text,
         raw=raw,
         system=system,
         model=model,
@@ -126,7 +159,12 @@ def generate(
 
 _AdminAddress = Annotated[
     str,
-    typer.Option("--address", envvar="DIPTYCH_ADMIN_ADDRESS", help="host:port of a gateway's admin port."),
+    typer.Option(
+        "--address",
+        envvar="DIPTYCH_ADMIN_ADDRESS",
+        callback=_target,
+        help="host:port of a gateway's admin port.",
+    ),
 ]
 
 

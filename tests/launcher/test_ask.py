@@ -1,11 +1,16 @@
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import StringIO
 
+import grpc
 import pytest
 from rich.console import Console
 
 from diptych.client import Timings, Usage
-from launcher.ask import timing_table
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+from launcher.ask import Question, ask, timing_table
 
 SPENT = Timings(
     queue=0.001,
@@ -51,3 +56,27 @@ def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
 @pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
 def test_claims_no_pace_without_two_tokens(usage: Usage | None) -> None:
     assert rows(usage)["decode"] == "500.00"
+
+
+class Breaking(rpc.InferenceServiceServicer):
+    """Its streams end in the middle of an answer."""
+
+    def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id="r1", model="small", outputs=[pb.OutputDelta(text="The cap")])
+        context.abort(grpc.StatusCode.ABORTED, "it broke")
+
+
+def test_what_went_wrong_does_not_stick_to_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    question = Question("hello", raw=True, system=None, model="small", timeout_s=30, options={})
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        rpc.add_InferenceServiceServicer_to_server(Breaking(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        assert ask(address, question, stream=True, timings=False) == 1
+        server.stop(0).wait()
+    shown = capsys.readouterr()
+    assert shown.out == "The cap\n"
+    assert "it broke" in shown.err

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -78,6 +79,31 @@ def test_up_reads_the_variables_of_the_programs(
     done = run("up", "--grpc-port=0", "--http-port=0")
     assert done.returncode == 1
     assert problem in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["hello", "--max-tokens=-3"], "greater than or equal to 1"),
+        (["hello", "--top-k=-2"], "greater than or equal to -1"),
+        (["hello", "--address=http://127.0.0.1:50051"], "host:port, without a scheme"),
+        ([b"caf\xe9"], "is not UTF-8"),
+        (["hello", b"--stop=\xff"], "is not UTF-8"),
+        (["-"], "standard input is not UTF-8: byte 3 is"),
+    ],
+)
+def test_generate_refuses_what_cannot_be_sent_by_its_name(arguments: list[str | bytes], problem: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "generate", *arguments],
+        cwd=ROOT,
+        input=b"caf\xe9",
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert problem in done.stderr.decode()
+    assert "Traceback" not in done.stderr.decode()
 
 
 def test_generate_names_the_server_that_it_cannot_reach() -> None:
