@@ -41,9 +41,14 @@ help:
 
 install: $(VENV)/.installed
 
+# One that failed halfway has a python, and make would take it for whole.
+define make_venv
+	$(1) -m venv $(2) || { rm -rf $(2); exit 1; }
+endef
+
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Diptych needs Python 3.11 or newer on PATH (or PYTHON=/path/to/it)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(call make_venv,$(PYTHON),$(VENV))
 
 # The stamp makes every later run instant; a changed pyproject.toml or native source installs again.
 $(VENV)/.installed: pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/python
@@ -74,7 +79,7 @@ CLIENTS_VENV := .venv-clients
 clients: $(CLIENTS_VENV)/.installed
 
 $(CLIENTS_VENV)/.installed: | $(BIN)/python
-	$(BIN)/python -m venv $(CLIENTS_VENV)
+	$(call make_venv,$(BIN)/python,$(CLIENTS_VENV))
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "tritonclient[grpc]==2.73.0"
 	@touch $@
 
@@ -110,7 +115,7 @@ peers: install
 LM_EVAL_VENV ?= .venv-lm-eval
 
 $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
-	$(BIN)/python -m venv $(LM_EVAL_VENV)
+	$(call make_venv,$(BIN)/python,$(LM_EVAL_VENV))
 	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"lm_eval[api]==0.4.13" "transformers>=5.17,<6"
 
