@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from runtime.bind_address import CannotListen, join_host_port, require_safe_bind
+from runtime.http_log import ServerLog
 from runtime.tls import BadTlsFiles, TlsFiles
 
 IDLE_S = 30.0
@@ -200,6 +201,7 @@ class _Server(web.Server):
             request_factory=self._request,
             handler_cancellation=True,
             access_log=None,
+            logger=ServerLog(),
             keepalive_timeout=IDLE_S,
             lingering_time=1.0,
             # A compressed body could be a thousand times its size; nobody sends one.

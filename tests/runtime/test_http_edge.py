@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -77,6 +78,23 @@ async def test_other_requests_get_a_plain_refusal(edge: Edge, request_line: str,
     rest = "\r\nHost: x\r\nConnection: close\r\n\r\n"
     assert (await edge.send((request_line + rest).encode("latin-1")))[0] == status
     assert (await edge.get("/health"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x00\xff secret\r\n\r\n", b"GET / HTTP/1.1\r\nsecret\r\n\r\n", b"GET\r\n\r\n"]
+)
+async def test_who_speaks_no_http_costs_a_line_at_most(
+    edge: Edge, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert (await edge.send(said))[0] == 400
+    heard = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert len(heard) <= 1
+    for record in heard:
+        assert record.levelno == logging.INFO
+        assert record.exc_info is None
+        assert record.getMessage().startswith("127.0.0.1 does not speak HTTP: Bad")
+        assert "secret" not in record.getMessage()
 
 
 async def test_head_has_no_body(edge: Edge) -> None:
