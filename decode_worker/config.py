@@ -12,7 +12,7 @@ _CPU_POOL_MIB = 1024
 
 
 class DecodeSettings(WorkerSettings):
-    """Everything about one decode worker; made once in `__main__`."""
+    """A decode worker: owns KV blocks, and writes the answers of all its sequences token by token."""
 
     program: ClassVar[str] = "decode"
 

@@ -44,12 +44,14 @@ def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | 
 
 
 class GatewaySettings(ProgramSettings):
-    """``grpc_port`` is the public one: inference, health and reflection; operators come by ``admin_port``."""
+    """The front door: inference by gRPC and by OpenAI's API over HTTP, an admin port for operators."""
 
     program: ClassVar[str] = "gateway"
 
     grpc_port: Port = Field(GRPC_PORT, description="public gRPC port; 0 = any free one")
-    http_port: Port = Field(HTTP_PORT, description="port of /metrics, /health and /ready; 0 = any free one")
+    http_port: Port = Field(
+        HTTP_PORT, description="port of OpenAI's API, /metrics, /health and /ready; 0 = any free one"
+    )
     admin_port: Port | None = Field(
         None, description="gRPC port of the AdminService, for operators; default: the public one + 1; 0 = any"
     )

@@ -50,7 +50,8 @@ class StackOptions:
         int, Option(min=0, max=65535, envvar="DIPTYCH_GRPC_PORT", help="0 = any free one.")
     ] = 0
     http_port: Annotated[
-        int, Option(min=0, max=65535, envvar="DIPTYCH_HTTP_PORT", help="0 = any free one.")
+        int,
+        Option(min=0, max=65535, envvar="DIPTYCH_HTTP_PORT", help="OpenAI's API, metrics; 0 = any free one."),
     ] = 0
     admin_port: Annotated[
         int | None,

@@ -10,7 +10,7 @@ from worker.config import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """Everything about one prefill worker; made once in `__main__`."""
+    """A prefill worker: reads prompts, and writes their KV cache where a decode worker has it."""
 
     program: ClassVar[str] = "prefill"
 

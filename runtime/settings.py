@@ -8,7 +8,6 @@ import importlib.util
 import secrets
 import sys
 import uuid
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -18,13 +17,13 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
-    CliSettingsSource,
     CliSuppress,
     SettingsConfigDict,
     SettingsError,
 )
 
 from runtime.cannot_start import CannotStart
+from runtime.flags import flags_of
 
 
 class BadSettings(ValueError):
@@ -89,13 +88,15 @@ class ProgramSettings(BaseSettings):
     worker_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex[:12],
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="name of this process in the directory, logs and metrics",
+        description="name of this process in the directory, logs and metrics; default: a random one",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per KV block")
     insecure: bool = Field(False, description="allow other addresses than loopback without TLS")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    ready_fd: int | None = Field(None, description="file descriptor that gets one JSON line once serving")
-    death_fd: int | None = Field(
+    ready_fd: CliSuppress[int | None] = Field(
+        None, description="file descriptor that gets one JSON line once serving"
+    )
+    death_fd: CliSuppress[int | None] = Field(
         None, description="read end of a pipe held by the parent; its EOF ends this process"
     )
 
@@ -154,9 +155,7 @@ class ProgramSettings(BaseSettings):
             # Every user of the machine can read a command line.
             raise BadSettings(["pass the secret as DIPTYCH_SECRET, not as a flag"])
         try:
-            flags: CliSettingsSource[ArgumentParser] = CliSettingsSource(
-                cls, cli_prog_name=f"diptych {cls.program}", cli_exit_on_error=False
-            )
+            flags = flags_of(cls, f"diptych {cls.program}")
             return CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
         except ValidationError as error:
             raise BadSettings(_faults(error)) from None

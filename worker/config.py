@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
+from pydantic_settings import CliSuppress
 
 from runtime.settings import ProgramSettings
 
@@ -14,13 +15,13 @@ class WorkerSettings(ProgramSettings):
     """Base of the two workers' settings."""
 
     threads: Annotated[int, Field(ge=0)] = Field(0, description="compute threads; 0 = one per core")
-    cores_fd: int | None = Field(
+    cores_fd: CliSuppress[int | None] = Field(
         None, description="file on whose bytes the workers of this machine lend each other cores"
     )
-    home_cores: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = Field(
+    home_cores: CliSuppress[Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")]] = Field(
         "", description="with cores-fd: numbers of the cores that are this worker's, as in 0,1"
     )
-    machine_cores: Annotated[int, Field(ge=0)] = Field(
+    machine_cores: CliSuppress[Annotated[int, Field(ge=0)]] = Field(
         0, description="with cores-fd: how many cores there are to share"
     )
     device: str = Field(

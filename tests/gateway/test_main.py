@@ -86,6 +86,16 @@ def test_a_mistake_of_its_user_is_told_in_one_line(
     assert problem.format(**values) in line
 
 
+def test_help_says_what_its_ports_are_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    said = " ".join(done.stdout.split())
+    assert "port of OpenAI's API, /metrics, /health and /ready" in said
+    assert "``" not in said
+    assert "null" not in said
+
+
 def test_unknown_flags_are_errors() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "--no-such-flag", "1"], cwd=ROOT, capture_output=True, check=False

@@ -61,6 +61,18 @@ def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -
     assert line.startswith("diptych prefill: --dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'")
 
 
+def test_help_is_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        PrefillLikeSettings.from_argv(["--help"])
+    assert exit_info.value.code == 0
+    said = capsys.readouterr().out
+    for wanted in ("--grpc-port int", "DIPTYCH_GRPC_PORT", "{auto,fp32,fp16,bf16,int8,gguf}"):
+        assert wanted in said
+    for riddle in ("-fd", "null", "factory", "lambda", "secret"):
+        assert riddle not in said
+    assert PrefillLikeSettings.from_argv(["--ready-fd", "9"]).ready_fd == 9
+
+
 @pytest.mark.parametrize("secret", ["no hex at all, but long enough to be one", "abcd"])
 def test_a_bad_secret_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], secret: str
