@@ -18,18 +18,15 @@ from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
 from gateway.call import REJECTIONS, Call
 from gateway.fleet.fleet import Fleet
-from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output import OutputStream
 from gateway.output.ranking import best
 from gateway.output.responses import Responses, add_account
 from gateway.output.stop_strings import StopStrings
-from gateway.request.grammar_check import GrammarCheck
 from gateway.request.parsed_request import ParsedRequest
-from gateway.request.validate_resumption import refuse_several, resumed
 from gateway.request.validate_resumption import resumable as can_resume
-from gateway.request.validation import parse_request
+from gateway.request_reader import RequestReader
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
 from gateway.session.conversation import Conversation, Recovery
 from gateway.session.live_requests import LiveRequests
@@ -57,7 +54,7 @@ class Generator:
         fleet: Fleet,
         live: LiveRequests,
         gate: AdmissionGate,
-        texts: LongTexts,
+        reader: RequestReader,
         *,
         recovery: Recovery,
         tokens: ResumeTokens,
@@ -70,19 +67,14 @@ class Generator:
         self._fleet = fleet
         self._live = live
         self._gate = gate
-        self._texts = texts
+        self._reader = reader
         self._recovery = recovery
         self._tokens = tokens
         self._telemetry = telemetry
         self._metrics = metrics
         self._clock = clock
         self._context = model.card.max_context
-        self._grammars = GrammarCheck()
         self.draining = False
-
-    async def close(self) -> None:
-        """No call is running any more."""
-        await self._grammars.close()
 
     async def stream(self, request: pb.GenerateRequest, call: Call, *, resumable: bool = False) -> None:
         """One message per piece to ``call.write``, the last one with usage and timings. ``resumable``: the
@@ -107,11 +99,11 @@ class Generator:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.roster.token_limit() or self._context, self._context)
             call.caller.meter.require(1, 0, self._clock())  # who may not begin is owed no tokenising
-            request = await self._parse(message, call, report, limit)
+            request = await self._reader.read(message, call, report, limit)
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""
             with self._metered(job, call, report):
-                await self._verify(request, call, report)
+                await self._reader.try_grammar(request, call, report)
                 return await self._converse(job, call, report, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
@@ -143,45 +135,6 @@ class Generator:
 
     def _token(self, job: Job) -> str:
         return self._tokens.issue(job.request, job.max_tokens, job.tenant)
-
-    async def _parse(
-        self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int
-    ) -> ParsedRequest:
-        started = self._clock()
-        parse = partial(self._read, message, call, token_limit=limit)
-        request = await self._texts.read(message, call.caller.tenant, parse)
-        report.tokenized = (started, self._clock())
-        report.model = request.model
-        call.name(request.request_id)
-        return request
-
-    async def _verify(self, request: ParsedRequest, call: Call, report: RequestReport) -> None:
-        if request.constraint is None:
-            return
-        started = self._clock()
-        try:
-            left_s = call.time_left_s(started)
-            await request.constraint.verify(self._grammars, call.caller.tenant, left_s)
-        finally:
-            report.grammar_checked = (started, self._clock())
-
-    def _read(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
-        """The message as it is meant; with a token, as it was resolved when its stream began."""
-        parse = partial(
-            parse_request,
-            message,
-            self._model,
-            header_request_id=call.header_request_id,
-            token_limit=token_limit,
-        )
-        if not message.resume_token:
-            return parse()
-        opened = self._tokens.open(message.resume_token)
-        request = parse(fresh_seed=lambda: opened.seed)
-        refuse_several(request)
-        self._tokens.check(opened, request, call.caller.tenant)
-        received = tuple(message.received_token_ids)
-        return resumed(request, opened, received, self._model.card.vocab_size)
 
     async def _converse(
         self, job: Job, call: Call, report: RequestReport, *, one_message: bool, resume_token: str

@@ -26,6 +26,7 @@ from gateway.kserve.door import KServeDoor
 from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.openai.door import OpenAIDoor
+from gateway.request_reader import RequestReader
 from gateway.service import SERVICE, add_inference_service
 from gateway.session.conversation import Recovery
 from gateway.session.live_requests import LiveRequests
@@ -76,14 +77,16 @@ class Gateway:
             AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, patience=patience),
             time.monotonic,
         )
-        self._texts = LongTexts()
+        self.texts = LongTexts()
+        tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
+        self.reader = RequestReader(model, self.texts, tokens, time.monotonic)
         self.generator = Generator(
             model,
             self.fleet,
             self.live,
             self.gate,
-            self._texts,
-            tokens=ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time),
+            self.reader,
+            tokens=tokens,
             recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
             metrics=self.metrics,
@@ -92,7 +95,7 @@ class Gateway:
         self._text = TextRpcs(
             model,
             self.live,
-            self._texts,
+            self.texts,
             token_limit=self.fleet.roster.token_limit,
             block_size=self.fleet.roster.block_size,
         )
@@ -201,8 +204,8 @@ class Gateway:
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
         await self.fleet.close()
-        await self.generator.close()
-        self._texts.close()
+        await self.reader.close()
+        self.texts.close()
         await self.mirror.close()
         if self._http is not None:
             await self._http.close()

@@ -61,7 +61,7 @@ async def test_a_deadline_passes_while_others_are_compiled_and_no_worker_hears_o
 
 async def test_children_that_die_are_no_fault_of_the_request(bundled: ServedModel, redis_url: str) -> None:
     async def kill(stack: Stack) -> None:
-        child = stack.gateway.generator._grammars.child
+        child = stack.gateway.reader._grammars.child
         while True:
             if child.process is not None:
                 child.process.kill()

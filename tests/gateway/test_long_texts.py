@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
+import aiohttp
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.limits import INLINE_PARSE_BYTES
 from gateway.long_texts import THREADS, LongTexts
+from gateway.model.served_model import ServedModel
+from tests.gateway.running_gateway import running, valkey
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 SHORT = pb.TokenizeRequest(text="a")
 LONG = pb.TokenizeRequest(text="a" * INLINE_PARSE_BYTES)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with valkey() as url:
+        yield url
 
 
 @pytest.fixture
@@ -102,3 +113,23 @@ async def test_what_goes_wrong_comes_out_and_ends_the_turn(texts: LongTexts) -> 
     for work in again:
         with pytest.raises(ValueError, match="no"):
             await texts.read(LONG, "a", work)
+
+
+async def test_a_long_text_waits_for_its_turn_no_longer_than_the_deadline(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    held = Held()
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(answering([10]))) as stack:
+        before_it = asyncio.create_task(stack.gateway.texts.read(LONG, DEFAULT_TENANT, held))
+        assert await begun(held)
+        body = {"model": bundled.card.name, "prompt": "a " * INLINE_PARSE_BYTES}
+        url = f"http://127.0.0.1:{stack.gateway.http_port}/v1/completions"
+        headers = {"x-request-timeout-ms": "100"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=body, headers=headers) as answer,
+        ):
+            assert (answer.status, (await answer.json())["error"]["code"]) == (504, "deadline_exceeded")
+        assert not before_it.done()
+        held.let_go()
+        await before_it
