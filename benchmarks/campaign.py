@@ -1,7 +1,7 @@
 """Several loads in interleaved rounds: the machine's drift meets all of them alike.
 
-Round by round every load runs once. A figure of a load is the median over the rounds, with the smallest and
-the largest beside it.
+Round by round every load runs once. A rate or a time of a load is the median over the rounds, with the
+smallest and the largest beside it. Counts are of all rounds together, and so is the time that they took.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from benchmarks.measurement import Figures, Measured, measure
 from benchmarks.request import RequestFailed
 from benchmarks.self_watch import Verdict
 
-# Counts of what went wrong: a median would hide what happened in one round only.
-_SUMMED = frozenset(["failed", "short_outputs"])
+# Counts, which must agree with one another; a median would hide what happened in one round only.
+_SUMMED = frozenset([
+    "duration", "completed", "failed", "short_outputs",
+    "total_input_tokens", "total_cached_tokens", "total_output_tokens",
+])  # fmt: skip
+_LARGEST = frozenset(["max_concurrent_requests"])
 _OPEN_LOOP_S = 20.0  # how long an open loop offers its load when no number of prompts is given
 _TRACE_PROMPTS = 200
 _SEEDS_PER_RUN = 1_000  # a run's prompts differ from those of all other loads and rounds
@@ -60,12 +64,14 @@ class LoadResult:
     rounds: list[Measured] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
-    def medians(self) -> Figures:
-        """Each figure's median over the rounds that have it; failures and short answers are summed."""
-        return {
-            name: sum(values) if name in _SUMMED else statistics.median(values) if values else None
-            for name, values in self._values().items()
-        }
+    @property
+    def requests(self) -> int:
+        """Sent in all rounds."""
+        return sum(len(run.outcomes) for run in self.runs)
+
+    def figures(self) -> Figures:
+        """Counts over all rounds; of each other figure the median over the rounds that have it."""
+        return {name: _over_rounds(name, values) for name, values in self._values().items()}
 
     def spread(self) -> dict[str, tuple[float, float]]:
         """Each figure's smallest and largest value of a round."""
@@ -110,6 +116,14 @@ async def run_campaign(
             result.runs.append(run)
             result.rounds.append(measure(run, plan.level, exact_lengths=plan.exact_lengths))
     return results
+
+
+def _over_rounds(name: str, values: Sequence[float]) -> float | None:
+    if name in _SUMMED:
+        return sum(values)
+    if not values:
+        return None
+    return max(values) if name in _LARGEST else statistics.median(values)
 
 
 async def _warm_up(backend: Backend, dataset: Dataset, plan: Plan) -> None:

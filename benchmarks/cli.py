@@ -58,7 +58,7 @@ async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
     finally:
         await backend.close()
     _tell(options, results, backend.name, model, dataset)
-    return 0 if all(result.medians()["completed"] for result in results) else 1
+    return 0 if all(result.figures()["completed"] for result in results) else 1
 
 
 def _backend(options: argparse.Namespace) -> Backend:

@@ -15,6 +15,8 @@ from benchmarks.load import Load
 from benchmarks.request import BenchRequest, Outcome, RequestFailed
 from benchmarks.self_watch import SelfWatch, Strain
 
+_PAUSE_S = 0.050  # of a client after a failure: a server that is gone fails thousands of requests a second
+
 
 @dataclass(frozen=True)
 class Run:
@@ -58,6 +60,8 @@ async def _closed_loop(
         for request in waiting:  # shared: each client takes the next one
             outcomes.append(await _one(backend, request, time.perf_counter()))
             on_end()
+            if outcomes[-1].error is not None:
+                await asyncio.sleep(_PAUSE_S)
 
     await _all(client() for _ in range(min(clients, len(requests))))
     return outcomes

@@ -50,8 +50,8 @@ def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
 
 def find_knee(ordered: Sequence[LoadResult]) -> int | None:
     """Position of the knee among results in order of load."""
-    medians = [one.medians() for one in ordered]
-    points = [(one["output_throughput"] or 0.0, one["median_e2el_ms"] or 0.0) for one in medians]
+    figures = [one.figures() for one in ordered]
+    points = [(one["output_throughput"] or 0.0, one["median_e2el_ms"] or 0.0) for one in figures]
     return knee(points)
 
 
@@ -61,14 +61,14 @@ def load_size(result: LoadResult) -> float:
     if load.closed:
         return float(load.max_concurrency or 0)
     if load.request_rate is None or load.request_rate == INFINITE:
-        return result.medians()["request_throughput"] or 0.0
+        return result.figures()["request_throughput"] or 0.0
     return load.request_rate
 
 
 def _draw(panel: Axes, ordered: Sequence[LoadResult], name: str, legend: str) -> None:
-    known = [one for one in ordered if one.medians().get(name) is not None]
+    known = [one for one in ordered if one.figures().get(name) is not None]
     loads = [load_size(one) for one in known]
-    panel.plot(loads, [one.medians()[name] or 0.0 for one in known], marker="o", markersize=4, label=legend)
+    panel.plot(loads, [one.figures()[name] or 0.0 for one in known], marker="o", markersize=4, label=legend)
     low, high = zip(*(one.spread()[name] for one in known), strict=True) if known else ((), ())
     panel.fill_between(loads, low, high, alpha=0.15)
 

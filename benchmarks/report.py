@@ -23,33 +23,40 @@ _SERVER_TIMES = (
 
 
 def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
-    """Medians over the rounds, one row a load: rates, latencies, and what a Diptych server says of itself."""
-    medians = [one.medians() for one in results]
+    """One row a load: rates, latencies, and what a Diptych server says of itself."""
+    figures = [one.figures() for one in results]
     if not results:
         return
     rounds = len(results[0].rounds)
     rates = _table("load", "req/s", "out tok/s", "total tok/s", "failed")
     rates.title = "throughput" if rounds == 1 else f"throughput, median of {rounds} rounds (smallest–largest)"
-    with_goodput = any(one["request_goodput"] is not None for one in medians)
+    with_goodput = any(one["request_goodput"] is not None for one in figures)
     if with_goodput:
         rates.add_column("goodput req/s", justify="right")
-    for result, figures in zip(results, medians, strict=True):
+    for result, known in zip(results, figures, strict=True):
         cells = [_with_spread(result, "request_throughput", 2), _with_spread(result, "output_throughput", 0)]
-        cells += [_number(figures["total_token_throughput"], 0), _number(figures["failed"], 0)]
+        failed = f"{known['failed']:.0f} of {result.requests}" if known["failed"] else "0"
+        cells += [_number(known["total_token_throughput"], 0), failed]
         goodput = [_with_spread(result, "request_goodput", 2)] if with_goodput else []
         rates.add_row(result.load.label, *cells, *goodput)
     yield rates
-    yield _latency_table("latency, ms: p50/p90/p99", results, medians, _LATENCIES)
-    if any(one.get("median_handover_ms") is not None for one in medians):
-        yield _latency_table("in the server, ms: p50/p90/p99", results, medians, _SERVER_TIMES)
+    yield _latency_table("latency, ms: p50/p90/p99", results, figures, _LATENCIES)
+    if any(one.get("median_handover_ms") is not None for one in figures):
+        yield _latency_table("in the server, ms: p50/p90/p99", results, figures, _SERVER_TIMES)
 
 
 def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator[str]:
     """Each in one sentence. `shares_nothing`: the prompts had no common prefixes to be found in a cache."""
     for result in results:
-        figures, label = result.medians(), result.load.label
+        figures, label = result.figures(), result.load.label
         for code, count in result.errors().items():
             yield f"{label}: failed requests: {count} × {code}, e.g. {_example(result, code)}"
+        answered = sum(bool(one.figures["completed"]) for one in result.rounds)
+        if 0 < answered < len(result.rounds):
+            yield (
+                f"{label}: no request was answered in {len(result.rounds) - answered} of "
+                f"{len(result.rounds)} rounds: latencies are of the others, rates of all"
+            )
         if figures["short_outputs"]:
             yield f"{label}: answers shorter than asked for: {figures['short_outputs']:.0f}"
         cached, prompted = figures["total_cached_tokens"] or 0.0, figures["total_input_tokens"] or 0.0
@@ -84,13 +91,13 @@ def _generator_warnings(result: LoadResult, figures: Figures) -> Iterator[str]:
 def _latency_table(
     title: str,
     results: Sequence[LoadResult],
-    medians: Sequence[Figures],
+    figures: Sequence[Figures],
     lines: Sequence[tuple[str, str]],
 ) -> Table:
     made = _table("load", *(heading for heading, _ in lines))
     made.title = title
-    for result, figures in zip(results, medians, strict=True):
-        made.add_row(result.load.label, *(_percentiles(figures, name) for _, name in lines))
+    for result, known in zip(results, figures, strict=True):
+        made.add_row(result.load.label, *(_percentiles(known, name) for _, name in lines))
     return made
 
 
@@ -102,7 +109,7 @@ def _table(*headings: str) -> Table:
 
 
 def _with_spread(result: LoadResult, name: str, digits: int) -> str:
-    middle = _number(result.medians()[name], digits)
+    middle = _number(result.figures()[name], digits)
     if len(result.rounds) < 2 or name not in result.spread():
         return middle
     low, high = result.spread()[name]

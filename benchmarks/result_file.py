@@ -3,7 +3,8 @@
 The keys are those of `vllm bench serve --save-result` (`median_ttft_ms`, `output_throughput`,
 `request_goodput`, …), those of SGLang's bench_serving beside them where it has other names
 (`mean_e2e_latency_ms`, `input_throughput`, `concurrency`), and our own: `spread`, `errors_by_code`,
-`generator_…`, `…_handover_ms`.
+`generator_…`, `…_handover_ms`. Counts (`num_prompts`, `completed`, `failed`, `short_outputs`,
+`total_…_tokens`) and `duration` are sums over all rounds; rates and times are medians of the rounds' own.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def as_objects(
             "model_id": described.model_id,
             "dataset_name": described.dataset_name,
             "seed": described.seed,
-            "num_prompts": result.num_prompts,
+            "num_prompts": result.requests,
             "request_rate": _rate(result.load.request_rate),
             "burstiness": result.load.burstiness,
             "max_concurrency": result.load.max_concurrency,
             "rounds": len(result.rounds),
-            **result.medians(),
+            **result.figures(),
             "errors_by_code": result.errors(),
             "generator_bottleneck": result.bottleneck(),
             "spread": result.spread(),

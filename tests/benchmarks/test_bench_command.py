@@ -40,8 +40,8 @@ async def test_measures_diptych_at_several_loads(tmp_path: Path) -> None:
     assert service.most_running == 4
     one, four = json.loads(json_file.read_text())
     assert (one["max_concurrency"], four["max_concurrency"]) == (1, 4)
-    assert one["completed"] == four["completed"] == 4
-    assert one["total_output_tokens"] == 20
+    assert one["completed"] == four["completed"] == one["num_prompts"] == 8
+    assert one["total_output_tokens"] == 40
     assert one["request_goodput"] == one["request_throughput"]
     assert one["median_ttft_ms"] >= 19
     assert len(service.seen) == 1 + 2 + 2 * 2 * 4  # the text check, the warm-up, and what is measured

@@ -5,12 +5,16 @@ import pytest
 
 from benchmarks.campaign import LoadResult, Plan, run_campaign
 from benchmarks.datasets.synthetic import RandomLengths
+from benchmarks.drive import Run
 from benchmarks.load import INFINITE, Load
-from benchmarks.measurement import Measured
+from benchmarks.measurement import Measured, measure
 from benchmarks.request import BenchRequest, Reply, RequestFailed
+from benchmarks.self_watch import Strain
+from tests.benchmarks.outcomes import answered, failed
 
 ONE, TWO = Load(max_concurrency=1), Load(max_concurrency=2)
 DATASET = RandomLengths(4, 1)
+CALM = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=0.1, lag_p99_ms=0.5, lag_max_ms=1.0)
 
 
 class Recorder:
@@ -38,9 +42,9 @@ def planned(loads: Sequence[Load], rounds: int = 1, prompts: int | None = 3, war
     return Plan(tuple(loads), rounds, prompts, warmups, seed=1, level=None, exact_lengths=True)
 
 
-def result(*values: float | None, failed: Sequence[float] = ()) -> LoadResult:
+def result(*values: float | None, failures: Sequence[float] = ()) -> LoadResult:
     rounds = [Measured({"x": value}, {}, "no") for value in values]
-    rounds += [Measured({"failed": count}, {"A": int(count)}, "starved") for count in failed]
+    rounds += [Measured({"failed": count}, {"A": int(count)}, "starved") for count in failures]
     return LoadResult(ONE, 1, rounds)
 
 
@@ -79,16 +83,35 @@ async def test_stops_before_it_measures_a_server_that_answers_nothing() -> None:
 
 
 def test_takes_medians_and_spreads_over_rounds() -> None:
-    assert result(5.0, None, 1.0, 3.0).medians() == {"x": 3.0}
+    assert result(5.0, None, 1.0, 3.0).figures() == {"x": 3.0}
     assert result(5.0, None, 1.0, 3.0).spread() == {"x": (1.0, 5.0)}
-    assert result(None).medians() == {"x": None}
+    assert result(None).figures() == {"x": None}
 
 
 def test_no_failure_hides_behind_a_median() -> None:
-    some = result(failed=[0, 2, 0])
-    assert some.medians() == {"failed": 2}
+    some = result(failures=[0, 2, 0])
+    assert some.figures() == {"failed": 2}
     assert some.errors() == {"A": 2}
     assert some.bottleneck() == "starved"
+
+
+def test_counts_of_all_rounds_agree_with_one_another() -> None:
+    """The server was there for some of the first round only: each request is either answered or failed."""
+    rounds = [[answered([1.0, 2.0])] * 3 + [failed("A")], [failed("A")] * 4]
+    runs = [Run(tuple(outcomes), 2.0, CALM) for outcomes in rounds]
+    made = LoadResult(ONE, 4, [measure(run, None, exact_lengths=True) for run in runs], runs)
+    figures = made.figures()
+    counts = {name: figures[name] for name in ("completed", "failed", "total_output_tokens", "duration")}
+    assert counts == {"completed": 3, "failed": 5, "total_output_tokens": 6, "duration": 4.0}
+    assert made.requests == 8
+    assert figures["max_concurrent_requests"] == 4
+    assert all(
+        isinstance(value, int)
+        for name, value in figures.items()
+        if name.startswith("total_") and not name.endswith("throughput")
+    )
+    assert isinstance(figures["completed"], int)
+    assert figures["median_ttft_ms"] == pytest.approx(1000)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ async def test_goes_on_after_failures(load: Load) -> None:
     assert any(one.error is not None for one in run.outcomes)
 
 
+async def test_a_client_of_a_closed_loop_waits_after_a_failure() -> None:
+    """Or a server that is gone would be asked for all prompts within milliseconds."""
+    run = await drive(Sleeper(0, frozenset(range(9))), Load(max_concurrency=2), REQUESTS[:8], seed=0)
+    assert 0.15 <= run.duration < 1
+
+
 async def test_a_fault_of_the_generator_ends_it() -> None:
     class Faulty(Sleeper):
         async def send(self, request: BenchRequest) -> Reply:

@@ -81,6 +81,22 @@ def test_warns_of_everything_that_makes_a_figure_less_worth() -> None:
     assert "waited for a core" in warned(one_load(load, [[answered([1.0])]], STARVED))
 
 
+def test_the_table_counts_failures_of_all_rounds() -> None:
+    ended = [[answered([0.1, 0.2])] * 4, [failed("A")] * 4, [failed("A")] * 4]
+    assert "8 of 12" in shown([one_load(Load(max_concurrency=4), ended)])
+
+
+def test_a_generator_that_met_failures_only_is_not_blamed() -> None:
+    gone = one_load(Load(max_concurrency=1), [[answered([1.0])] + [failed("UNAVAILABLE")] * 2], BUSY)
+    assert "BOTTLENECK" not in warned(gone)
+    assert gone.bottleneck() == "no"
+
+
+def test_says_that_latencies_are_of_some_rounds_only() -> None:
+    ended = [[answered([1.0])], [failed("A")], [failed("A")]]
+    assert "2 of 3 rounds" in warned(one_load(Load(max_concurrency=1), ended))
+
+
 def test_warns_of_a_hypervisor_that_takes_the_cores() -> None:
     run = Run((answered([1.0]),), 2.0, CALM, steal_share=0.25)
     result = LoadResult(Load(max_concurrency=1), 1, [measure(run, None, exact_lengths=True)], [run])
@@ -109,6 +125,7 @@ def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
     """.split()  # noqa: SIM905 (forty quoted words would hide the list)
     sglang = ["dataset_name", "input_throughput", "concurrency", "mean_e2e_latency_ms", "p99_e2e_latency_ms"]
     assert set(vllm + sglang) <= first.keys()
+    assert (first["num_prompts"], first["completed"], first["failed"], first["rounds"]) == (4, 2, 2, 2)
     assert first["request_rate"] == "inf"
     assert first["spread"]["median_ttft_ms"] == pytest.approx([100, 100])
     assert first["errors_by_code"] == {"A": 2}
