@@ -54,6 +54,10 @@ class Plan:
             return max(8, 4 * (load.max_concurrency or 0))
         return max(16, round(_OPEN_LOOP_S * load.request_rate))
 
+    def results(self, dataset: Dataset) -> list[LoadResult]:
+        """One for each load, without a round yet."""
+        return [LoadResult(load, self.prompts_of(load, dataset)) for load in self.loads]
+
 
 @dataclass
 class LoadResult:
@@ -101,11 +105,14 @@ async def run_campaign(
     backend: Backend,
     dataset: Dataset,
     plan: Plan,
+    results: Sequence[LoadResult],
     on_start: Callable[[int, Load], None],
     on_end: Callable[[], None],
-) -> list[LoadResult]:
-    """Raises RequestFailed when not even a warm-up request is answered."""
-    results = [LoadResult(load, plan.prompts_of(load, dataset)) for load in plan.loads]
+) -> None:
+    """Fills `results`, which `plan` made; when it is cancelled, they hold what is complete.
+
+    Raises RequestFailed when not even a warm-up request is answered.
+    """
     await _warm_up(backend, dataset, plan)
     for round_number in range(plan.rounds):
         for position, result in enumerate(results):
@@ -115,7 +122,6 @@ async def run_campaign(
             run = await drive(backend, result.load, requests, seed, on_end)
             result.runs.append(run)
             result.rounds.append(measure(run, plan.level, exact_lengths=plan.exact_lengths))
-    return results
 
 
 def _over_rounds(name: str, values: Sequence[float]) -> float | None:

@@ -13,33 +13,35 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import options as flags
-from benchmarks import plot, report, result_file
+from benchmarks import outputs, plot
 from benchmarks.backends import Backend, Unreachable
-from benchmarks.campaign import LoadResult, run_campaign
+from benchmarks.campaign import LoadResult, Plan, run_campaign
 from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.choose import choose_dataset
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
+from benchmarks.result_file import RunDescription
 from diptych.access import Access
 
 _SAMPLE_TOKENS = 32
-_FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe
 # The bar is drawn by a thread of this process: often enough to be watched, seldom enough not to be measured.
 _DRAWS_PER_SECOND = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0, 1 when the server cannot be measured or answers wrongly, 2 for wrong flags."""
+    """Exit status: 0, 1 when the server cannot be measured or answers wrongly, or a result cannot be written,
+    2 for wrong flags, 130 when interrupted."""
     parser = flags.parser()
     options = parser.parse_args(argv)
     if options.plot is not None and not plot.can_plot():
         parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
         flags.plan(options)  # before anything is read or asked
+        outputs.check(options)
         dataset = choose_dataset(flags.dataset_name(options), options)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_bench(options, dataset))
-    except (flags.BadOptions, BadDataset) as error:
+    except (flags.BadOptions, BadDataset, outputs.BadPath) as error:
         parser.error(str(error))
     except (Unreachable, RequestFailed) as error:
         print(f"diptych bench: {error}", file=sys.stderr)
@@ -49,16 +51,36 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
-    backend = _backend(options)
+    backend, plan = _backend(options), flags.plan(options)
+    results = plan.results(dataset)
     try:
         model = await backend.model()
         if options.check_text is not None and not await _text_is_right(backend, options):
             return 1
-        results = await _measured(backend, options, dataset)
+        arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
+        described = RunDescription(backend.name, model, dataset.name, options.label, options.seed, arguments)
+        try:
+            await _measure(backend, options, dataset, plan, results)
+        except asyncio.CancelledError:  # Ctrl-C: what is complete took its time, too
+            _tell_complete(options, plan, results, described)
+            raise
     finally:
         await backend.close()
-    _tell(options, results, backend.name, model, dataset)
-    return 0 if all(result.figures()["completed"] for result in results) else 1
+    written = outputs.tell(options, results, described)
+    return 0 if written and all(result.figures()["completed"] for result in results) else 1
+
+
+def _tell_complete(
+    options: argparse.Namespace, plan: Plan, results: Sequence[LoadResult], described: RunDescription
+) -> None:
+    complete = [one for one in results if one.rounds]
+    if complete:
+        outputs.tell(options, complete, described)
+    count = sum(len(one.rounds) for one in results)
+    print(
+        f"diptych bench: interrupted: {count} of {plan.rounds * len(results)} runs are complete",
+        file=sys.stderr,
+    )
 
 
 def _backend(options: argparse.Namespace) -> Backend:
@@ -105,9 +127,10 @@ async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:
     return True
 
 
-async def _measured(backend: Backend, options: argparse.Namespace, dataset: Dataset) -> list[LoadResult]:
-    plan = flags.plan(options)
-    total = plan.rounds * sum(plan.prompts_of(load, dataset) for load in plan.loads)
+async def _measure(
+    backend: Backend, options: argparse.Namespace, dataset: Dataset, plan: Plan, results: Sequence[LoadResult]
+) -> None:
+    total = plan.rounds * sum(one.num_prompts for one in results)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
@@ -122,29 +145,4 @@ async def _measured(backend: Backend, options: argparse.Namespace, dataset: Data
         def started(round_number: int, load: Load) -> None:
             progress.update(task, description=f"round {round_number + 1}/{plan.rounds}, {load.label}")
 
-        return await run_campaign(backend, dataset, plan, started, lambda: progress.advance(task))
-
-
-def _tell(
-    options: argparse.Namespace, results: Sequence[LoadResult], backend: str, model: str, dataset: Dataset
-) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    for table in report.tables(results):
-        console.print(table)
-    ordered = sorted(results, key=plot.load_size)
-    at = plot.find_knee(ordered)
-    if at is not None:
-        console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
-    for warning in report.warnings(results, shares_nothing=dataset.name in ("random", "azure")):
-        Console(stderr=True).print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    if options.output_file is not None:
-        arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
-        described = result_file.RunDescription(
-            backend, model, dataset.name, options.label, options.seed, arguments
-        )
-        objects = result_file.as_objects(results, described, detailed=options.save_detailed)
-        result_file.write(options.output_file, objects)
-    if options.plot is not None:
-        plot.save_plot(options.plot, results, f"{options.label or backend}: {model}, {dataset.name}")
+        await run_campaign(backend, dataset, plan, results, started, lambda: progress.advance(task))

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.benchmarks import scripted_grpc, scripted_http
 from tests.benchmarks.scripted_grpc import ScriptedService
 from tests.benchmarks.scripted_http import ScriptedHttp
 from tests.benchmarks.test_traces import MOONCAKE
+from tests.runtime.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 
 
-async def bench(*arguments: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "launcher", "bench", *arguments,
         cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+
+
+async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
     out, err = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode or 0, out.decode(), err.decode()
+
+
+async def bench(*arguments: str) -> tuple[int, str, str]:
+    return await end(await start(*arguments))
 
 
 async def test_measures_diptych_at_several_loads(tmp_path: Path) -> None:
@@ -75,6 +86,58 @@ async def test_failures_are_named_and_no_answer_at_all_is_one() -> None:
         status, _, err = await bench("--base-url", url, "--num-warmups", "0", "--num-prompts", "3")
     assert status == 1
     assert "HTTP 503" in err
+
+
+@pytest.mark.parametrize("flag", ["--output-file", "--plot"])
+@pytest.mark.parametrize("path", ["/proc/nope/x", "."])
+async def test_a_path_that_cannot_be_written_is_told_before_the_first_request(flag: str, path: str) -> None:
+    service = ScriptedService()
+    async with scripted_grpc.serving(service) as address:
+        status, _, err = await bench("--address", address, flag, path)
+    assert (status, service.seen) == (2, [])
+    assert f"{flag} {path}: " in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+async def test_a_full_disk_costs_a_line_and_not_the_table(tmp_path: Path) -> None:
+    png = tmp_path / "new" / "load.png"
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        status, out, err = await bench(
+            "--address", address, "--num-prompts", "2", "--output-file", "/dev/full", "--plot", str(png)
+        )
+    assert status == 1
+    assert "out tok/s" in out
+    assert "--output-file /dev/full: " in err
+    assert "Traceback" not in err
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_an_interrupted_run_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
+    service, path = ScriptedService(ttft=0.2), tmp_path / "out.json"
+    async with scripted_grpc.serving(service) as address:
+        process = await start(
+            "--address", address, "--max-concurrency", "1,2", "--rounds", "50", "--num-prompts", "2",
+            "--num-warmups", "0", "--output-file", str(path),
+        )  # fmt: skip
+        await eventually(lambda: len(service.seen) > 6)  # in the second round's second load
+        process.send_signal(signal.SIGINT)
+        status, out, err = await end(process)
+    assert (status, "Traceback" in err) == (130, False)
+    assert "C=2" in out
+    assert "interrupted" in err
+    one, two = json.loads(path.read_text())
+    assert two["rounds"] >= 1
+    assert (one["completed"], two["completed"]) == (2 * one["rounds"], 2 * two["rounds"])
+
+
+async def test_a_run_that_is_interrupted_before_its_first_round_writes_nothing(tmp_path: Path) -> None:
+    service, path = ScriptedService(ttft=30), tmp_path / "out.json"
+    async with scripted_grpc.serving(service) as address:
+        process = await start("--address", address, "--output-file", str(path))
+        await eventually(lambda: bool(service.seen))
+        process.send_signal(signal.SIGINT)
+        status, out, _ = await end(process)
+    assert (status, out, path.exists()) == (130, "", False)
 
 
 async def test_a_server_that_is_not_there_costs_one_line() -> None:

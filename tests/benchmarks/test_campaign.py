@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -42,6 +42,14 @@ def planned(loads: Sequence[Load], rounds: int = 1, prompts: int | None = 3, war
     return Plan(tuple(loads), rounds, prompts, warmups, seed=1, level=None, exact_lengths=True)
 
 
+async def ran(
+    backend: Recorder, plan: Plan, on_start: Callable[[int, Load], None] = lambda number, load: None
+) -> list[LoadResult]:
+    results = plan.results(DATASET)
+    await run_campaign(backend, DATASET, plan, results, on_start, lambda: None)
+    return results
+
+
 def result(*values: float | None, failures: Sequence[float] = ()) -> LoadResult:
     rounds = [Measured({"x": value}, {}, "no") for value in values]
     rounds += [Measured({"failed": count}, {"A": int(count)}, "starved") for count in failures]
@@ -50,12 +58,10 @@ def result(*values: float | None, failures: Sequence[float] = ()) -> LoadResult:
 
 async def test_interleaves_rounds_after_a_warm_up() -> None:
     backend, order = Recorder(), []
-    results = await run_campaign(
+    results = await ran(
         backend,
-        DATASET,
         planned([ONE, TWO], rounds=3),
         lambda number, load: order.append((number, load, len(backend.prompts))),
-        lambda: None,
     )
     turns = [(number, load) for number in range(3) for load in (ONE, TWO)]
     assert order == [(*turn, 2 + 3 * position) for position, turn in enumerate(turns)]
@@ -64,7 +70,7 @@ async def test_interleaves_rounds_after_a_warm_up() -> None:
 
 async def test_no_prompt_comes_twice_in_any_load_or_round() -> None:
     backend = Recorder()
-    await run_campaign(backend, DATASET, planned([ONE, TWO], 4), lambda number, load: None, lambda: None)
+    await ran(backend, planned([ONE, TWO], 4))
     assert len(set(backend.prompts)) == len(backend.prompts) == 2 + 4 * 2 * 3
 
 
@@ -72,14 +78,14 @@ async def test_the_same_seed_asks_the_same() -> None:
     asked = []
     for _ in range(2):
         backend = Recorder()
-        await run_campaign(backend, DATASET, planned([TWO], 2), lambda number, load: None, lambda: None)
+        await ran(backend, planned([TWO], 2))
         asked.append(sorted(map(str, backend.prompts)))
     assert asked[0] == asked[1]
 
 
 async def test_stops_before_it_measures_a_server_that_answers_nothing() -> None:
     with pytest.raises(RequestFailed, match="BROKEN"):
-        await run_campaign(Recorder(True), DATASET, planned([ONE]), lambda number, load: None, lambda: None)
+        await ran(Recorder(True), planned([ONE]))
 
 
 def test_takes_medians_and_spreads_over_rounds() -> None:
