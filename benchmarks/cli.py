@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Sequence
 
@@ -12,16 +11,16 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks import combinations, outputs, plot
 from benchmarks import options as flags
-from benchmarks import outputs, plot
 from benchmarks.backends import Backend, Unreachable
+from benchmarks.backends.choose import choose_backend
 from benchmarks.campaign import LoadResult, Plan, run_campaign
 from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.choose import choose_dataset
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
 from benchmarks.result_file import RunDescription
-from diptych.access import Access
 
 _SAMPLE_TOKENS = 32
 # The bar is drawn by a thread of this process: often enough to be watched, seldom enough not to be measured.
@@ -36,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     if options.plot is not None and not plot.can_plot():
         parser.error("--plot needs matplotlib: pip install matplotlib")
     try:
-        flags.plan(options)  # before anything is read or asked
+        combinations.check(options)  # before anything is read or asked
+        flags.plan(options)
         outputs.check(options)
         dataset = choose_dataset(flags.dataset_name(options), options)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
-    backend, plan = _backend(options), flags.plan(options)
+    backend, plan = choose_backend(options), flags.plan(options)
     results = plan.results(dataset)
     try:
         model = await backend.model()
-        if options.check_text is not None and not await _text_is_right(backend, options):
+        if not await _text_is_right(backend, options):
             return 1
         arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
         described = RunDescription(backend.name, model, dataset.name, options.label, options.seed, arguments)
@@ -83,42 +83,11 @@ def _tell_complete(
     )
 
 
-def _backend(options: argparse.Namespace) -> Backend:
-    """The chosen one; its client library is imported only then."""
-    name = options.backend or ("diptych" if options.base_url is None else "openai")
-    asking = flags.asking(options)
-    try:
-        access = Access.from_environment()
-    except OSError as error:
-        raise flags.BadOptions(f"DIPTYCH_CA_FILE and its like: {error}") from None
-    if name == "diptych":
-        from benchmarks.backends.grpc import GrpcBackend
-
-        return GrpcBackend(options.address, asking, access)
-    if name == "kserve":
-        from benchmarks.backends.kserve import KServeBackend
-
-        return KServeBackend(options.address, asking, access)
-    if options.base_url is None:
-        raise flags.BadOptions(f"--backend {name} needs --base-url")
-    try:
-        from benchmarks.backends.openai_http import Endpoint, OpenAIBackend
-    except ModuleNotFoundError as error:
-        raise flags.BadOptions(f"--base-url needs {error.name}: pip install aiohttp") from None
-    endpoint: Endpoint = "completions" if name == "openai" else "chat/completions"
-    return OpenAIBackend(
-        options.base_url,
-        endpoint,
-        asking,
-        api_key=options.api_key or access.api_key,
-        ca_file=os.environ.get("DIPTYCH_CA_FILE"),
-        new_connections=options.new_connections,
-    )
-
-
 async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:
     """A fast wrong answer is a failure: show one, and look for what was expected of it."""
-    reply = await backend.send(BenchRequest(options.check_text, _SAMPLE_TOKENS))
+    if options.check_text is None and options.expect is None:
+        return True
+    reply = await backend.send(BenchRequest(options.check_text or flags.CHECK_TEXT, _SAMPLE_TOKENS))
     # The model's words are text, not markup of a terminal.
     Console().print(reply.text, markup=False, highlight=False, soft_wrap=True)
     if options.expect is not None and options.expect not in reply.text:

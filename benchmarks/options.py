@@ -20,6 +20,8 @@ from benchmarks.load import INFINITE, Load
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DATASETS = ("random", "shared-prefix", "azure", "mooncake", "prompts")
 TRACES = ("azure", "mooncake")
+GRPC_BACKENDS = ("diptych", "kserve")
+CHECK_TEXT = "The capital of France is"
 
 
 class BadOptions(Exception):
@@ -84,6 +86,10 @@ def asking(options: argparse.Namespace) -> Asking:
     )
 
 
+def backend_name(options: argparse.Namespace) -> str:
+    return options.backend or ("diptych" if options.base_url is None else "openai")
+
+
 def ignores_eos(options: argparse.Namespace) -> bool:
     """Lengths are fixed unless the prompts are real ones, whose answers end where they end."""
     if options.ignore_eos is not None:
@@ -112,11 +118,11 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add("--base-url", metavar="URL", help="a server with OpenAI's HTTP API, instead of --address")
     add(
         "--backend",
-        choices=("diptych", "kserve", "openai", "openai-chat"),
+        choices=(*GRPC_BACKENDS, "openai", "openai-chat"),
         help="the first two at --address; openai takes token ids, -chat text",
     )
     add("--model", help="served name (default: the server's first)")
-    add("--api-key", metavar="KEY", help="bearer token of --base-url; default: DIPTYCH_API_KEY")
+    add("--api-key", metavar="KEY", help="bearer token; default: DIPTYCH_API_KEY")
     add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
     add("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into HTTP requests")
     add("--request-timeout", type=_positive, default=600.0, metavar="S", help="%(default)s")
@@ -174,8 +180,8 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--save-detailed", action="store_true", help="with an entry for each request and its text")
     add("--plot", type=Path, metavar="PNG", help="latency against load, the knee marked (needs matplotlib)")
     add("--label", help="name of this run in the results")
-    add("--check-text", nargs="?", const="The capital of France is", metavar="PROMPT", help="print an answer")
-    add("--expect", metavar="TEXT", help="fail unless the answer of --check-text has it")
+    add("--check-text", nargs="?", const=CHECK_TEXT, metavar="PROMPT", help="print an answer")
+    add("--expect", metavar="TEXT", help="--check-text, and fail unless its answer has this")
     add("--no-progress", action="store_true", help="no progress bar")
 
 

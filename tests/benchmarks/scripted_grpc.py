@@ -34,16 +34,19 @@ class ScriptedService(rpc.InferenceServiceServicer):
     refuse_every: int | None = None
     break_after: int | None = None
     seen: list[pb.GenerateRequest] = field(default_factory=list)
+    keys: list[str | bytes | None] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
 
     async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         return pb.ListModelsResponse(models=[pb.Model(name="scripted")])
 
     async def StreamGenerate(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.seen.append(request)
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         if self.refuse_every and len(self.seen) % self.refuse_every == 0:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
         self.running += 1

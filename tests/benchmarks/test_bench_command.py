@@ -81,6 +81,27 @@ async def test_a_wrong_answer_is_a_failure() -> None:
     assert "'Paris'" in err
 
 
+async def test_what_is_expected_is_looked_for_in_an_answer_though_no_prompt_is_given() -> None:
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        status, _, err = await bench("--address", address, "--expect", "Paris")
+    assert status == 1
+    assert "'Paris'" in err
+
+
+@pytest.mark.parametrize("backend", ["diptych", "kserve"])
+async def test_an_api_key_goes_with_grpc_requests(backend: str) -> None:
+    service = ScriptedService()
+    async with scripted_grpc.serving(service) as address:
+        await bench("--address", address, "--backend", backend, "--api-key", "secret", "--num-prompts", "1")
+    assert set(service.keys) == {"Bearer secret"}
+
+
+async def test_flags_that_would_do_nothing_are_refused() -> None:
+    status, out, err = await bench("--save-detailed")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].endswith("--save-detailed needs --output-file")
+
+
 async def test_failures_are_named_and_no_answer_at_all_is_one() -> None:
     async with scripted_http.serving(ScriptedHttp(status=503)) as url:
         status, _, err = await bench("--base-url", url, "--num-warmups", "0", "--num-prompts", "3")

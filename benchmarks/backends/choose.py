@@ -1,0 +1,42 @@
+"""The backend that the flags ask for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+
+from benchmarks import options as flags
+from benchmarks.backends import Backend
+from diptych.access import Access
+
+
+def choose_backend(options: argparse.Namespace) -> Backend:
+    """Its client library is imported only now. Raises BadOptions."""
+    name, asking = flags.backend_name(options), flags.asking(options)
+    try:
+        access = Access.from_environment()
+    except OSError as error:
+        raise flags.BadOptions(f"DIPTYCH_CA_FILE and its like: {error}") from None
+    access = replace(access, api_key=options.api_key or access.api_key)
+    if name == "diptych":
+        from benchmarks.backends.grpc import GrpcBackend
+
+        return GrpcBackend(options.address, asking, access)
+    if name == "kserve":
+        from benchmarks.backends.kserve import KServeBackend
+
+        return KServeBackend(options.address, asking, access)
+    try:
+        from benchmarks.backends.openai_http import Endpoint, OpenAIBackend
+    except ModuleNotFoundError as error:
+        raise flags.BadOptions(f"--base-url needs {error.name}: pip install aiohttp") from None
+    endpoint: Endpoint = "completions" if name == "openai" else "chat/completions"
+    return OpenAIBackend(
+        options.base_url,
+        endpoint,
+        asking,
+        api_key=access.api_key,
+        ca_file=os.environ.get("DIPTYCH_CA_FILE"),
+        new_connections=options.new_connections,
+    )
