@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from dataclasses import replace
 
 from benchmarks import options as flags
@@ -14,6 +15,7 @@ from diptych.access import Access
 def choose_backend(options: argparse.Namespace) -> Backend:
     """Its client library is imported only now. Raises BadOptions."""
     name, asking = flags.backend_name(options), flags.asking(options)
+    tls = _tls_context()  # for gRPC as well: it says nothing of a file that is no PEM
     try:
         access = Access.from_environment()
     except OSError as error:
@@ -37,6 +39,23 @@ def choose_backend(options: argparse.Namespace) -> Backend:
         endpoint,
         asking,
         api_key=access.api_key,
-        ca_file=os.environ.get("DIPTYCH_CA_FILE"),
+        tls=tls,
         new_connections=options.new_connections,
     )
+
+
+def _tls_context() -> ssl.SSLContext | None:
+    """From the variables that `diptych.access` names; None where there are none. Raises BadOptions."""
+    ca, cert, key = (os.environ.get(f"DIPTYCH_{name}_FILE") for name in ("CA", "CLIENT_CERT", "CLIENT_KEY"))
+    if not (ca or cert):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+    except OSError as error:  # an SSLError is one, too: a file that is no PEM
+        raise flags.BadOptions(f"DIPTYCH_CA_FILE: {ca}: {error}") from None
+    if cert:
+        try:
+            context.load_cert_chain(cert, key or None)
+        except OSError as error:
+            raise flags.BadOptions(f"DIPTYCH_CLIENT_CERT_FILE: {cert}: {error}") from None
+    return context

@@ -31,8 +31,9 @@ _KEEPALIVE_S = 2.0
 class OpenAIBackend:
     """A server at `base_url`, with or without the final `/v1`.
 
-    `new_connections`: one for each request. llama.cpp's server promises to keep a connection alive and closes
-    it at the end of a stream, so that every second request on a kept one fails.
+    `tls` None trusts the public roots. `new_connections`: one for each request. llama.cpp's server promises
+    to keep a connection alive and closes it at the end of a stream, so that every second request on a kept
+    one fails.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class OpenAIBackend:
         asking: Asking,
         *,
         api_key: str | None = None,
-        ca_file: str | None = None,
+        tls: ssl.SSLContext | None = None,
         new_connections: bool = False,
     ) -> None:
         self.name = "openai-chat" if endpoint == "chat/completions" else "openai"
@@ -51,7 +52,7 @@ class OpenAIBackend:
         self._model = asking.model
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                ssl=ssl.create_default_context(cafile=ca_file) if ca_file else True,
+                ssl=tls or True,
                 limit=0,
                 force_close=new_connections,
                 keepalive_timeout=None if new_connections else _KEEPALIVE_S,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -98,11 +99,11 @@ class ScriptedHttp:
 
 
 @asynccontextmanager
-async def serving(script: ScriptedHttp) -> AsyncIterator[str]:
+async def serving(script: ScriptedHttp, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Its base URL, on a free port of the loopback."""
-    server = await asyncio.start_server(script.handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(script.handle, "127.0.0.1", 0, ssl=tls)
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"http{'s' if tls else ''}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
 

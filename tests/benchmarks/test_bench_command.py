@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import sys
 from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.benchmarks import scripted_grpc, scripted_http
 from tests.benchmarks.scripted_grpc import ScriptedService
@@ -100,6 +102,41 @@ async def test_flags_that_would_do_nothing_are_refused() -> None:
     status, out, err = await bench("--save-detailed")
     assert (status, out) == (2, "")
     assert err.splitlines()[-1].endswith("--save-detailed needs --output-file")
+
+
+async def test_shows_a_client_certificate_over_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ca = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ca.issue_cert("127.0.0.1").configure_cert(context)
+    ca.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    leaf, paths = ca.issue_cert("client@example.org"), {}
+    pems = {"CA": ca.cert_pem, "CLIENT_CERT": leaf.cert_chain_pems[0], "CLIENT_KEY": leaf.private_key_pem}
+    for name, pem in pems.items():
+        paths[name] = tmp_path / f"{name}.pem"
+        pem.write_to_path(paths[name])
+    monkeypatch.setenv("DIPTYCH_CA_FILE", str(paths["CA"]))
+    async with scripted_http.serving(ScriptedHttp(), context) as url:
+        stranger, _, _ = await bench("--base-url", url, "--num-prompts", "1")
+        for name in ("CLIENT_CERT", "CLIENT_KEY"):
+            monkeypatch.setenv(f"DIPTYCH_{name}_FILE", str(paths[name]))
+        known, _, err = await bench("--base-url", url, "--num-prompts", "1")
+    assert (stranger, known) == (1, 0), err
+
+
+@pytest.mark.parametrize("name", ["CA", "CLIENT_CERT"])
+@pytest.mark.parametrize("content", ["nonsense", None])
+@pytest.mark.parametrize("target", [("--base-url", "https://127.0.0.1:1"), ("--address", "127.0.0.1:1")])
+async def test_a_certificate_that_cannot_be_read_costs_one_line(
+    name: str, content: str | None, target: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pem"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(f"DIPTYCH_{name}_FILE", str(path))
+    status, _, err = await bench(*target)
+    assert (status, "Traceback" in err) == (2, False)
+    assert f"DIPTYCH_{name}_FILE: {path}: " in err.splitlines()[-1]
 
 
 async def test_failures_are_named_and_no_answer_at_all_is_one() -> None:
