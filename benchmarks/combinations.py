@@ -12,9 +12,10 @@ _SYNTHETIC = ("random", "shared-prefix")
 
 # By flag, the datasets that it means something to.
 _DATASETS = {
-    "dataset_path": (*flags.TRACES, "prompts"),
+    "dataset_path": (*flags.TRACES, *flags.REAL_PROMPTS),
+    "tokenizer": ("sharegpt",),
     "random_input_len": _SYNTHETIC,
-    "random_output_len": (*_SYNTHETIC, "prompts"),
+    "random_output_len": (*_SYNTHETIC, *flags.REAL_PROMPTS),
     "random_range_ratio": _SYNTHETIC,
     "shared_prefix_len": ("shared-prefix",),
     "shared_prefix_groups": ("shared-prefix",),
@@ -55,6 +56,8 @@ def _dataset(options: argparse.Namespace, given: set[str]) -> Iterator[str]:
     for name, datasets in _DATASETS.items():
         if name in given and dataset not in datasets:
             yield f"{_flag(name)} is for {' and '.join(datasets)}, and the dataset is {dataset}"
+    if {"tokenizer", "random_output_len"} <= given:
+        yield "--tokenizer takes the lengths of answers from the file: leave out --random-output-len"
 
 
 def _load(options: argparse.Namespace, given: set[str]) -> Iterator[str]:

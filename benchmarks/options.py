@@ -14,12 +14,14 @@ from typing import Any
 
 from benchmarks.backends.asking import Asking
 from benchmarks.campaign import Plan
+from benchmarks.datasets.token_source import MOST_TOKENS
 from benchmarks.goodput import parse_service_level
 from benchmarks.load import INFINITE, Load
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-DATASETS = ("random", "shared-prefix", "azure", "mooncake", "prompts")
+DATASETS = ("random", "shared-prefix", "azure", "mooncake", "prompts", "sharegpt")
 TRACES = ("azure", "mooncake")
+REAL_PROMPTS = ("prompts", "sharegpt")
 GRPC_BACKENDS = ("diptych", "kserve")
 CHECK_TEXT = "The capital of France is"
 
@@ -94,11 +96,12 @@ def ignores_eos(options: argparse.Namespace) -> bool:
     """Lengths are fixed unless the prompts are real ones, whose answers end where they end."""
     if options.ignore_eos is not None:
         return bool(options.ignore_eos)
-    return dataset_name(options) != "prompts"
+    return dataset_name(options) not in REAL_PROMPTS
 
 
 def dataset_name(options: argparse.Namespace) -> str:
-    """Chosen, or told by the file: .csv is an Azure trace, .jsonl with hash_ids Mooncake's, else prompts."""
+    """Chosen, or told by the file: .csv is an Azure trace, .json ShareGPT's, .jsonl with hash_ids Mooncake's,
+    else prompts."""
     if options.dataset_name is not None:
         return str(options.dataset_name)
     path: Path | None = options.dataset_path
@@ -106,8 +109,10 @@ def dataset_name(options: argparse.Namespace) -> str:
         return "shared-prefix" if options.shared_prefix_len else "random"
     if path.suffix == ".csv":
         return "azure"
+    if path.suffix == ".json":
+        return "sharegpt"
     if path.suffix == ".jsonl" and path.is_file():
-        with path.open() as file:
+        with path.open(encoding="utf-8", errors="replace") as file:  # who reads all of it says what is wrong
             return "mooncake" if '"hash_ids"' in file.readline() else "prompts"
     return "prompts"
 
@@ -147,7 +152,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 def _add_dataset(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--dataset-name", choices=DATASETS, help="default: random, or what the file is")
-    add("--dataset-path", type=Path, help="a trace (Azure csv, Mooncake jsonl) or prompts (jsonl, txt)")
+    add(
+        "--dataset-path",
+        type=Path,
+        help="a trace (Azure csv, Mooncake jsonl) or prompts (jsonl, txt, ShareGPT json)",
+    )
+    add("--tokenizer", type=Path, metavar="JSON", help="a tokenizer.json: ShareGPT's answers give lengths")
     add("--random-input-len", type=_count, default=128, metavar="N", help="prompt tokens (%(default)s)")
     add("--random-output-len", type=_count, default=64, metavar="N", help="answer tokens (%(default)s)")
     add(
@@ -229,8 +239,8 @@ def _share(text: str) -> float:
 
 def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
-    if not (low.isdigit() and high.isdigit() and int(low) <= int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH")
+    if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < MOST_TOKENS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH, of token ids")
     return int(low), int(high)
 
 

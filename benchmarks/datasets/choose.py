@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import csv
 from pathlib import Path
 
 from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.prompts_file import PromptsFile, read_prompts
+from benchmarks.datasets.sharegpt import read_sharegpt
 from benchmarks.datasets.synthetic import RandomLengths, SharedPrefix
 from benchmarks.datasets.token_source import TokenSource
 from benchmarks.datasets.traces import Trace, TraceScale, read_azure_trace, read_mooncake_trace
@@ -26,10 +28,12 @@ def choose_dataset(name: str, options: argparse.Namespace) -> Dataset:
     if path is None:
         raise BadDataset(f"the dataset {name} is a file: give --dataset-path")
     try:
+        if name == "sharegpt":
+            return PromptsFile(read_sharegpt(path, options.random_output_len, options.tokenizer), name)
         if name == "prompts":
             return PromptsFile(read_prompts(path, options.random_output_len))
         rows = read_azure_trace(path) if name == "azure" else read_mooncake_trace(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadDataset(f"{path}: {error}") from None
     scale = TraceScale(
         options.time_scale, options.length_scale, options.max_input_len, options.max_output_len

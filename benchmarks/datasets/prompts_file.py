@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datasets import BadDataset
+from benchmarks.datasets.token_source import MOST_TOKENS
 from benchmarks.request import BenchRequest
 
 
@@ -38,7 +39,7 @@ class PromptsFile:
 
 def read_prompts(path: Path, output_len: int) -> tuple[BenchRequest, ...]:
     """`output_len` is for prompts that do not name their own. Raises BadDataset."""
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if not lines:
         raise BadDataset(f"{path}: no prompts")
     if path.suffix != ".jsonl":
@@ -58,7 +59,9 @@ def _request(record: dict[str, Any], output_len: int) -> BenchRequest:
         raise ValueError("needs either 'prompt' or 'token_ids'")
     if ids is None and not isinstance(text, str):
         raise ValueError("'prompt' must be text")
-    prompt = text if ids is None else tuple(int(one) for one in ids)
+    if ids is not None and not all(type(one) is int and 0 <= one < MOST_TOKENS for one in ids):
+        raise ValueError(f"'token_ids' must be whole numbers from 0 to {MOST_TOKENS - 1}")
+    prompt = text if ids is None else tuple(ids)
     wanted = int(record.get("output_len", output_len))
     if not prompt or wanted < 1:
         raise ValueError("an empty prompt, or an output_len below 1")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST_TOKENS = 1 << 31  # of any vocabulary: protocols carry ids in 32 bits, some of them signed
+
 
 @dataclass(frozen=True)
 class TokenSource:

@@ -1,8 +1,9 @@
 """Recorded traffic: when requests came, how long they were, and which prefixes they had in common.
 
-Two published formats are read. Microsoft's Azure LLM inference traces (2023) are CSV with a time and two
-lengths. Mooncake's traces are JSON lines that also name, by `hash_ids`, each 512-token block of the prompt:
-two requests that begin with the same ids began with the same tokens, so equal ids become equal tokens here.
+Two published formats are read. Microsoft's Azure LLM inference traces (2023, 2024) are CSV with a time and
+two lengths. Mooncake's traces are JSON lines that also name, by `hash_ids`, each 512-token block of the
+prompt: two requests that begin with the same ids began with the same tokens, so equal ids become equal
+tokens here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Trace:
 
 def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
     """Columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises BadDataset."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
         if missing:
@@ -118,8 +119,10 @@ def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
 def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
     """One object a line: timestamp (ms), input_length, output_length, hash_ids. Raises BadDataset."""
     rows = []
-    with path.open() as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
                 rows.append(_mooncake_row(json.loads(line)))
             except (KeyError, TypeError, ValueError) as error:
@@ -130,7 +133,8 @@ def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
 
 
 def _azure_time(text: str) -> datetime:
-    return datetime.fromisoformat(text[:26])  # the file has seven digits of a second, datetime six
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)  # the trace of 2023 names no zone, 2024's does
 
 
 def _azure_lengths(record: dict[str, str]) -> tuple[int, int]:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def test_json_lines_of_prompts_are_no_trace(tmp_path: Path) -> None:
     assert [one.prompt for one in choose_dataset("prompts", options).requests(1, 0)] == ["Hello"]
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.txt", "x.csv"])
+def test_a_file_that_is_no_text_is_told(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    options = flags.parser().parse_args([f"--dataset-path={path}"])
+    with pytest.raises(BadDataset, match=name):
+        choose_dataset(flags.dataset_name(options), options)
+
+
+def test_a_json_file_is_sharegpts(tmp_path: Path) -> None:
+    path = tmp_path / "ShareGPT.json"
+    turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
+    path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
+    options = flags.parser().parse_args([f"--dataset-path={path}", "--random-output-len=7"])
+    assert flags.dataset_name(options) == "sharegpt"
+    assert not flags.ignores_eos(options)
+    [made] = choose_dataset("sharegpt", options).requests(1, 0)
+    assert (made.prompt, made.output_len) == ("Who?", 7)
+
+
 @pytest.mark.parametrize(
     "argv",
     [["--request-rate=trace"], ["--goodput", "ttft"],
@@ -68,6 +89,7 @@ def test_refuses_what_does_not_fit_together(argv: list[str]) -> None:
     "flag",
     ["--max-concurrency=0", "--max-concurrency=a", "--request-rate=0", "--request-rate=-1", "--rounds=0",
      "--burstiness=0", "--time-scale=0", "--length-scale=inf", "--random-range-ratio=1", "--token-ids=9:3",
+     "--token-ids=9:4294967296",
      "--extra-body=[1]", "--extra-body={", "--request-timeout=nan", "--nonsense=1"],
 )  # fmt: skip
 def test_refuses_impossible_values(flag: str, capsys: pytest.CaptureFixture[str]) -> None:

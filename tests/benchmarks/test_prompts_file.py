@@ -23,7 +23,8 @@ def test_reads_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     ["{", "[1]", "{}", '{"prompt": "a", "token_ids": [1]}', '{"prompt": 5}', '{"token_ids": []}',
-     '{"prompt": "a", "output_len": 0}', '{"token_ids": ["x"]}'],
+     '{"prompt": "a", "output_len": 0}', '{"token_ids": ["x"]}', '{"token_ids": [-1]}',
+     '{"token_ids": [4294967296]}', '{"token_ids": [1.5]}', '{"token_ids": "12"}'],
 )  # fmt: skip
 def test_says_which_prompt_is_wrong(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"

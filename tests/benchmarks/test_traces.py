@@ -104,6 +104,20 @@ def test_begins_again_after_its_end_without_a_step_back_in_time() -> None:
     assert times[30] == pytest.approx(rows[-1].arrival_s)
 
 
+def test_azures_times_are_read_whole_with_their_zones(tmp_path: Path) -> None:
+    """As in the trace of 2024: a zone, and a whole second without a fraction."""
+    times = ["2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:05+00:00", "2024-05-10 02:00:06.5+02:00"]
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{one},5,3" for one in times)]))
+    assert [row.arrival_s for row in read_azure_trace(path)] == pytest.approx([0, 4.99007, 6.49007])
+
+
+def test_blank_lines_of_a_mooncake_file_are_none_of_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}\n \n\n")
+    assert len(read_mooncake_trace(path)) == 2
+
+
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 
 

@@ -1,0 +1,60 @@
+"""Conversations in ShareGPT's format: JSON, a list of `{"conversations": [{"from": …, "value": …}, …]}`.
+
+The first human turn is the prompt. With a tokenizer at hand the answer that followed it gives the length of
+ours, and what vLLM's and SGLang's benchmarks leave out of the file is left out here, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.datasets import BadDataset
+from benchmarks.request import BenchRequest
+
+_HUMAN = ("human", "user")
+_SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens; the last of a prompt with its answer
+
+
+def read_sharegpt(path: Path, output_len: int, tokenizer: Path | None) -> tuple[BenchRequest, ...]:
+    """`tokenizer` is a `tokenizer.json`; without one all have `output_len`. Raises BadDataset."""
+    try:
+        pairs = list(_pairs(json.loads(path.read_text(encoding="utf-8-sig"))))
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise BadDataset(f"{path}: not ShareGPT's format: {type(error).__name__} {error}") from None
+    if tokenizer is None:
+        requests = [BenchRequest(prompt, output_len) for prompt, _ in pairs]
+    else:
+        requests = list(_as_long_as_theirs(pairs, tokenizer))
+    if not requests:
+        raise BadDataset(f"{path}: no conversation that begins with a question and its answer")
+    return tuple(requests)
+
+
+def _pairs(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Of each conversation the first human turn and the one after it; many begin in the midst of one."""
+    for record in records:
+        turns = record["conversations"]
+        for turn, answer in itertools.pairwise(turns):
+            asked, told = turn["value"].strip(), answer["value"].strip()
+            if turn["from"] in _HUMAN and answer["from"] not in _HUMAN and asked and told:
+                yield turn["value"], answer["value"]
+                break
+
+
+def _as_long_as_theirs(pairs: Sequence[tuple[str, str]], tokenizer: Path) -> Iterator[BenchRequest]:
+    from tokenizers import Tokenizer
+
+    try:
+        known = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises no narrower one
+        raise BadDataset(f"{tokenizer}: {error}") from None
+    prompts = known.encode_batch_fast([prompt for prompt, _ in pairs])
+    answers = known.encode_batch_fast([answer for _, answer in pairs], add_special_tokens=False)
+    for (text, _), prompt, answer in zip(pairs, prompts, answers, strict=True):
+        lengths = len(prompt.ids), len(answer.ids)
+        if min(lengths) >= _SHORTEST and lengths[0] <= _LONGEST_PROMPT and sum(lengths) <= _LONGEST:
+            yield BenchRequest(text, lengths[1])
