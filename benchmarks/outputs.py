@@ -41,7 +41,7 @@ def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: 
     at = plot.find_knee(ordered)
     if at is not None:
         console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
-    for warning in report.warnings(results, shares_nothing=described.dataset_name in ("random", "azure")):
+    for warning in report.warnings(results, described.dataset_name):
         errors.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def save_results(path: Path) -> None:

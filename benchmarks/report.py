@@ -11,6 +11,12 @@ from benchmarks.campaign import LoadResult
 from benchmarks.measurement import Figures
 
 _CACHED_SHARE = 0.05  # of prompts that share nothing: more than a block or two by chance
+_OTHER_SEED = "an earlier run had the same prompts, so give another --seed"
+_SAME_FILE = "the same prompts came in an earlier load, round or run, or they begin alike"
+# Why prompts were known, by dataset; those of other datasets share prefixes on purpose.
+_CACHED_BECAUSE = {
+    "random": _OTHER_SEED, "azure": _OTHER_SEED, "prompts": _SAME_FILE, "sharegpt": _SAME_FILE
+}  # fmt: skip
 _STEAL_SHARE = 0.02  # of the machine: beyond it the slowest of a hundred tokens may be such a pause
 
 _LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2el"))
@@ -30,6 +36,9 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
     rounds = len(results[0].rounds)
     rates = _table("load", "req/s", "out tok/s", "total tok/s", "failed")
     rates.title = "throughput" if rounds == 1 else f"throughput, median of {rounds} rounds (smallest–largest)"
+    with_cached = any(one["total_cached_tokens"] for one in figures)
+    if with_cached:
+        rates.add_column("cached", justify="right")
     with_goodput = any(one["request_goodput"] is not None for one in figures)
     if with_goodput:
         rates.add_column("goodput req/s", justify="right")
@@ -37,6 +46,8 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
         cells = [_with_spread(result, "request_throughput", 2), _with_spread(result, "output_throughput", 0)]
         failed = f"{known['failed']:.0f} of {result.requests}" if known["failed"] else "0"
         cells += [_number(known["total_token_throughput"], 0), failed]
+        if with_cached:
+            cells.append(f"{_cached_share(known):.0%}")
         goodput = [_with_spread(result, "request_goodput", 2)] if with_goodput else []
         rates.add_row(result.load.label, *cells, *goodput)
     yield rates
@@ -45,8 +56,8 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
         yield _latency_table("in the server, ms: p50/p90/p99", results, figures, _SERVER_TIMES)
 
 
-def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator[str]:
-    """Each in one sentence. `shares_nothing`: the prompts had no common prefixes to be found in a cache."""
+def warnings(results: Sequence[LoadResult], dataset: str) -> Iterator[str]:
+    """Each in one sentence. `dataset` is the name of that which the prompts came from."""
     for result in results:
         figures, label = result.figures(), result.load.label
         for code, count in result.errors().items():
@@ -59,18 +70,19 @@ def warnings(results: Sequence[LoadResult], *, shares_nothing: bool) -> Iterator
             )
         if figures["short_outputs"]:
             yield f"{label}: answers shorter than asked for: {figures['short_outputs']:.0f}"
-        cached, prompted = figures["total_cached_tokens"] or 0.0, figures["total_input_tokens"] or 0.0
-        if shares_nothing and cached > _CACHED_SHARE * prompted:
-            yield (
-                f"{label}: {cached / prompted:.0%} of the prompts' tokens came out of a prefix cache; "
-                "an earlier run had the same prompts, so give another --seed"
-            )
+        cached, cause = _cached_share(figures), _CACHED_BECAUSE.get(dataset)
+        if cause is not None and cached > _CACHED_SHARE:
+            yield f"{label}: {cached:.0%} of the prompts' tokens came out of a prefix cache; {cause}"
         yield from _generator_warnings(result, figures)
         if (stolen := result.spread()["steal_share"][1]) > _STEAL_SHARE:
             yield (
                 f"{label}: the hypervisor gave up to {stolen:.0%} of this machine's CPU time to other "
                 "guests: the tails are theirs as well"
             )
+
+
+def _cached_share(figures: Figures) -> float:
+    return (figures["total_cached_tokens"] or 0) / (figures["total_input_tokens"] or 1)
 
 
 def _generator_warnings(result: LoadResult, figures: Figures) -> Iterator[str]:

@@ -53,6 +53,7 @@ def test_the_table_has_medians_and_the_spread_of_rounds() -> None:
     assert "median of 3 rounds" in text
     assert "100/100/100" in text
     assert "goodput" not in text
+    assert "cached" not in text
     assert "hand-over" not in text
 
 
@@ -64,12 +65,12 @@ def test_the_table_has_columns_for_what_was_asked_and_what_the_server_tells() ->
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    text = shown([one_load(Load(2.5), [[answered([0.4, 2.4], server=SERVER)] * 3])])
+    text = shown([one_load(Load(2.5), [[answered([0.4, 2.4], server=SERVER, cached=1)] * 3])])
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
-def warned(result: LoadResult, *, shares_nothing: bool = True) -> str:
-    return "\n".join(report.warnings([result], shares_nothing=shares_nothing))
+def warned(result: LoadResult, dataset: str = "random") -> str:
+    return "\n".join(report.warnings([result], dataset))
 
 
 def test_warns_of_everything_that_makes_a_figure_less_worth() -> None:
@@ -105,8 +106,12 @@ def test_warns_of_a_hypervisor_that_takes_the_cores() -> None:
 
 def test_warns_of_a_cache_that_knew_the_prompts() -> None:
     cached = answered([1.0], cached=2)
-    assert "prefix cache" in warned(one_load(Load(max_concurrency=1), [[cached]]))
-    assert warned(one_load(Load(max_concurrency=1), [[cached]]), shares_nothing=False) == ""
+    result = one_load(Load(max_concurrency=1), [[cached]])
+    assert "another --seed" in warned(result)
+    assert "in an earlier load, round or run" in warned(result, "prompts")
+    assert "67% of the prompts' tokens" in warned(result, "sharegpt")
+    assert warned(result, "mooncake") == warned(result, "shared-prefix") == ""
+    assert "67%" in shown([result])
 
 
 def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
