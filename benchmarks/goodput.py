@@ -31,7 +31,10 @@ def parse_service_level(texts: Sequence[str]) -> ServiceLevel:
         name, colon, value = text.partition(":")
         if not colon or name not in ("ttft", "tpot", "e2el") or name in limits:
             raise ValueError(f"{text!r} is not one of ttft:MS, tpot:MS, e2el:MS, each given once")
-        limits[name] = float(value)
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: {value!r} is not a number of milliseconds") from None
         if not limits[name] > 0:
             raise ValueError(f"{text!r}: a limit is positive")
     return ServiceLevel(**limits)

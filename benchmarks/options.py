@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks import values
 from benchmarks.backends.asking import Asking
 from benchmarks.campaign import Plan
-from benchmarks.datasets.token_source import MOST_TOKENS
 from benchmarks.goodput import parse_service_level
 from benchmarks.load import INFINITE, Load
 
@@ -119,8 +117,19 @@ def dataset_name(options: argparse.Namespace) -> str:
 
 def _add_target(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="a Diptych gateway (%(default)s)")
-    add("--base-url", metavar="URL", help="a server with OpenAI's HTTP API, instead of --address")
+    add(
+        "--address",
+        type=values.address,
+        default=DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help="a Diptych gateway (%(default)s)",
+    )
+    add(
+        "--base-url",
+        type=values.url,
+        metavar="URL",
+        help="a server with OpenAI's HTTP API, instead of --address",
+    )
     add(
         "--backend",
         choices=(*GRPC_BACKENDS, "openai", "openai-chat"),
@@ -129,24 +138,64 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add("--model", help="served name (default: the server's first)")
     add("--api-key", metavar="KEY", help="bearer token; default: DIPTYCH_API_KEY")
     add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
-    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="merged into HTTP requests")
-    add("--request-timeout", type=_positive, default=600.0, metavar="S", help="%(default)s")
+    add("--extra-body", type=values.json_object, default={}, metavar="JSON", help="merged into HTTP requests")
+    add(
+        "--request-timeout",
+        type=values.positive,
+        default=600.0,
+        metavar="S",
+        help="for a whole answer (%(default)s)",
+    )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--max-concurrency", type=_list(_count), metavar="N,…", help="clients of a closed loop; caps a rate")
-    add("--request-rate", type=_list(_rate), metavar="R,…", help="requests/s of an open loop; inf; trace")
+    add(
+        "--max-concurrency",
+        type=values.list_of(values.count),
+        metavar="N,…",
+        help="clients of a closed loop; caps a rate",
+    )
+    add(
+        "--request-rate",
+        type=values.list_of(values.rate),
+        metavar="R,…",
+        help="requests/s of an open loop; inf; trace",
+    )
     add(
         "--burstiness",
-        type=_positive,
+        type=values.positive,
         default=1.0,
-        help="gamma shape of the gaps; 1 = Poisson, less = bursts",
+        metavar="B",
+        help="gamma shape of the gaps (%(default)s: Poisson; less: bursts)",
     )
-    add("--num-prompts", type=_count, metavar="N", help="requests of each load and round")
-    add("--rounds", type=_count, default=1, metavar="N", help="times each load is run, interleaved")
-    add("--num-warmups", type=_natural, default=2, metavar="N", help="requests before anything is measured")
-    add("--seed", type=_natural, default=0, help="another seed gives other prompts and arrivals")
+    add(
+        "--num-prompts",
+        type=values.count,
+        metavar="N",
+        help="requests of each load and round (four a client, 20 s of a finite rate, a trace's first 200)",
+    )
+    add(
+        "--rounds",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="times each load is run, interleaved (%(default)s)",
+    )
+    add(
+        "--num-warmups",
+        type=values.natural,
+        default=2,
+        metavar="N",
+        help="requests before anything is measured (%(default)s)",
+    )
+    add(
+        "--seed",
+        type=values.natural,
+        default=0,
+        metavar="N",
+        help="another one gives other prompts and arrivals (%(default)s)",
+    )
 
 
 def _add_dataset(group: argparse._ArgumentGroup) -> None:
@@ -158,26 +207,59 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
         help="a trace (Azure csv, Mooncake jsonl) or prompts (jsonl, txt, ShareGPT json)",
     )
     add("--tokenizer", type=Path, metavar="JSON", help="a tokenizer.json: ShareGPT's answers give lengths")
-    add("--random-input-len", type=_count, default=128, metavar="N", help="prompt tokens (%(default)s)")
-    add("--random-output-len", type=_count, default=64, metavar="N", help="answer tokens (%(default)s)")
+    add("--random-input-len", type=values.count, default=128, metavar="N", help="prompt tokens (%(default)s)")
+    add("--random-output-len", type=values.count, default=64, metavar="N", help="answer tokens (%(default)s)")
     add(
-        "--random-range-ratio", type=_share, default=0.0, metavar="R", help="lengths vary by ±R of themselves"
+        "--random-range-ratio",
+        type=values.share,
+        default=0.0,
+        metavar="R",
+        help="lengths vary by ±R of themselves (%(default)s)",
     )
     add(
-        "--shared-prefix-len", type=_natural, default=0, metavar="N", help="tokens in front of random prompts"
+        "--shared-prefix-len",
+        type=values.natural,
+        default=0,
+        metavar="N",
+        help="tokens in front of random prompts (%(default)s; 1024 of shared-prefix)",
     )
-    add("--shared-prefix-groups", type=_count, default=1, metavar="N", help="how many different prefixes")
+    add(
+        "--shared-prefix-groups",
+        type=values.count,
+        default=1,
+        metavar="N",
+        help="how many different prefixes (%(default)s)",
+    )
     add(
         "--time-scale",
-        type=_positive,
+        type=values.positive,
         default=1.0,
-        help="factor on a trace's times: 0.1 = ten times the load",
+        metavar="F",
+        help="factor on a trace's times: 0.1 = ten times the load (%(default)s)",
     )
-    add("--length-scale", type=_positive, default=1.0, help="factor on a trace's lengths")
-    add("--max-input-len", type=_count, metavar="N", help="longer prompts of a trace are cut")
-    add("--max-output-len", type=_count, metavar="N", help="longer answers of a trace are cut")
-    add("--token-ids", type=_span, default=(100, 40_000), metavar="LOW:HIGH", help="random ids (100:40000)")
-    add("--temperature", type=float, default=0.0, help="%(default)s")
+    add(
+        "--length-scale",
+        type=values.positive,
+        default=1.0,
+        metavar="F",
+        help="factor on a trace's lengths (%(default)s)",
+    )
+    add("--max-input-len", type=values.count, metavar="N", help="longer prompts of a trace are cut")
+    add("--max-output-len", type=values.count, metavar="N", help="longer answers of a trace are cut")
+    add(
+        "--token-ids",
+        type=values.token_span,
+        default=(100, 40_000),
+        metavar="LOW:HIGH",
+        help="random ids (100:40000)",
+    )
+    add(
+        "--temperature",
+        type=values.temperature,
+        default=0.0,
+        metavar="T",
+        help="of sampling (%(default)s: greedy)",
+    )
     add("--ignore-eos", action=argparse.BooleanOptionalAction, help="fixed lengths; default, but for prompts")
 
 
@@ -193,62 +275,3 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--check-text", nargs="?", const=CHECK_TEXT, metavar="PROMPT", help="print an answer")
     add("--expect", metavar="TEXT", help="--check-text, and fail unless its answer has this")
     add("--no-progress", action="store_true", help="no progress bar")
-
-
-def _list(one: Any) -> Any:
-    def parse(text: str) -> list[Any]:
-        return [one(part) for part in text.split(",")]
-
-    return parse
-
-
-def _count(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _natural(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < INFINITE:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _rate(text: str) -> float | None:
-    if text == "trace":
-        return None
-    return INFINITE if text == "inf" else _positive(text)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
-    return value
-
-
-def _span(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    if not (low.isdigit() and high.isdigit() and int(low) <= int(high) < MOST_TOKENS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH, of token ids")
-    return int(low), int(high)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("not a JSON object")
-    return value

@@ -99,6 +99,40 @@ def test_refuses_impossible_values(flag: str, capsys: pytest.CaptureFixture[str]
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--max-concurrency=1,abc", "'abc' is not a whole number"),
+        ("--num-prompts=1.5", "'1.5' is not a whole number"),
+        ("--num-prompts=0", "0 is less than 1"),
+        ("--request-rate=fast", "'fast' is not a positive number"),
+        ("--request-timeout=x", "'x' is not a positive number"),
+        ("--random-range-ratio=x", "'x' is not in [0, 1)"),
+        ("--temperature=x", "'x' is not a number of at least 0"),
+        ("--temperature=-1", "'-1' is not a number of at least 0"),
+        ("--base-url=127.0.0.1:8000", "needs http:// or https://"),
+        ("--base-url=localhost:8000/v1", "needs http:// or https://"),
+        ("--base-url=http://", "names no host"),
+        ("--address=http://127.0.0.1:1", "HOST:PORT without http://"),
+    ],
+)
+def test_says_what_is_wrong_with_a_value(flag: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags.parser().parse_args([flag])
+    assert told in capsys.readouterr().err
+
+
+def test_help_names_the_defaults() -> None:
+    told = " ".join(flags.parser().format_help().split())
+    for flag, words in {
+        "--num-prompts N": "four a client", "--rounds N": "(1)", "--num-warmups N": "(2)", "--seed N": "(0)",
+        "--shared-prefix-len N": "1024", "--shared-prefix-groups N": "(1)", "--temperature T": "greedy",
+        "--request-timeout S": "(600", "--time-scale F": "(1", "--random-range-ratio R": "(0",
+    }.items():  # fmt: skip
+        after = told.split(flag)[-1].split(" --")[0]
+        assert words in after, flag
+
+
 def test_a_dataset_that_is_a_file_needs_one() -> None:
     options = flags.parser().parse_args(["--dataset-name=azure"])
     with pytest.raises(BadDataset, match="--dataset-path"):
