@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import values
 from benchmarks.peers.measure import Sizes
 from benchmarks.peers.places import DEFAULT_ROOT, Places
+from engine.precision import ON_CPU
 
 GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 VLLM_KINDS = ("bf16", "w8a8")
@@ -47,7 +49,7 @@ def parse(argv: Sequence[str]) -> Options:
         llama=_llama(given.llama, quick=given.quick),
         vllm=given.vllm,
         concurrencies=given.concurrency,
-        rounds=given.rounds or (1 if given.quick else 3),
+        rounds=given.rounds if given.rounds is not None else 1 if given.quick else 3,
         sizes=sizes,
         model=given.model,
         install_only=given.install_only,
@@ -70,11 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--quick", action="store_true", help="one round, fewer requests, fewer GGUF types: under 8 minutes")
-    add("--rounds", type=int, metavar="N", help="interleaved rounds (3)")
+    add("--rounds", type=values.count, metavar="N", help="interleaved rounds (3)")
     add("--concurrency", type=_numbers, default=(1, 8, 16), metavar="N,…", help="clients (1,8,16)")
     add(
         "--dtypes",
-        type=_names(None),
+        type=_names(("auto", *ON_CPU)),
         default=("bf16", "int8", "gguf"),
         metavar="D,…",
         help="ours (bf16,int8,gguf)",
@@ -91,18 +93,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    values = tuple(sorted({int(part) for part in text.split(",")}))
-    if values[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least one client")
-    return values
+    return tuple(sorted(set(values.list_of(values.count)(text))))
 
 
-def _names(allowed: Sequence[str] | None) -> Callable[[str], tuple[str, ...]]:
+def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = () if text == "none" else tuple(text.split(","))
-        unknown = [name for name in names if allowed is not None and name not in allowed]
+        unknown = [name for name in names if name not in allowed]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed or ())}")
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(allowed)}")
         return names
 
     return parse

@@ -83,16 +83,30 @@ def test_flags() -> None:
     whole, quick = parse([]), parse(["--quick"])
     assert (whole.rounds, quick.rounds) == (3, 1)
     assert set(quick.llama) < set(whole.llama)
+    assert parse(["--quick", "--rounds", "2"]).rounds == 2
+    assert parse(["--dtypes", "auto,fp32"]).ours == ("auto", "fp32")
     assert parse(["--vllm", "none", "--llama", "BF16", "--concurrency", "16,1"]).concurrencies == (1, 16)
     alone = parse(["--vllm", "none", "--llama", "none"])
     assert (alone.vllm, alone.llama) == ((), ())
 
 
-@pytest.mark.parametrize("wrong", [["--llama", "Q9"], ["--concurrency", "0"], ["--dtype", "bf16"]])
-def test_wrong_flags(wrong: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("--llama=Q9", "Q9: not one of Q4_0"),
+        ("--concurrency=0", "0 is less than 1"),
+        ("--concurrency=a", "'a' is not a whole number"),
+        ("--dtype=bf16", "--dtype"),
+        ("--dtypes=bf16,in8", "in8: not one of auto, fp32"),
+        ("--rounds=0", "0 is less than 1"),
+    ],
+)
+def test_wrong_flags(wrong: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is installed, which takes minutes."""
     with pytest.raises(SystemExit) as caught:
-        parse(wrong)
+        parse([wrong])
     assert caught.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_reads_the_cpu() -> None:
