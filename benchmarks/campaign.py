@@ -26,7 +26,7 @@ _SUMMED = frozenset([
     "duration", "completed", "failed", "short_outputs",
     "total_input_tokens", "total_cached_tokens", "total_output_tokens",
 ])  # fmt: skip
-_LARGEST = frozenset(["max_concurrent_requests"])
+_LARGEST = frozenset(["max_concurrent_requests", "max_output_tokens_per_s"])
 _OPEN_LOOP_S = 20.0  # how long an open loop offers its load when no number of prompts is given
 _TRACE_PROMPTS = 200
 _SEEDS_PER_RUN = 1_000  # a run's prompts differ from those of all other loads and rounds

@@ -58,7 +58,10 @@ async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
         if not await _text_is_right(backend, options):
             return 1
         arguments = {name: value for name, value in vars(options).items() if name != "api_key"}
-        described = RunDescription(backend.name, model, dataset.name, options.label, options.seed, arguments)
+        tokenizer = None if options.tokenizer is None else str(options.tokenizer)
+        described = RunDescription(
+            backend.name, model, tokenizer, dataset.name, options.label, options.seed, arguments
+        )
         try:
             await _measure(backend, options, dataset, plan, results)
         except asyncio.CancelledError:  # Ctrl-C: what is complete took its time, too

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -103,8 +103,19 @@ def _throughput(run: Run, answered: Sequence[Outcome], level: ServiceLevel | Non
         "total_token_throughput": rate(inputs + outputs),
         "concurrency": rate(math.fsum(one.ended - one.sent for one in run.outcomes)),
         "max_concurrent_requests": most_at_once(run.outcomes),
+        "max_output_tokens_per_s": _most_in_a_second(answered),
         "tokens_per_message": outputs / messages if messages else None,
     }
+
+
+def _most_in_a_second(answered: Sequence[Outcome]) -> float:
+    """Tokens of the best whole second since the first sending; a message has its share of an answer's."""
+    start = min((one.sent for one in answered), default=0.0)
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for reply in (one.reply for one in answered if one.reply is not None):
+        for moment in reply.arrivals:
+            seconds[int(moment - start)] += reply.output_tokens / len(reply.arrivals)
+    return max(seconds.values(), default=0.0)
 
 
 def _server_figures(times: Sequence[ServerTimes]) -> Figures:

@@ -4,7 +4,8 @@ The keys are those of `vllm bench serve --save-result` (`median_ttft_ms`, `outpu
 `request_goodput`, …), those of SGLang's bench_serving beside them where it has other names
 (`mean_e2e_latency_ms`, `input_throughput`, `concurrency`), and our own: `spread`, `errors_by_code`,
 `generator_…`, `…_handover_ms`. Counts (`num_prompts`, `completed`, `failed`, `short_outputs`,
-`total_…_tokens`) and `duration` are sums over all rounds; rates and times are medians of the rounds' own.
+`total_…_tokens`) and `duration` are sums over all rounds; rates and times are medians of the rounds' own,
+and what begins with `max_` is the largest of a round.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from benchmarks.load import INFINITE
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What was run, the same for all loads of a file."""
+    """What was run, the same for all loads of a file. `tokenizer_id` None: the server counts tokens."""
 
     backend: str
     model_id: str
+    tokenizer_id: str | None
     dataset_name: str
     label: str | None
     seed: int
@@ -44,8 +46,10 @@ def as_objects(
         {
             "date": date,
             "backend": described.backend,
+            "endpoint_type": described.backend,
             "label": described.label,
             "model_id": described.model_id,
+            "tokenizer_id": described.tokenizer_id,
             "dataset_name": described.dataset_name,
             "seed": described.seed,
             "num_prompts": result.requests,

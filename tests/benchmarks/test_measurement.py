@@ -42,6 +42,15 @@ def test_measures_as_its_definitions_say() -> None:
     assert figures["tokens_per_message"] == pytest.approx(8 / 5)
 
 
+def test_the_best_second_is_that_with_most_tokens() -> None:
+    """Seconds from the first sending; tokens that came in one message count as of its moment."""
+    outcomes = [answered([10.5, 11.1, 11.9, 12.2], sent=10.0), answered([11.5, 12.5], sent=10.1, tokens=6)]
+    most = measure(run(outcomes, 2.5), None, exact_lengths=True).figures["max_output_tokens_per_s"]
+    assert most == 2 + 3
+    empty = measure(run([failed("A")], 1.0), None, exact_lengths=True).figures
+    assert empty["max_output_tokens_per_s"] == 0
+
+
 def test_failures_are_counted_by_code_and_not_timed() -> None:
     measured = measure(run([failed("A"), failed("B"), failed("A")], 1.0), None, exact_lengths=True)
     assert measured.errors == {"A": 2, "B": 1}

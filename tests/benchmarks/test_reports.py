@@ -23,7 +23,7 @@ CALM = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=0.1, lag_p99_ms=0.5, lag
 BUSY = Strain(cpu_share=0.95, loop_share=0.9, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
 STARVED = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
 SERVER = ServerTimes(queue=0.001, prefill=0.040, handover=0.0042, kv_transfer=0.002)
-DESCRIBED = result_file.RunDescription("diptych", "m", "random", "mine", 0, {"rounds": 2})
+DESCRIBED = result_file.RunDescription("diptych", "m", None, "random", "mine", 0, {"rounds": 2})
 
 
 def one_load(
@@ -121,11 +121,13 @@ def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
     result_file.write(path, result_file.as_objects(results, DESCRIBED, detailed=True))
     first, second = json.loads(path.read_text())
     vllm = """
-        date backend label model_id num_prompts request_rate burstiness max_concurrency duration
+        date backend endpoint_type label model_id tokenizer_id num_prompts request_rate burstiness
+        max_concurrency duration
         completed failed total_input_tokens total_output_tokens request_throughput request_goodput
         output_throughput total_token_throughput mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms
         mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms
         p99_itl_ms mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms max_concurrent_requests
+        max_output_tokens_per_s
         input_lens output_lens ttfts itls start_times generated_texts errors
     """.split()  # noqa: SIM905 (forty quoted words would hide the list)
     sglang = ["dataset_name", "input_throughput", "concurrency", "mean_e2e_latency_ms", "p99_e2e_latency_ms"]
