@@ -61,7 +61,16 @@ def available_memory() -> int | None:
 
     None where neither can be told.
     """
-    found = [room for room in (_machine_memory(), _container_memory()) if room is not None]
+    found = [room for room in (_machine_memory("MemAvailable"), _container_memory()) if room is not None]
+    return min(found, default=None)
+
+
+def whole_memory() -> int | None:
+    """Bytes that the machine has, or its container where that may have less, used or not.
+
+    None where neither can be told.
+    """
+    found = [size for size in (_machine_memory("MemTotal"), _cgroup_bytes("memory.max")) if size is not None]
     return min(found, default=None)
 
 
@@ -81,19 +90,24 @@ def _populate_slice(mapping: mmap.mmap, start: int, size: int) -> bool:
     return bool(_madvise(ctypes.addressof(anchor), size, _POPULATE_WRITE) == 0)
 
 
-def _machine_memory() -> int | None:
+def _machine_memory(field: str) -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
 
 
 def _container_memory() -> int | None:
     """What cgroup v2 leaves a container, which sees its own group as the root. Cached files count as used."""
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return None if limit is None or used is None else limit - used
+
+
+def _cgroup_bytes(file: str) -> int | None:
     try:
-        return int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no such files, or no limit: "max"
+        return int((_CGROUP / file).read_text())
+    except (OSError, ValueError):  # no such file, or no limit: "max"
         return None
 
 

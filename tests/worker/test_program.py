@@ -17,6 +17,11 @@ ROOT = Path(__file__).parents[2]
         ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf is not a GGUF file"),
         ("decode_worker", ("--device=cpu", "--dtype=fp16"), "dtype fp16 is not computed on cpu"),
         ("prefill_worker", ("--device=cpu", "--transport=nccl"), "--transport nccl needs blocks on a GPU"),
+        (
+            "decode_worker",
+            ("--device=cpu", "--kv-memory-mib=9999999"),
+            "a pool of 9999998 MiB",
+        ),
         pytest.param(
             *("decode_worker", ("--device=cuda",), "device cuda: torch"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -44,3 +49,19 @@ def test_a_mistake_of_its_user_is_told_in_one_line(
     [line] = done.stderr.splitlines()
     assert problem in line
     assert "Traceback" not in line
+
+
+def test_a_pool_of_less_than_a_context_is_told_of() -> None:
+    command = [sys.executable, "-m", "decode_worker", "--device=cpu", "--redis-url=redis://127.0.0.1:1/0"]
+    with subprocess.Popen(
+        [*command, "--kv-memory-mib=1"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if " ready {" in line:
+                break
+        process.terminate()
+    [told] = [line for line in lines if "the KV pool holds" in line]
+    assert "the model's context has 8192: longer requests are refused" in told
