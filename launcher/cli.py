@@ -128,7 +128,11 @@ def generate(
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds.")] = None,
 ) -> None:
-    """Ask a running server once."""
+    """Ask a running server once.
+
+    DIPTYCH_API_KEY is the key, if it wants one; DIPTYCH_CA_FILE turns TLS on, and a client's own certificate
+    is in DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE.
+    """
     from launcher.ask import BadQuestion, Question, ask, read_prompt
 
     try:

@@ -37,7 +37,7 @@ async def _serve(
 ) -> int:
     try:
         async with running_stack(options, progress, ready_file=ready_file) as stack:
-            _welcome(console, stack, show_secrets)
+            _welcome(console, options, stack, show_secrets)
             async with control_socket(stack.grpc_port, partial(rolling_restart, stack)):
                 await asyncio.Event().wait()  # until cancelled
             return 0
@@ -53,7 +53,21 @@ def report_failure(console: Console, error: Exception, *, lines: bool) -> None:
             console.out(f"  {line}", highlight=False)
 
 
-def _welcome(console: Console, stack: Stack, show_secrets: bool) -> None:
+def first_question(options: StackOptions, address: str) -> str:
+    """A command that asks this system, with the variables that it wants; `…` is for the user to fill in."""
+    wanted = {
+        "DIPTYCH_CA_FILE": options.tls_cert is not None,
+        "DIPTYCH_CLIENT_CERT_FILE": options.tls_client_ca is not None,
+        "DIPTYCH_CLIENT_KEY_FILE": options.tls_client_ca is not None,
+        "DIPTYCH_API_KEY": options.api_keys_file is not None,
+    }
+    variables = "".join(f"{name}=… " for name, is_wanted in wanted.items() if is_wanted)
+    return (
+        f'{variables}diptych generate "What is the capital of France?" --stream --timings --address {address}'
+    )
+
+
+def _welcome(console: Console, options: StackOptions, stack: Stack, show_secrets: bool) -> None:
     def say(markup: str) -> None:
         console.print(markup, highlight=False, soft_wrap=True)
 
@@ -61,7 +75,7 @@ def _welcome(console: Console, stack: Stack, show_secrets: bool) -> None:
         f"[bold green]Diptych serves[/]  gRPC {stack.address}   OpenAI API {stack.http_url}/v1   "
         f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}"
     )
-    say(f'  diptych generate "What is the capital of France?" --stream --timings --address {stack.address}')
+    say(f"  {first_question(options, stack.address)}")
     if show_secrets:
         say("  another gateway joins with:")
         for name, value in stack.shared.environment().items():

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import ssl
 import subprocess
@@ -55,6 +56,23 @@ def added(system: Secured, tenant: str, *scopes: str, **quotas: int) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return key
+
+
+def test_the_question_that_up_shows_works_once_its_variables_are_filled_in(system: Secured) -> None:
+    shown = next(line for line in system.stack.log.read_text().splitlines() if "diptych generate" in line)
+    values = {"DIPTYCH_CA_FILE": str(system.roots), "DIPTYCH_API_KEY": added(system, "reader")}
+    words = shlex.split(shown)
+    assert [word for word in words if word.endswith("=…")] == [f"{name}=…" for name in values]
+    arguments = words[words.index("generate") :]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *arguments, "--raw", "--max-tokens=4"],
+        env={**os.environ, **values},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Where the time went" in done.stderr
 
 
 def status(system: Secured, key: str) -> int:
