@@ -3,7 +3,7 @@
 import json
 import sys
 
-from diptych.client import Client, Message, Tool, chat
+from diptych.client import CallFailed, Client, Message, Tool, chat
 
 WEATHER = Tool(
     "get_weather",
@@ -42,4 +42,9 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["127.0.0.1:50051"])
+    try:
+        main(*sys.argv[1:2] or ["127.0.0.1:50051"])
+    except CallFailed as failure:
+        if "chat.tools" not in failure.violations:
+            raise
+        sys.exit(f"{failure.violations['chat.tools']}; serve one that has: diptych up --model PATH")

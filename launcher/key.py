@@ -28,7 +28,7 @@ def new(
 ) -> None:
     """Make a key. It is shown once, on stderr; stdout has the line for the file of --api-keys-file.
 
-    diptych key new --tenant billing >> keys.jsonl
+    (umask 077; diptych key new --tenant billing >> keys.jsonl)
     """
     from gateway.access.key_file import BadKeyFile, digest_of, fresh_key, parse_keys
 
