@@ -28,7 +28,8 @@ from gateway.request.parsed_request import ParsedRequest
 from gateway.request.validate_resumption import resumable as can_resume
 from gateway.request_reader import RequestReader
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
-from gateway.session.conversation import Conversation, Recovery
+from gateway.session.around import Recovery
+from gateway.session.conversation import Conversation
 from gateway.session.live_requests import LiveRequests
 from gateway.session.resume_token import ResumeTokens
 from gateway.session.session_events import Admitted

@@ -28,7 +28,7 @@ from gateway.model.served_model import ServedModel
 from gateway.openai.door import OpenAIDoor
 from gateway.request_reader import RequestReader
 from gateway.service import SERVICE, add_inference_service
-from gateway.session.conversation import Recovery
+from gateway.session.around import Recovery
 from gateway.session.live_requests import LiveRequests
 from gateway.session.resume_token import ResumeTokens
 from gateway.session.retry_budget import RetryBudget

@@ -11,22 +11,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from diptych.worker.v1 import work_pb2
 from gateway.fleet.links import LinkDown
-from gateway.fleet.placement import Placement
 from gateway.fleet.router import NoWorker, RouteRequest
 from gateway.fleet.wires import News, PromptScored
 from gateway.output.output import OutputStream
 from gateway.output.prompt_scores import PromptScores
+from gateway.session.around import Recovery, RouteChoice, Workers
 from gateway.session.choices import Choices
 from gateway.session.outgoing import Outgoing
 from gateway.session.phase_times import PhaseBook, Phases
-from gateway.session.recovery import WAIT_FOR_WORKER_S
-from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_actions import (
     Action,
     Attach,
@@ -48,7 +44,6 @@ from gateway.session.session_events import (
     NoRoute,
     PrefillCommitted,
     Restored,
-    Role,
     Routed,
     StopMatched,
     TimeLimitReached,
@@ -61,34 +56,6 @@ from gateway.session.work import Job, build_work
 from runtime.errors import Internal
 
 _log = logging.getLogger(__name__)
-
-
-class Workers(Protocol):
-    """The fleet, as a conversation sees it. Sending never blocks; it raises `LinkDown`."""
-
-    def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker: ...
-    def attach(self, worker_id: str, work: work_pb2.Work) -> None: ...
-    def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None: ...
-    def cancel(
-        self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int]
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
-    """One choice of a route: when (monotonic seconds), and what came of it; None when there was no worker."""
-
-    start: float
-    end: float
-    placement: Placement | None
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """How far the gateway goes for a request that lost its worker; see `gateway.session.tally.Tally`."""
-
-    budget: RetryBudget | None = None
-    wait_s: float = WAIT_FOR_WORKER_S
 
 
 class Conversation:
