@@ -49,6 +49,7 @@ import grpc
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.access.caller import Caller, Scope
+from gateway.access.meter import Charges
 from runtime.errors import DiptychError, Internal
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Attributes, ServerSpan, Telemetry
@@ -105,6 +106,11 @@ class Call(ABC):
         if self._caller is None:
             raise RuntimeError("nobody has looked who calls")
         return self._caller
+
+    @property
+    def charges(self) -> Charges:
+        """What it takes of its key's quotas goes there. Default: to the key's meter."""
+        return self.caller.meter
 
     def admit(self, access: Access, scope: Scope) -> None:
         """Find out who calls, unless that is known. Raises `Unauthenticated`, `PermissionDenied`."""

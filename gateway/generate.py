@@ -99,7 +99,7 @@ class Generator:
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
             limit = min(self._fleet.roster.token_limit() or self._context, self._context)
-            call.caller.meter.require(1, 0, self._clock())  # who may not begin is owed no tokenising
+            call.charges.require(1, 0, self._clock())  # who may not begin is owed no tokenising
             request = await self._reader.read(message, call, report, limit)
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""
@@ -121,7 +121,7 @@ class Generator:
     @contextmanager
     def _metered(self, job: Job, call: Call, report: RequestReport) -> Iterator[None]:
         """What the request takes of its key's quotas. Raises `QuotaExceeded`."""
-        meter, served = call.caller.meter, True
+        meter, served = call.charges, True
         meter.begin(job.prompt_tokens, self._clock())
         try:
             yield

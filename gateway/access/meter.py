@@ -8,6 +8,7 @@ tokens count as others do. Pure; times are seconds of a monotonic clock. Each ga
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from runtime.errors import QuotaExceeded
 
@@ -55,6 +56,15 @@ class _Bucket:
         self._level = min(self._level + amount, self._size)
 
 
+class Charges(Protocol):
+    """What one request does to its key's quotas: see `Meter`."""
+
+    def require(self, requests: int, prompt_tokens: int, now: float) -> None: ...
+    def begin(self, prompt_tokens: int, now: float) -> None: ...
+    def end(self, output_tokens: int) -> None: ...
+    def refused(self, prompt_tokens: int) -> None: ...
+
+
 class Meter:
     """Of one key.
 
@@ -72,11 +82,7 @@ class Meter:
     def begin(self, prompt_tokens: int, now: float) -> None:
         """A request begins; `end` is owed. Raises `QuotaExceeded`, and then nothing was counted."""
         self.require(1, prompt_tokens, now)
-        if self._requests is not None:
-            self._requests.take(1)
-        if self._tokens is not None:
-            self._tokens.take(prompt_tokens)
-        self.running += 1
+        self.take(1, prompt_tokens)
 
     def require(self, requests: int, prompt_tokens: int, now: float) -> None:
         """So many requests, of so many prompt tokens together, may begin now. Raises `QuotaExceeded`."""
@@ -88,6 +94,14 @@ class Meter:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(prompt_tokens, now)):
             raise self._exceeded(f"{self.quota.tokens_per_minute} tokens a minute", wait_s)
 
+    def take(self, requests: int, prompt_tokens: int) -> None:
+        """So many begin, whatever there is left; `end` is owed for each."""
+        if self._requests is not None:
+            self._requests.take(requests)
+        if self._tokens is not None:
+            self._tokens.take(prompt_tokens)
+        self.running += requests
+
     def end(self, output_tokens: int) -> None:
         """It is over, however."""
         self.running -= 1
@@ -97,10 +111,14 @@ class Meter:
     def refused(self, prompt_tokens: int) -> None:
         """Instead of `end`: the server could not serve it, which the key does not pay for."""
         self.running -= 1
+        self.give_back(1, prompt_tokens)
+
+    def give_back(self, requests: int, tokens: int) -> None:
+        """Of requests that have ended."""
         if self._requests is not None:
-            self._requests.give_back(1)
+            self._requests.give_back(requests)
         if self._tokens is not None:
-            self._tokens.give_back(prompt_tokens)
+            self._tokens.give_back(tokens)
 
     def _exceeded(self, quota: str, wait_s: float) -> QuotaExceeded:
         return QuotaExceeded(self.name, quota, max(wait_s, SHORTEST_RETRY_S))

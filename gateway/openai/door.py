@@ -19,8 +19,9 @@ from aiohttp import hdrs, web
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.access.list_meter import ListMeter
 from gateway.access.meter import Meter
-from gateway.call import Calls
+from gateway.call import REJECTIONS, Calls
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.openai.answer import Answer
@@ -128,12 +129,22 @@ class OpenAIDoor:
 
     async def _several(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
         """All prompts at once; the first that fails ends the others. Empty for a stream."""
-        self._check_quota(call.caller.meter, len(asked.drafts))
+        meter = self._meter(call.caller.meter, len(asked.drafts))
+        served = True
+        try:
+            return await self._parts(call, asked, meter)
+        except DiptychError as error:
+            served = error.code not in REJECTIONS or (call.stream is not None and call.stream.started)
+            raise
+        finally:
+            meter.close(served=served)
+
+    async def _parts(self, call: HttpCall, asked: Asked, meter: ListMeter) -> list[pb.GenerateResponse]:
         call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
             draft = asked.drafts[prompt]
-            part = PromptCall(call, prompt, self._calls.clock())
+            part = PromptCall(call, prompt, meter, self._calls.clock())
             try:
                 with self._calls.account(part):
                     if asked.stream:
@@ -151,13 +162,13 @@ class OpenAIDoor:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]
 
-    def _check_quota(self, meter: Meter, prompts: int) -> None:
+    def _meter(self, meter: Meter, prompts: int) -> ListMeter:
         """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
         most = meter.quota.most_together
         if most is not None and prompts > most:
             why = "each is a request, and this API key may begin no more at once"
             raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
-        meter.require(prompts, 0, self._calls.clock())
+        return ListMeter(meter, prompts, self._calls.clock())
 
     def _completions_answer(self, asked: Asked) -> Answer:
         return CompletionsAnswer(

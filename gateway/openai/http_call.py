@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.access.meter import Charges
 from gateway.call import Call
 from gateway.openai.answer import Answer
 from gateway.openai.errors import error_object, http_error, status_of
@@ -177,7 +178,7 @@ class PromptCall(Call):
 
     counts: ClassVar[bool] = False
 
-    def __init__(self, outer: HttpCall, prompt: int, now: float) -> None:
+    def __init__(self, outer: HttpCall, prompt: int, charges: Charges, now: float) -> None:
         super().__init__(
             "completion of one prompt of several",
             received_at=now,
@@ -187,7 +188,12 @@ class PromptCall(Call):
             caller=outer.caller,
         )
         self._outer = outer
+        self._charges = charges
         self.prompt = prompt
+
+    @property
+    def charges(self) -> Charges:
+        return self._charges
 
     async def write(self, message: pb.GenerateResponse) -> None:
         if self._outer.stream is None:

@@ -180,3 +180,30 @@ async def test_several_prompts_begin_together_or_not_at_all(
         for call in (running, last):
             call.cancel()
         await stack.until_idle()
+
+
+async def test_a_list_that_the_server_refuses_costs_nothing_not_even_its_prompts_that_had_begun(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
+    """One runs, one waits, and there is no room for the third: the answer is its refusal and nothing else."""
+    key = keys.add("acme", requests_per_minute=3, tokens_per_minute=3, concurrent_requests=3)
+    small = {"max_inflight": 1, "max_queued_tokens": 1, "api_keys_file": keys.path}
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(), **small) as stack:
+        for _ in range(3):
+            three = completion(stack, prompt=["a", "b", "c"])
+            status, text, headers = await http(stack, "/v1/completions", key, three)
+            assert (status, check_http(status, text, headers)["code"]) == (429, "queue_full")
+            await stack.until_idle()
+
+
+async def test_a_list_of_more_tokens_than_a_minute_has_is_served_and_then_paid_off(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
+    """As a single prompt that is longer than that is: else it could never be served."""
+    key = keys.add("acme", tokens_per_minute=2)
+    async with serving(bundled, redis_url, keys) as stack:
+        three = completion(stack, prompt=["a", "b", "c"])
+        assert (await http(stack, "/v1/completions", key, three))[0] == 200
+        status, text, headers = await http(stack, "/v1/completions", key, completion(stack))
+        assert (status, check_http(status, text, headers)["code"]) == (429, "quota_exceeded")
+        assert int(headers["Retry-After"]) > 60  # 3 tokens of prompts and 9 of output, at 2 a minute
