@@ -41,9 +41,10 @@ help:
 
 install: $(VENV)/.installed
 
-# One that failed halfway has a python, and make would take it for whole.
+# One that failed halfway has a python, and make would take it for whole. What was there before is not ours to remove.
 define make_venv
-	$(1) -m venv $(2) || { rm -rf $(2); exit 1; }
+	had=$$([ ! -e $(2) ] || echo yes); $(1) -m venv $(2) || \
+		{ if [ "$$had" ]; then rm -f $(2)/bin/python; else rm -rf $(2); fi; exit 1; }
 endef
 
 $(BIN)/python:

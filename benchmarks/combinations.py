@@ -53,6 +53,9 @@ def _target(options: argparse.Namespace, given: set[str]) -> Iterator[str]:
 
 def _dataset(options: argparse.Namespace, given: set[str]) -> Iterator[str]:
     dataset = flags.dataset_name(options)
+    path = options.dataset_path
+    if options.dataset_name is None and path is not None and path.suffix == ".jsonl" and not path.exists():
+        return  # what it would hold is not known, and who reads it says that it is not there
     for name, datasets in _DATASETS.items():
         if name in given and dataset not in datasets:
             yield f"{_flag(name)} is for {' and '.join(datasets)}, and the dataset is {dataset}"

@@ -111,7 +111,8 @@ def dataset_name(options: argparse.Namespace) -> str:
         return "sharegpt"
     if path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:  # who reads all of it says what is wrong
-            return "mooncake" if '"hash_ids"' in file.readline() else "prompts"
+            first = next((line for line in file if line.strip()), "")
+            return "mooncake" if '"hash_ids"' in first else "prompts"
     return "prompts"
 
 

@@ -66,6 +66,7 @@ class GatewayStream:
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
+        self._outputs = 0  # whole ones that are not written to their end
         self._step = decode_pb2.StepBatch()
         self._outbox: Outbox[Response | WholeOutput] = Outbox()
 
@@ -101,6 +102,7 @@ class GatewayStream:
         """Say a whole output, which nothing of went out before, and why it ends there."""
         ended = _finished(request.key, choice, reason, request.times_now())
         self._outbox.put(WholeOutput(token_ids, scores, ended))
+        self._outputs += 1
         reach("decode.finishing")
 
     def finished(
@@ -118,6 +120,11 @@ class GatewayStream:
     ) -> None:
         failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
         self._step.ended.add(id=attempt_id(key), choice=choice, failure=failure, times=times)
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether a whole output is still being written."""
+        return self._outputs > 0
 
     def flush(self) -> None:
         """Hand the step's batch to the writer, if there is anything in it."""
@@ -149,6 +156,8 @@ class GatewayStream:
                 for output in outputs:
                     if not output.over:
                         self._outbox.put(output)
+                    else:
+                        self._outputs -= 1
                 await asyncio.sleep(0)  # a write that has room waits for nothing
 
 

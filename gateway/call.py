@@ -172,6 +172,13 @@ class Calls:
         self._access = access
         self._scope = scope
         self.clock = clock
+        self.running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no call is being answered."""
+        await self._idle.wait()
 
     def admits(self, call: Call) -> bool:
         """Whether `account` will let it in: what is refused anyway need not be read first."""
@@ -192,6 +199,8 @@ class Calls:
         """
         call.span = self._telemetry.start_server_span(call.method, call.trace, call.span_attributes)
         code, reason = grpc.StatusCode.OK, None
+        self.running += 1
+        self._idle.clear()
         try:
             call.admit(self._access, self._scope)
             yield
@@ -210,3 +219,6 @@ class Calls:
                 self._metrics.rejections.labels(reason).inc()
             answer = call.ended(self._metrics, code, self.clock() - call.received_at)
             call.span.end(code, reason, answer)
+            self.running -= 1
+            if not self.running:
+                self._idle.set()

@@ -15,9 +15,12 @@ from weakref import WeakValueDictionary
 from google.protobuf.message import Message
 
 from gateway.limits import INLINE_PARSE_BYTES
+from runtime.errors import Draining, QueueFull
 
 T = TypeVar("T")
 THREADS = 2
+MAX_WAITING = 256
+"""Texts of one tenant that wait for its turn."""
 
 
 class LongTexts:
@@ -25,33 +28,56 @@ class LongTexts:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "long-text")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
+        self._closed = False
 
     async def read(self, message: Message, tenant: str, work: Callable[[], T]) -> T:
-        """What `work` makes of the message: at once if short, else in a thread, in the tenant's turn."""
+        """What `work` makes of the message: at once if short, else in a thread, in the tenant's turn.
+
+        Raises:
+            QueueFull: too many of this tenant wait.
+            Draining: this is the end.
+        """
         if message.ByteSize() < INLINE_PARSE_BYTES:
             return work()
         turn = self._turns.get(tenant)
         if turn is None:
-            turn = self._turns[tenant] = asyncio.Lock()
-        await turn.acquire()
-        try:
-            working = self._threads.submit(work)
-        except BaseException:
-            turn.release()
-            raise
+            turn = self._turns[tenant] = _Turn()
+        await turn.wait()
+        if self._closed:
+            turn.lock.release()
+            raise Draining()
+        working = self._threads.submit(work)
         # Not when the caller leaves: its thread goes on until the text is read.
-        working.add_done_callback(_releases(turn, asyncio.get_running_loop()))
+        working.add_done_callback(_releases(turn.lock, asyncio.get_running_loop()))
         return await asyncio.wrap_future(working)
 
     def close(self) -> None:
         """No call is running any more."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _releases(turn: asyncio.Lock, loop: asyncio.AbstractEventLoop) -> Callable[[Future[T]], None]:
+class _Turn:
+    """One tenant's, held by each that waits for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self._waiting = 0
+
+    async def wait(self) -> None:
+        if self._waiting >= MAX_WAITING:
+            raise QueueFull()
+        self._waiting += 1
+        try:
+            await self.lock.acquire()
+        finally:
+            self._waiting -= 1
+
+
+def _releases(lock: asyncio.Lock, loop: asyncio.AbstractEventLoop) -> Callable[[Future[T]], None]:
     def release(_: Future[T]) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(turn.release)
+            loop.call_soon_threadsafe(lock.release)
 
     return release

@@ -100,6 +100,7 @@ class Gateway:
             block_size=self.fleet.roster.block_size,
         )
         self._access = Access(settings.api_keys_file)
+        self.calls = self._calls(Scope.INFERENCE)
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
         self._http: HttpEdge | None = None
@@ -127,7 +128,7 @@ class Gateway:
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.share_ports, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
-        calls = self._calls(Scope.INFERENCE)
+        calls = self.calls
         add_inference_service(server, calls, self.generator, self._text)
         KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
@@ -176,9 +177,10 @@ class Gateway:
         else:
             self.generator.draining = True
         try:
-            await asyncio.wait_for(self.live.idle(), self._settings.drain_grace_s)
+            # Calls and not requests alone: texts and grammars that wait, answers that are being written.
+            await asyncio.wait_for(self.calls.idle(), self._settings.drain_grace_s)
         except TimeoutError:
-            _log.warning("%d requests outlived the grace", len(self.live))
+            _log.warning("%d calls outlived the grace", self.calls.running)
             self.live.shut_down()
 
     async def _stop_listening(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError
 
 from decode_worker.config import DecodeSettings
 from gateway.access.key_file import BadKeyFile, read_key_file
@@ -125,9 +126,13 @@ async def check_directory(url: str) -> None:
 
 
 async def _silence(client: Redis) -> str | None:
-    """Why it does not answer, or None."""
+    """Why it does not answer, or None. Raises BadOptions where it answers, and will not have us."""
     try:
         await client.ping()
+    except AuthenticationError as error:
+        raise BadOptions(f"--redis-url: the directory refuses this login: {error}") from None
+    except (BusyLoadingError, NoPermissionError):
+        return None  # it is there: it reads its data, or forbids no more than the question
     except STORE_ERRORS as error:
         return str(error)
     return None

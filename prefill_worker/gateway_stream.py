@@ -35,6 +35,11 @@ class GatewayStream:
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(heartbeat=beat))
 
+    @property
+    def unsaid(self) -> bool:
+        """What ends a prompt is said at once."""
+        return False
+
     def close(self) -> None:
         self._outbox.close()
 

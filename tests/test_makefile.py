@@ -28,6 +28,18 @@ def test_a_venv_that_failed_halfway_is_not_taken_for_whole(tmp_path: Path) -> No
         assert not venv.exists()
 
 
+def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+    python, venv = tmp_path / "python3", tmp_path / "mine"
+    python.write_text(HALFWAY)
+    python.chmod(0o755)
+    (venv / "bin").mkdir(parents=True)
+    (venv / "precious").touch()
+    make = ["make", f"PYTHON={python}", f"VENV={venv}", f"{venv}/bin/python"]
+    assert subprocess.run(make, cwd=ROOT, capture_output=True, timeout=60).returncode != 0
+    assert (venv / "precious").exists()
+    assert not (venv / "bin" / "python").exists()
+
+
 @pytest.mark.parametrize("ignore", [".dockerignore", ".gitignore"])
 def test_no_venv_gets_into_an_image_or_the_repository(ignore: str) -> None:
     venvs = set(re.findall(r"^\w*VENV \??:?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))

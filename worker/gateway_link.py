@@ -34,6 +34,11 @@ class GatewayStream(Protocol):
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None: ...
 
+    @property
+    def unsaid(self) -> bool:
+        """Whether there is more to write than goes out at once, of requests that are over."""
+        ...
+
 
 Stream = TypeVar("Stream", bound=GatewayStream)
 
@@ -94,6 +99,11 @@ class GatewayLinks(Generic[Stream]):
                 stream.writer.cancel()
                 del self.streams[gateway]
                 self.lost(gateway)
+
+    @property
+    def unsaid(self) -> bool:
+        """See `GatewayStream.unsaid`: of any of them."""
+        return any(gateway.unsaid for gateway in self.streams)
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
         """Say it to every gateway."""

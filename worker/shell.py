@@ -144,7 +144,7 @@ class WorkerShell:
         """
         loop, handed_back = self._loop, False
         grace = Grace(self._grace_s, time.monotonic())
-        while loop.num_running + loop.num_waiting:
+        while loop.num_running + loop.num_waiting or self._kind.gateways.unsaid:
             if _ended(tasks):
                 return 1
             now = time.monotonic()
@@ -164,6 +164,7 @@ class WorkerShell:
         closing = asyncio.create_task(asyncio.to_thread(self._loop.close))
         if not (await asyncio.wait((closing,), timeout=CLOSE_S))[0]:
             log.error("the step that is being computed does not end: leaving without it")
+            self._engine.runner.rest()  # else its neighbours on the cores would go on waiting for it
             leave(1)
         await closing
 

@@ -15,6 +15,8 @@ from engine.weights.kv_scales import is_kv_scale, only_the_cache_is_quantised
 
 _FULL = frozenset({"F64", "F32", "F16", "BF16"})
 """Types of safetensors files that are numbers by themselves."""
+_COUNTS = frozenset({"I64", "BOOL"})
+"""Positions and masks: no weights, quantised or not."""
 _QUANTISED_NAMES = ("_scale", "_scale_inv", ".qweight")
 
 
@@ -32,7 +34,7 @@ def refuse_quantised(
     if modelopt and not _only_the_cache(modelopt.get("quantization")):
         raise UnsupportedModel("hf_quant_config.json: quantised checkpoints are not read")
     for name, dtype in dtypes.items():
-        if dtype not in _FULL or (name.endswith(_QUANTISED_NAMES) and not is_kv_scale(name)):
+        if dtype not in _FULL | _COUNTS or (name.endswith(_QUANTISED_NAMES) and not is_kv_scale(name)):
             raise UnsupportedModel(f"tensor {name} ({dtype}): quantised checkpoints are not read")
 
 

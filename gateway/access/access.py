@@ -80,7 +80,7 @@ class Access:
             self._take(read_key_file(self._path))
             _log.info("the API keys were read again: %d", len(self._meters))
         except NoKeys:
-            self._take(())
+            self._known = {}  # what was used of the quotas stays known
             _log.warning("%s has no key any more: every call that needs one is refused", self._path)
         except BadKeyFile as error:
             if watch.failed(str(error)):

@@ -14,7 +14,7 @@ from typing import Final
 
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.grammar_child import GrammarChild
-from runtime.errors import QueueFull
+from runtime.errors import Draining, QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar
 
 REMEMBERED: Final = 1024
@@ -46,6 +46,7 @@ class GrammarCheck:
         self._turn = asyncio.Lock()  # of the tenants' lines: who comes back to it waits for all others
         self._lines: dict[str, _Line] = {}
         self._answers: OrderedDict[bytes, str] = OrderedDict()
+        self._closed = False
 
     async def check(self, grammar: Grammar, tenant: str = DEFAULT_TENANT) -> None:
         """Return if workers can compile it.
@@ -53,6 +54,7 @@ class GrammarCheck:
         Raises:
             BadGrammar: they cannot.
             QueueFull: too many other ones of this tenant wait.
+            Draining: this is the end.
             GrammarNotChecked: see `GrammarChild`.
         """
         digest = grammar.digest
@@ -63,14 +65,20 @@ class GrammarCheck:
             raise BadGrammar(fault)
 
     async def close(self) -> None:
-        """No caller waits any more. End the child."""
-        tasks = [line.task for line in self._lines.values() if line.task is not None]
+        """End the child; whoever still waits is told that the server goes."""
+        lines, self._lines, self._closed = list(self._lines.values()), {}, True
+        tasks = [line.task for line in lines if line.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for question in (question for line in lines for question in line.questions.values()):
+            question.answer.set_exception(Draining())
+            question.answer.exception()  # is no news to anybody if all callers have left
         await self.child.end()
 
     async def _wait(self, digest: bytes, grammar: Grammar, tenant: str) -> str:
+        if self._closed:
+            raise Draining()
         line = self._lines.setdefault(tenant, _Line())
         question = line.questions.get(digest)
         if question is None:

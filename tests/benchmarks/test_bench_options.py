@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import combinations
 from benchmarks import options as flags
 from benchmarks.datasets import BadDataset
 from benchmarks.datasets.choose import choose_dataset
@@ -53,6 +54,19 @@ def test_json_lines_of_prompts_are_no_trace(tmp_path: Path) -> None:
     options = flags.parser().parse_args([f"--dataset-path={path}"])
     assert flags.dataset_name(options) == "prompts"
     assert [one.prompt for one in choose_dataset("prompts", options).requests(1, 0)] == ["Hello"]
+
+
+def test_a_trace_may_begin_with_a_blank_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n" + MOONCAKE.read_text())
+    assert flags.dataset_name(flags.parser().parse_args([f"--dataset-path={path}"])) == "mooncake"
+
+
+def test_a_trace_that_is_not_there_is_no_wrong_flag(tmp_path: Path) -> None:
+    options = flags.parser().parse_args([f"--dataset-path={tmp_path}/typo.jsonl", "--length-scale=0.1"])
+    combinations.check(options)
+    with pytest.raises(BadDataset, match=r"typo\.jsonl"):
+        choose_dataset(flags.dataset_name(options), options).requests(1, 0)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.txt", "x.csv"])

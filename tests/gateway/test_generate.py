@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
+from gateway import limits
+from gateway.access.caller import DEFAULT_TENANT
 from gateway.model.served_model import ServedModel
 from runtime.block_hash import block_keys, namespace_key
 from tests.gateway.running_gateway import (
@@ -429,6 +432,27 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
         decode.finish(work)
         assert text_of(await collect(call)) == ANSWER
         await asyncio.wait_for(drain, 1)
+
+
+async def test_drain_waits_for_texts_that_are_being_read(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
+    """A call is there before it is a request: its text, or its grammar, may have to wait for others'."""
+    read, turn = threading.Event(), pb.TokenizeRequest(text="a" * limits.INLINE_PARSE_BYTES)
+    workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
+    settings = {"drain_grace_s": 30, "share_ports": True}  # with a successor, nothing is refused
+    async with running(bundled, redis_url, *workers, **settings) as stack:
+        before_it = asyncio.create_task(stack.gateway.texts.read(turn, DEFAULT_TENANT, lambda: read.wait(60)))
+        long = stack.request("a " * limits.INLINE_PARSE_BYTES, stopping={"max_tokens": len(answer)})
+        call = asyncio.ensure_future(collect(stack.stub.StreamGenerate(long)))
+        await until(lambda: stack.gateway.calls.running)
+        drain = asyncio.ensure_future(stack.gateway.drain())
+        await asyncio.sleep(0.2)
+        assert not drain.done()
+        read.set()
+        await before_it
+        assert (await call)[-1].usage.completion_tokens == len(answer)
+        await asyncio.wait_for(drain, 30)
 
 
 async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(

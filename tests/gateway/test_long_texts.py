@@ -12,8 +12,9 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.limits import INLINE_PARSE_BYTES
-from gateway.long_texts import THREADS, LongTexts
+from gateway.long_texts import MAX_WAITING, THREADS, LongTexts
 from gateway.model.served_model import ServedModel
+from runtime.errors import Draining, QueueFull
 from tests.gateway.running_gateway import running, valkey
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
@@ -133,3 +134,30 @@ async def test_a_long_text_waits_for_its_turn_no_longer_than_the_deadline(
         assert not before_it.done()
         held.let_go()
         await before_it
+
+
+async def test_so_many_of_a_tenant_may_wait(texts: LongTexts) -> None:
+    held = Held()
+    first = asyncio.create_task(texts.read(LONG, "a", held))
+    assert await begun(held)
+    waiting = [asyncio.create_task(texts.read(LONG, "a", threading.get_ident)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await texts.read(LONG, "a", threading.get_ident)
+    assert await texts.read(LONG, "b", threading.get_ident)
+    held.let_go()
+    await asyncio.gather(first, *waiting)
+
+
+async def test_at_the_end_those_that_wait_are_told() -> None:
+    texts, held = LongTexts(), Held()
+    first = asyncio.create_task(texts.read(LONG, "a", held))
+    assert await begun(held)
+    waiting = asyncio.create_task(texts.read(LONG, "a", threading.get_ident))
+    await asyncio.sleep(0)
+    texts.close()
+    held.let_go()
+    assert await first == "done"
+    for late in (waiting, texts.read(LONG, "b", threading.get_ident)):
+        with pytest.raises(Draining):
+            await late

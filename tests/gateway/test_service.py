@@ -97,7 +97,7 @@ async def test_a_bug_shows_no_text(
         raise RuntimeError("secret prompt")
 
     async with running(bundled, redis_url) as stack:
-        monkeypatch.setattr("gateway.generate.parse_request", broken)
+        monkeypatch.setattr("gateway.request_reader.parse_request", broken)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stack.stub.Generate(stack.request())
     assert caught.value.code() is grpc.StatusCode.INTERNAL

@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,12 @@ from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from diptych.worker.v1 import decode_pb2, work_pb2
 from engine.runner import Runner
+from engine.sampling import Score
 from runtime.links.connect import open_link
 from runtime.links.local import LocalStream
 from runtime.links.method import DECODE
 from runtime.links.over_grpc import GrpcCall
+from runtime.process import ONE_SIGNAL_S
 from runtime.telemetry import Telemetry
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
@@ -156,6 +160,26 @@ async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
             assert await running == 0
 
 
+async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
+    """Their requests are over when the search is; a gateway that gets half of one has it searched again."""
+    score = Score(-1.0, 1, tuple((token, -1.0) for token in range(20)))
+    async with leaving() as (worker, stream, _, running):
+        await stream.write(Request(cancel=work_pb2.Cancel(id=work(("r", 1), PROMPT, 4).id)))
+        await until(lambda: worker._loop.num_waiting == 0)
+        (gateway,) = worker._gateways.streams
+        over = SimpleNamespace(key=("search", 1), times_now=work_pb2.PhaseTimes)
+        for rank in range(16):
+            gateway.output(over, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH)
+        worker._shell.drain(60)
+        whole = 0
+        while whole < 16:
+            message = await stream.read()
+            whole += len(message.step.ended)
+            if message.WhichOneof("message") == "heartbeat":
+                await stream.write(Request(heartbeat=work_pb2.Heartbeat()))
+        assert await running == 0
+
+
 @pytest.mark.parametrize("broken", ["_schedule", "tick"])
 async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch, caplog):
     async with leaving() as (worker, stream, _, running):
@@ -185,6 +209,7 @@ def test_a_step_that_does_not_end_keeps_no_process(again):
             process.send_signal(signal.SIGTERM)
             _up_to(process, "closing")
             if again:
+                time.sleep(2 * ONE_SIGNAL_S)
                 process.send_signal(signal.SIGTERM)
             assert process.wait(20) == (128 + signal.SIGTERM if again else 1)
             assert process.stderr is not None

@@ -72,6 +72,13 @@ def test_numbers_of_eight_bits_are_refused_though_the_config_says_nothing(
         read_checkpoint(folder, "fp32")
 
 
+def test_a_mask_of_whole_numbers_is_not_taken_for_quantised(folder: Path) -> None:
+    name = "model.layers.0.self_attn.masked_bias"
+    change(folder, lambda tensors: tensors.update({name: torch.ones(1, dtype=torch.int64)}))
+    with pytest.raises(UnsupportedModel, match=f"tensor {name} is not computed"):
+        read_checkpoint(folder, "fp32")
+
+
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 def test_a_scale_of_weights_is_refused_whatever_they_are_kept_in(folder: Path, suffix: str) -> None:
     change(folder, lambda tensors: tensors.update({f"{DOWN}{suffix}": torch.ones(1)}))

@@ -106,15 +106,18 @@ def test_a_key_that_was_taken_out_is_dead_once_the_file_can_be_read(keys: Keys) 
 def test_when_the_last_key_is_taken_out_nobody_can_call(
     keys: Keys, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    key = keys.add("acme")
+    key = keys.add("acme", requests_per_minute=1)
     access = Access(keys.path)
+    used = access.caller(f"Bearer {key}", Scope.INFERENCE).meter
     keys.write(text)
     for _ in range(2):
         with pytest.raises(Unauthenticated):
             access.caller(f"Bearer {key}", Scope.INFERENCE)
     assert caplog.text.count("has no key any more: every call that needs one is refused") == 1
     keys.write()
-    assert access.caller(f"Bearer {key}", Scope.INFERENCE).tenant == "acme"
+    back = access.caller(f"Bearer {key}", Scope.INFERENCE)
+    assert back.tenant == "acme"
+    assert back.meter is used  # a minute's requests are not there anew
 
 
 def test_a_bad_file_at_the_start(keys: Keys) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
-from runtime.errors import GrammarNotChecked, QueueFull
+from runtime.errors import Draining, GrammarNotChecked, QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
 # Deciding whether thirty patterns have a text in common takes llguidance hours.
@@ -168,3 +168,14 @@ async def test_a_caller_that_leaves_keeps_the_child_and_takes_no_answer_of_anoth
     with pytest.raises(BadGrammar):
         await checker.check(Grammar(Kind.REGEX, "("))
     assert checker.child.process is child
+
+
+async def test_at_the_end_those_that_wait_are_told() -> None:
+    checker = GrammarCheck()
+    asked = [Grammar(Kind.JSON_SCHEMA, ENDLESS), Grammar(Kind.REGEX, "a")]
+    waiting = [asyncio.create_task(checker.check(grammar)) for grammar in asked]
+    await asyncio.sleep(0.1)
+    await checker.close()
+    for late in (*waiting, checker.check(asked[1])):
+        with pytest.raises(Draining):
+            await late
