@@ -8,6 +8,7 @@ the same if the child is at it, and else left out unless somebody still waits.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,8 +20,10 @@ from runtime.grammar.grammar import BadGrammar, Grammar
 
 REMEMBERED: Final = 1024
 """Answers that are kept, by the digest of the grammar."""
-MAX_WAITING: Final = 64
-"""Grammars of one tenant that wait for the child."""
+MAX_WAITING: Final = 256
+"""Grammars of one tenant that wait for the child. A request has as many as it has tools, and one more."""
+TURN_S: Final = 0.5
+"""So long after its first answer a turn goes on to the tenant's next grammar: most take some milliseconds."""
 
 
 @dataclass(eq=False)
@@ -94,16 +97,19 @@ class GrammarCheck:
             question.callers -= 1
 
     async def _serve(self, tenant: str, line: _Line) -> None:
-        """Answer a tenant's questions until it has none."""
+        """Answer a tenant's questions until it has none. One that the child is lost over ends the turn."""
         while line.questions:
-            digest, question = next(iter(line.questions.items()))
             async with self._turn:
-                try:
-                    question.answer.set_result(await self._answer(digest, question))
-                except Exception as error:
-                    question.answer.set_exception(error)
-                    question.answer.exception()  # is no news to anybody if all callers have left
-                del line.questions[digest]
+                end: float | None = None
+                while line.questions and (end is None or (self.child.process and time.monotonic() < end)):
+                    digest, question = next(iter(line.questions.items()))
+                    try:
+                        question.answer.set_result(await self._answer(digest, question))
+                    except Exception as error:
+                        question.answer.set_exception(error)
+                        question.answer.exception()  # is no news to anybody if all callers have left
+                    del line.questions[digest]
+                    end = end or time.monotonic() + TURN_S
         del self._lines[tenant]
 
     async def _answer(self, digest: bytes, question: _Question) -> str:

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.request.constraint import Constraint
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
-from runtime.errors import Draining, GrammarNotChecked, QueueFull
+from runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
 # Deciding whether thirty patterns have a text in common takes llguidance hours.
@@ -118,12 +119,38 @@ async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(
     slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(8)]
     await asyncio.sleep(0)
     await asyncio.gather(*(checker.check(Grammar(Kind.REGEX, letter), "calm") for letter in "xy"))
-    assert [grammar.text for grammar in asked[1:4:2]] == ["x", "y"]
+    assert [grammar.text for grammar in asked[1:3]] == ["x", "y"]
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
     await checker.check(Grammar(Kind.REGEX, "z"), "flood")  # what nobody waits for is left out
-    assert len(asked) == 6
+    assert len(asked) == 5
+
+
+async def test_the_tools_of_a_request_wait_for_one_turn_together(
+    checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(Grammar(Kind.REGEX, "a"))
+    asked = counted(checker, monkeypatch)
+    slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(4)]
+    await asyncio.sleep(0)
+    tools = [(f"tools[{number}]", Grammar(Kind.REGEX, f"b{number}")) for number in range(20)]
+    await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(tools)).verify(checker, "calm", None)
+    assert sum(grammar.kind is Kind.JSON_SCHEMA for grammar in asked) <= 3  # 21 of them, if each had a turn
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_the_first_fault_leaves_out_the_rest(
+    checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = counted(checker, monkeypatch)
+    bad = [(f"tools[{number}]", endless(number)) for number in range(20)]
+    with pytest.raises(InvalidParameter, match=r"^tools\[0\]: "):
+        await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(bad)).verify(checker, "flood", None)
+    await checker.check(Grammar(Kind.REGEX, "a"), "flood")
+    assert len(asked) <= 3
 
 
 async def test_a_tenant_may_have_so_many_grammars_waiting(checker: GrammarCheck) -> None:
