@@ -7,6 +7,7 @@ What turns out to be no call after all comes out as the text that it is, so that
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from typing import Final, Protocol
 
 from gateway.tools.tool import ToolCall
 
+_TO_AN_END: Final = re.compile(r"[^}\]>]*[}\]>]|[^}\]>]+")
+"""Pieces that end where a call may end: all formats close it with one of these."""
 _ALPHABET: Final = string.ascii_letters + string.digits
 
 
@@ -54,10 +57,11 @@ class FirstCall:
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
-        for char in text:  # a longer piece would not say which of its text comes after the call
+        # A piece that goes on after a call would not say which of its text comes after it.
+        for piece in _TO_AN_END.findall(text):
             if self._called:
                 break
-            result += self._parser.push(char)
+            result += self._parser.push(piece)
             self._called = bool(result.calls)
         return result
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.tools.hermes import HermesParser
 from gateway.tools.llama3_json import Llama3JsonParser
 from gateway.tools.mistral import MistralParser
-from gateway.tools.parser import Parsed, ToolCallParser
+from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 
 Make = Callable[[], ToolCallParser]
 Call = tuple[str, object]
@@ -114,6 +114,24 @@ def test_pieces_do_not_matter_whatever_is_written(make: Make, data: st.DataObjec
     assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == whole
     assert read(make, list(output)) == whole
     assert output.count("hi") == whole[0].count("hi")
+
+
+@pytest.mark.parametrize("make", MARKUP)
+@given(data=st.data())
+def test_up_to_the_first_call_nothing_but_its_last_character_ends_it(make: Make, data: st.DataObject) -> None:
+    bits = st.sampled_from([*MARKUP[make], *COMMON, " ", "\n", " hi ", "f", '{"x": [1]}'])
+    output = "".join(data.draw(st.lists(bits, max_size=10)))
+    cut = data.draw(st.integers(0, len(output)))
+    parser, by_letter = make(), Parsed()
+    for letter in output:
+        by_letter += parser.push(letter)
+        if by_letter.calls:
+            break
+    else:
+        by_letter += parser.finish()
+    expected = by_letter.text, [(call.name, json.loads(call.arguments_json)) for call in by_letter.calls]
+    for pieces in ([output], [output[:cut], output[cut:]], list(output)):
+        assert read(lambda: FirstCall(make()), pieces) == expected
 
 
 @pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, MistralParser, BEGUN])
