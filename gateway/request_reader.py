@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from diptych.v1 import inference_pb2 as pb
@@ -42,11 +43,8 @@ class RequestReader:
         """`limit`: prompt and output together, in tokens. Raises DiptychError with the fields at fault."""
         started = self._clock()
         parse = partial(self._parse, message, call, token_limit=limit)
-        try:
-            async with asyncio.timeout(call.time_left_s(started)):
-                request = await self._texts.read(message, call.caller.tenant, parse)
-        except TimeoutError:
-            raise DeadlineExceeded(State.QUEUED.value) from None
+        async with _in_time(call, started):
+            request = await self._texts.read(message, call.caller.tenant, parse)
         report.tokenized = (started, self._clock())
         report.model = request.model
         call.name(request.request_id)
@@ -58,8 +56,8 @@ class RequestReader:
             return
         started = self._clock()
         try:
-            left_s = call.time_left_s(started)
-            await request.constraint.verify(self._grammars, call.caller.tenant, left_s)
+            async with _in_time(call, started):
+                await request.constraint.verify(self._grammars, call.caller.tenant)
         finally:
             report.grammar_checked = (started, self._clock())
 
@@ -80,3 +78,13 @@ class RequestReader:
         self._tokens.check(opened, request, call.caller.tenant)
         received = tuple(message.received_token_ids)
         return resumed(request, opened, received, self._model.card.vocab_size)
+
+
+@asynccontextmanager
+async def _in_time(call: Call, now: float) -> AsyncIterator[None]:
+    """What takes turns with other requests waits as long as the deadline allows. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(call.time_left_s(now)):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(State.QUEUED.value) from None

@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from gateway.request.grammar_check import GrammarCheck
-from gateway.session.states import State
-from runtime.errors import DeadlineExceeded, InvalidParameter
+from runtime.errors import InvalidParameter
 from runtime.grammar.grammar import BadGrammar, Grammar
 
 
@@ -19,22 +18,15 @@ class Constraint:
     grammar: Grammar
     parts: tuple[tuple[str, Grammar], ...] = field(default=(), repr=False)
 
-    async def verify(self, checker: GrammarCheck, tenant: str, time_left_s: float | None) -> None:
+    async def verify(self, checker: GrammarCheck, tenant: str) -> None:
         """Return if workers could compile it.
+
+        All is asked at once, so that it waits for one turn together; the first fault leaves out the rest.
 
         Raises:
             InvalidParameter: they could not.
-            DeadlineExceeded: it was not its turn in time.
-            QueueFull, GrammarNotChecked: as `GrammarCheck.check`.
+            QueueFull, Draining, GrammarNotChecked: as `GrammarCheck.check`.
         """
-        try:
-            async with asyncio.timeout(time_left_s):
-                await self._verify_all(checker, tenant)
-        except TimeoutError:
-            raise DeadlineExceeded(State.QUEUED.value) from None
-
-    async def _verify_all(self, checker: GrammarCheck, tenant: str) -> None:
-        """Asked at once, so that they wait for one turn together; the first fault leaves out the rest."""
         all_parts = (*self.parts, (self.path, self.grammar))
         asked = [asyncio.create_task(_verify(*part, checker, tenant)) for part in all_parts]
         try:

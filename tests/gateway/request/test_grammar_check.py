@@ -135,7 +135,7 @@ async def test_the_tools_of_a_request_wait_for_one_turn_together(
     slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(4)]
     await asyncio.sleep(0)
     tools = [(f"tools[{number}]", Grammar(Kind.REGEX, f"b{number}")) for number in range(20)]
-    await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(tools)).verify(checker, "calm", None)
+    await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(tools)).verify(checker, "calm")
     assert sum(grammar.kind is Kind.JSON_SCHEMA for grammar in asked) <= 3  # 21 of them, if each had a turn
     for task in slow:
         task.cancel()
@@ -148,7 +148,7 @@ async def test_the_first_fault_leaves_out_the_rest(
     asked = counted(checker, monkeypatch)
     bad = [(f"tools[{number}]", endless(number)) for number in range(20)]
     with pytest.raises(InvalidParameter, match=r"^tools\[0\]: "):
-        await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(bad)).verify(checker, "flood", None)
+        await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(bad)).verify(checker, "flood")
     await checker.check(Grammar(Kind.REGEX, "a"), "flood")
     assert len(asked) <= 3
 
