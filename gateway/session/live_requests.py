@@ -5,7 +5,6 @@ Each tenant has ids of its own: two may use the same one at the same time, and n
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from gateway.fleet.wires import News
@@ -23,8 +22,6 @@ class LiveRequests:
         )  # (tenant, id) that are alive, registered below or not yet
         self._by_request: dict[str, dict[str, Conversation]] = {}  # by id, then by tenant
         self._by_work: dict[str, Conversation] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def __len__(self) -> int:
         return len(self._reserved)
@@ -34,7 +31,6 @@ class LiveRequests:
         if (tenant, request_id) in self._reserved:
             raise DuplicateRequest(request_id)
         self._reserved.add((tenant, request_id))
-        self._idle.clear()
 
     def add(self, conversation: Conversation) -> None:
         job = conversation.job
@@ -50,8 +46,6 @@ class LiveRequests:
             del self._by_work[conversation.job.work_id]
         if not owners:
             self._by_request.pop(request_id, None)
-        if not self._reserved:
-            self._idle.set()
 
     def cancel(self, tenant: str, request_id: str) -> bool:
         """Finish a request with CANCELLED. False: there is none of this id that still runs.
@@ -91,10 +85,6 @@ class LiveRequests:
     def shut_down(self) -> None:
         """The grace of a shutdown is over."""
         self._feed_all(ShuttingDown())
-
-    async def idle(self) -> None:
-        """Returns when no request is alive."""
-        await self._idle.wait()
 
     def _feed_all(self, event: Event) -> None:
         for conversation in list(self._by_work.values()):

@@ -1,12 +1,14 @@
-"""The bundled model as the gateway sees it: loaded once for all tests of this folder."""
+"""What the tests of this folder share: the bundled model as the gateway sees it, and a directory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gateway.model.served_model import ServedModel
+from tests.gateway.running_gateway import valkey
 from tests.runtime.tokenizer.bundled import bundled_path, oracle
 
 __all__ = ["bundled_path", "oracle"]
@@ -15,3 +17,10 @@ __all__ = ["bundled_path", "oracle"]
 @pytest.fixture(scope="session")
 def bundled(bundled_path: Path) -> ServedModel:
     return ServedModel.load(bundled_path)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    """The directory that the gateways and workers of one file's tests share."""
+    with valkey() as url:
+        yield url

@@ -75,7 +75,8 @@ class Stack:
     async def until_idle(self) -> None:
         """Nothing of any request is left in the gateway."""
         async with asyncio.timeout(60):
-            await self.gateway.live.idle()
+            await self.gateway.calls.idle()
+        assert len(self.gateway.live) == 0
         queue = self.gateway.gate.queue
         queue.invariants()
         assert (queue.running, queue.waiting, queue.waiting_tokens) == (0, 0, 0)

@@ -23,17 +23,11 @@ from gateway.admission.admission import FIRST_RETRY_S
 from gateway.model.served_model import ServedModel
 from runtime import errors
 from tests.gateway.failing_calls import SECRET, Told, check_http, told
-from tests.gateway.running_gateway import Stack, collect, running, until, valkey
+from tests.gateway.running_gateway import Stack, collect, running, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
 Code = grpc.StatusCode
 PROMPT = f"Say {SECRET} to nobody"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -27,17 +26,10 @@ from tests.gateway.running_gateway import (
     running,
     text_of,
     until,
-    valkey,
 )
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering, delivered
 
 ANSWER = "The capital of France is Paris, a city of light. Naïve café 😀!"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,8 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.model.served_model import ServedModel
 from tests.gateway.access.keys import Keys, bearer
 from tests.gateway.failing_calls import check_http, told
-from tests.gateway.running_gateway import Stack, running, valkey
+from tests.gateway.running_gateway import Stack, running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 def endless(number: int) -> dict[str, Any]:

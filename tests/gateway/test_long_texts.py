@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
@@ -15,17 +15,11 @@ from gateway.limits import INLINE_PARSE_BYTES
 from gateway.long_texts import MAX_WAITING, THREADS, LongTexts
 from gateway.model.served_model import ServedModel
 from runtime.errors import Draining, QueueFull
-from tests.gateway.running_gateway import running, valkey
+from tests.gateway.running_gateway import running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 SHORT = pb.TokenizeRequest(text="a")
 LONG = pb.TokenizeRequest(text="a" * INLINE_PARSE_BYTES)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

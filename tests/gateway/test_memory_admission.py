@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import collect, running, until, valkey
+from tests.gateway.running_gateway import collect, running, until
 from tests.gateway.scripted_workers import BLOCK_SIZE, ScriptedDecode, ScriptedPrefill
 
 BLOCKS = 16
@@ -23,12 +19,6 @@ class Quarantining(ScriptedDecode):
 
     def load(self) -> work_pb2.Load:
         return work_pb2.Load(total_blocks=self.total_blocks, quarantined_blocks=self.quarantined)
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 async def test_the_second_of_two_that_do_not_fit_together_waits_for_the_first(

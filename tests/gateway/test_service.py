@@ -27,12 +27,6 @@ SERVICE = "diptych.v1.InferenceService"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
-
-
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
     collector = OtlpCollector()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,10 @@ from tests.gateway.access.keys import Keys, bearer
 from tests.gateway.access.locked_gateway import OUTPUT, completion, failure, http, serving
 from tests.gateway.failing_calls import check_http, told
 from tests.gateway.kserve.tensors import asking
-from tests.gateway.running_gateway import collect, until, valkey
+from tests.gateway.running_gateway import collect, until
 from tests.gateway.scripted_workers import ScriptedDecode, answering
 
 Code = grpc.StatusCode
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

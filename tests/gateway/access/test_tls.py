@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,10 @@ from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
 from launcher.probe import http_status
 from tests.gateway.access.keys import Keys
-from tests.gateway.running_gateway import Stack, running, valkey
+from tests.gateway.running_gateway import Stack, running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 OUTPUT = [10, 11, 12]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 class Files:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -17,16 +17,10 @@ import pytest
 from gateway.fleet.links import Link, LinkDown, LinkTiming
 from gateway.fleet.wires import DecodeWire, Load, News
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until, valkey
+from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 class Journal:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import Stack, collect, ids_of, reason_of, running, text_of, until, valkey
+from tests.gateway.running_gateway import Stack, collect, ids_of, reason_of, running, text_of, until
 from tests.gateway.scripted_workers import (
     ScriptedDecode,
     ScriptedPrefill,
@@ -21,12 +20,6 @@ from tests.gateway.scripted_workers import (
 )
 
 ANSWER = "The capital of France is Paris, a city of light. Naïve café 😀!"
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from gateway.session.resume_token import LIFETIME_S, ResumeTokens
 from gateway.tools.tool import Tool, Toolbox
 from runtime.errors import InvalidParameter
 from tests.gateway.failing_calls import told
-from tests.gateway.running_gateway import Stack, collect, ids_of, running, text_of, valkey
+from tests.gateway.running_gateway import Stack, collect, ids_of, running, text_of
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
 ANSWER = "The capital of France is Paris, a city of light. Naïve café 😀!"
@@ -151,12 +150,6 @@ def test_an_output_is_restored_to_where_it_was() -> None:
 
 
 # --- through the gateways ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

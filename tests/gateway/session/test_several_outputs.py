@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -13,16 +12,10 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import collect, reason_of, running, valkey
+from tests.gateway.running_gateway import collect, reason_of, running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, delivered
 
 ANSWERS = ["Paris, of course.", "It is Paris 😀!", "London? No: Paris."]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 @pytest.fixture

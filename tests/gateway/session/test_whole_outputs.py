@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
-from tests.gateway.running_gateway import collect, running, valkey
+from tests.gateway.running_gateway import collect, running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, delivered
 
 ANSWERS = ["Paris, of course.", "It is Paris 😀!"]
-
-
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with valkey() as url:
-        yield url
 
 
 async def test_a_search_whose_worker_dies_between_two_pieces_begins_again_and_says_nothing_twice(
