@@ -88,15 +88,16 @@ template <bool Wide>
 }
 
 // out[32] += one segment of a row of activations times its weights; = of the First one.
-template <bool First>
-[[gnu::noinline]] void add_coded_segment(const Segment &x, const uint8_t *group, int lines, const float *scales,
-                                         float *out) {
+template <bool First, bool Fetch>
+[[gnu::noinline]] void add_coded_segment_of(const Segment &x, const uint8_t *group, int lines, const float *scales,
+                                            float *out) {
     const HighBytes high(x, lines);
     const TableMaker table_of;
     FourDots dots[kFours];
 #pragma GCC unroll 8
     for (FourDots &four : dots) four.low = four.high = _mm512_setzero_si512();
     for (int g = 0; g < lines / kCodedLines; g++, group += kCodedBytes) {
+        for (int line = 0; Fetch && line < kCodedBytes; line += 128) fetch<kByteAhead, 3>(group + line);
         const int8_t *values = x.values + g * kDepth, *of_values = high.bytes + g * kDepth;
         if ((high.groups >> g & 1u) != 0) {
             add_coded_group<true>(table_of, values, of_values, group, dots);
@@ -110,6 +111,12 @@ template <bool First>
         __m512i sum = _mm512_add_epi32(sums_of(dots + 4 * s), _mm512_set1_epi32(x.minus_128_sum));
         add_scaled<First>(out + s * kLanes, sum, mul(load(scales + s * kLanes), scale));
     }
+}
+
+template <bool First>
+inline void add_coded_segment(const Segment &x, const uint8_t *group, int lines, const float *scales, float *out) {
+    with_fetching<1, 1, 0>(
+        [&](auto fetches) { add_coded_segment_of<First, fetches()>(x, group, lines, scales, out); });
 }
 
 }  // namespace

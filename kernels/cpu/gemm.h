@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "fetch.h"
 #include "numbers.h"
 #include "step_state.h"
 
@@ -14,18 +15,6 @@ namespace diptych {
 namespace {
 
 constexpr int kRegisters = kColumns / kLanes;  // that hold one row of a tile
-
-// Weights come from memory, and the hardware's own fetching stops at page borders. Ahead: in bytes; Locality: 3
-// for the first cache, 2 for the second. Which pair is best was measured, and differs by kernel.
-template <int Ahead, int Locality>
-inline void fetch(const void *weights) {
-    __builtin_prefetch(static_cast<const char *>(weights) + Ahead, 0, Locality);
-    __builtin_prefetch(static_cast<const char *>(weights) + Ahead + 64, 0, Locality);
-}
-
-// Rows of a tile with which the hardware's own fetching is faster, as long as nothing is read out of order. With more
-// the core computes for too long to see far enough ahead itself.
-constexpr int kFewRows = 4;
 
 // Calls f with the compile-time number that equals n, 1 .. Most.
 template <int Most, class F>
