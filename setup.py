@@ -28,6 +28,7 @@ ISA_FLAGS = {
     "isa_avx512.cpp": AVX512,
     "isa_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
     "isa_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "isa_avx512_zen5.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "isa_amx.cpp": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 """Flags of the files that one instruction set alone may run. No other file may have them: what the linker

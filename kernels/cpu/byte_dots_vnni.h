@@ -48,20 +48,21 @@ template <bool First>
 }
 
 // out[Rows][32] += one segment of a panel of activations times its weights; = of the First one.
-template <int Rows, bool First, bool Fetch>
-[[gnu::noinline]] void add_segment_of(const Segment *x, const uint8_t *weight, int lines, const float *scales,
-                                      float *out) {
+template <int Rows, bool First>
+[[gnu::noinline]] void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales,
+                                   float *out) {
+    constexpr bool kFetches = Rows > kFewRows;
     __m512i dot[Rows][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) dot[m][0] = dot[m][1] = _mm512_set1_epi32(x[m].minus_128_sum);
     const uint8_t *at = weight;
     for (int line = 0; line < lines; line++, at += kLineBytes) {
-        if (Fetch) fetch<kByteAhead, 2>(at);
+        if (kFetches) fetch<kByteAhead, 2>(at);
         __m512i left = strip_of_line(at, 0), right = strip_of_line(at, 1);
 #pragma GCC unroll 16
         for (int m = 0; m < Rows; m++) add_line(dot[m], left, right, m, x[m].values + kFour * line);
     }
-    if (Fetch) fetch<kByteAhead, 2>(scales);  // two lines as any other
+    if (kFetches) fetch<kByteAhead, 2>(scales);  // two lines as any other
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) add_high(x[m], weight, dot[m]);
     Lanes left_scale = load(scales), right_scale = load(scales + kLanes);
@@ -71,12 +72,6 @@ template <int Rows, bool First, bool Fetch>
         add_scaled<First>(out, dot[m][0], mul(left_scale, scale));
         add_scaled<First>(out + kLanes, dot[m][1], mul(right_scale, scale));
     }
-}
-
-template <int Rows, bool First>
-inline void add_segment(const Segment *x, const uint8_t *weight, int lines, const float *scales, float *out) {
-    with_fetching<Rows, kFewRows, kFewRowsLate>(
-        [&](auto fetches) { add_segment_of<Rows, First, fetches()>(x, weight, lines, scales, out); });
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// Which instruction sets this machine runs, and what else is to be known of it.
-#include "fetch.h"
+// Which instruction sets this machine runs.
 #include "model.h"
 
 #if defined(__x86_64__)
@@ -20,6 +19,7 @@ extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 extern const Kernels avx512_vnni_kernels;
 extern const Kernels avx512_bf16_kernels;
+extern const Kernels avx512_zen5_kernels;
 extern const Kernels amx_kernels;
 
 namespace {
@@ -40,11 +40,11 @@ bool have_amx() {
 #endif
 }
 
-// AMD's family 1Ah: Zen 5. Of other CPUs Zen 4 and Cascade Lake were measured, and are faster by themselves.
+// AMD's family 1Ah.
 bool is_zen5() {
+    constexpr unsigned kFamily = 0xf, kExtended = 0xff;
     unsigned a, b, c, d;
     if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || c != signature_AMD_ecx) return false;
-    constexpr unsigned kFamily = 0xf, kExtended = 0xff;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
     return (a >> 8 & kFamily) + (a >> 20 & kExtended) == 0x1a;
 }
@@ -59,7 +59,10 @@ std::vector<const Kernels *> runnable() {
     bool bytes = avx512 && __builtin_cpu_supports("avx512vnni");
     bool pairs = bytes && __builtin_cpu_supports("avx512bf16");
     if (pairs && have_amx()) found.push_back(&amx_kernels);
-    if (pairs) found.push_back(&avx512_bf16_kernels);
+    if (pairs) {
+        found.push_back(is_zen5() ? &avx512_zen5_kernels : &avx512_bf16_kernels);
+        found.push_back(is_zen5() ? &avx512_bf16_kernels : &avx512_zen5_kernels);
+    }
     if (bytes) found.push_back(&avx512_vnni_kernels);
     if (avx512) found.push_back(&avx512_kernels);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -71,8 +74,6 @@ std::vector<const Kernels *> runnable() {
 
 }  // namespace
 
-const bool hardware_fetches_late = is_zen5();
-
 #else
 
 namespace {
@@ -80,8 +81,6 @@ namespace {
 std::vector<const Kernels *> runnable() { return {&plain_kernels}; }
 
 }  // namespace
-
-const bool hardware_fetches_late = false;
 
 #endif
 

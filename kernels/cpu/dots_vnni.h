@@ -11,7 +11,6 @@ namespace diptych {
 namespace {
 
 constexpr int kBlockRows = 6;  // of two strips: 12 sums, 12 dots, 2 weights and 1 activation in 32 registers
-constexpr int kFewBlockRows = 2, kFewBlockRowsLate = 0;  // as kFewRows; a group takes more computing
 constexpr int kAhead = 8192;
 
 // NaN if any is.
@@ -86,15 +85,16 @@ template <int Format, int Rows, bool Fetch>
     }
 }
 
-template <int Format, int Rows, bool Fetch>
+template <int Format, int Rows>
 [[gnu::always_inline]] inline void add_group(const Group *x, const uint8_t *group, Lanes (&sum)[Rows][2]) {
     __m512i dot[Rows][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) {
         dot[m][0] = dot[m][1] = _mm512_set1_epi32(offset_of<Format>(x[m].minus_8_values, x[m].minus_128_values));
     }
-    add_bytes<Format, Rows, Fetch>(x->values, group, dot);
-    if (Fetch) fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
+    constexpr bool kFetches = Rows > kFewBlockRows;
+    add_bytes<Format, Rows, kFetches>(x->values, group, dot);
+    if (kFetches) fetch<kAhead, 2>(group + 2 * lines(Format) * kLine);
 #pragma GCC unroll 2
     for (int strip = 0; strip < 2; strip++) {
         GroupOfStrip parts = strip_of(group, Format, strip);
@@ -136,15 +136,15 @@ template <int Format>
 // The rests have sums of their own, so that they may come when they cost least: of one or two rows together with the
 // values, for weights are read but once; of more rows after these, by the list, for a branch for each row and group
 // would be guessed wrongly too often.
-template <int Format, int Rows, bool Fetch>
-[[gnu::noinline]] void multiply_block_of(const Group *panel, const uint8_t *weight, int groups, float *out) {
+template <int Format, int Rows>
+[[gnu::noinline]] void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
     constexpr bool kTogether = Rows <= 2;
     Lanes sum[Rows][2], left[Rows][2];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) sum[m][0] = sum[m][1] = left[m][0] = left[m][1] = splat(0.0f);
     const uint8_t *group = weight;
     for (const Group *x = panel; x != panel + static_cast<int64_t>(groups) * kBlockRows; x += kBlockRows) {
-        add_group<Format, Rows, Fetch>(x, group, sum);
+        add_group<Format, Rows>(x, group, sum);
         for (int m = 0; kTogether && m < Rows; m++) {
             if (x[m].fine != 0) add_rest<Format>(x[m], group, left[m]);
         }
@@ -156,12 +156,6 @@ template <int Format, int Rows, bool Fetch>
         store(out + m * kColumns, add(sum[m][0], left[m][0]));
         store(out + m * kColumns + kLanes, add(sum[m][1], left[m][1]));
     }
-}
-
-template <int Format, int Rows>
-inline void multiply_block(const Group *panel, const uint8_t *weight, int groups, float *out) {
-    with_fetching<Rows, kFewBlockRows, kFewBlockRowsLate>(
-        [&](auto fetches) { multiply_block_of<Format, Rows, fetches()>(panel, weight, groups, out); });
 }
 
 }  // namespace

@@ -7,14 +7,22 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "fetch.h"
 #include "numbers.h"
 #include "step_state.h"
+#include "tuning.h"
 
 namespace diptych {
 namespace {
 
 constexpr int kRegisters = kColumns / kLanes;  // that hold one row of a tile
+
+// Weights come from memory, and the hardware's own fetching stops at page borders. Ahead: in bytes; Locality: 3
+// for the first cache, 2 for the second. Which pair is best was measured, and differs by kernel.
+template <int Ahead, int Locality>
+inline void fetch(const void *weights) {
+    __builtin_prefetch(static_cast<const char *>(weights) + Ahead, 0, Locality);
+    __builtin_prefetch(static_cast<const char *>(weights) + Ahead + 64, 0, Locality);
+}
 
 // Calls f with the compile-time number that equals n, 1 .. Most.
 template <int Most, class F>
@@ -35,7 +43,7 @@ inline void store_tile(const Lanes (&sum)[Rows][kRegisters], float *out) {
 
 // What all kinds have unless they say otherwise.
 struct AnyKind {
-    static constexpr bool kReadsCodes = false;  // products of one row, where a matrix has codes beside its bytes
+    static constexpr int kReadsCodes = 0;  // rows of the products that do, where a matrix has codes beside its bytes
 };
 
 // Weights, keys and values fp32.
@@ -168,12 +176,13 @@ constexpr int kRunRows = 2048;
 // Of so many rows the places of the sums do not stay in the second cache from one block of columns to the next.
 constexpr int kManyRows = 64;
 
-// `alone`: the product has no other row.
+// `all`: rows of the product, of which these are some.
 template <class Kind>
-inline void multiply_tile(const typename Kind::Input *input, int64_t stride, int rows, const Linear &matrix,
-                          int64_t block, float *out, [[maybe_unused]] bool alone) {
-    if constexpr (Kind::kReadsCodes) {
-        if (alone && matrix.codes != nullptr) return Kind::row_of_codes(input, matrix, block, out);
+inline void multiply_tile(const typename Kind::Input *input, int64_t stride, int rows, [[maybe_unused]] int all,
+                          const Linear &matrix, int64_t block, float *out) {
+    if constexpr (Kind::kReadsCodes > 0) {
+        bool coded = all <= Kind::kReadsCodes && matrix.codes != nullptr;
+        if (coded) return Kind::coded_tile(input, rows, matrix, block, out);
     }
     Kind::tile(input, stride, rows, matrix, block, out);
 }
@@ -197,7 +206,7 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
         for (int row = first; row < end; row += cut.height) {
             int count = end - row < cut.height ? end - row : cut.height;
             for (int m = 0; rows > kManyRows && m < count; m++) ahead(row + m, static_cast<int>(block) * kColumns);
-            multiply_tile<Kind>(in + row * stride, stride, count, matrix, block, out, rows == 1);
+            multiply_tile<Kind>(in + row * stride, stride, count, rows, matrix, block, out);
             for (int m = 0; m < count; m++) {
                 float *sums = out + m * kColumns;
                 if (bias != nullptr) {

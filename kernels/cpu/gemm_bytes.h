@@ -53,13 +53,13 @@ struct Bytes : Panels<Segment, kByteRows> {
     }
 
 #if defined(__AVX512VNNI__)
-    static constexpr bool kReadsCodes = true;
+    static constexpr int kReadsCodes = kCodedRows;
 
-    static void row_of_codes(const Segment *input, const Linear &matrix, int64_t block, float *out) {
-        auto add = [&](auto first, const Segment *x, auto... of_segment) {
-            add_coded_segment<first()>(*x, of_segment..., out);
-        };
-        for_segments(input, matrix.code_block(block), DIPTYCH_I8_CODED, matrix.depth, add);
+    static void coded_tile(const Segment *input, int rows, const Linear &matrix, int64_t block, float *out) {
+        with_count<kCodedRows>(rows, [&](auto n) {
+            auto add = [&](auto first, auto... of_segment) { add_coded_segment<n(), first()>(of_segment..., out); };
+            for_segments(input, matrix.code_block(block), DIPTYCH_I8_CODED, matrix.depth, add);
+        });
     }
 #endif
 };

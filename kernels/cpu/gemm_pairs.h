@@ -25,12 +25,12 @@ struct PairedBf16 : AnyKind {
         return (__m512bh)_mm512_set1_epi32(both);
     }
 
-    template <int Rows, bool Fetch>
+    template <int Rows>
     static void multiply(const bf16 *input, int64_t stride, const bf16 *weight, int depth, float *out) {
         Lanes sum[Rows][kRegisters];
         for (int m = 0; m < Rows; m++) sum[m][0] = sum[m][1] = splat(0.0f);
         for (int k = 0; k < depth; k += 2, weight += 2 * kColumns) {
-            if (Fetch) fetch<8192, 2>(weight);
+            if (Rows > kFewRows) fetch<8192, 2>(weight);
             __m512bh left = pairs(weight), right = pairs(weight + kColumns);
 #pragma GCC unroll 16
             for (int m = 0; m < Rows; m++) {
@@ -44,10 +44,7 @@ struct PairedBf16 : AnyKind {
 
     static void tile(const bf16 *input, int64_t stride, int rows, const Linear &matrix, int64_t block, float *out) {
         const auto *weight = static_cast<const bf16 *>(matrix.block(block));
-        with_count<kRows>(rows, [&](auto n) {
-            with_fetching<n(), kFewRows, kFewRowsLate>(
-                [&](auto fetches) { multiply<n(), fetches()>(input, stride, weight, matrix.depth, out); });
-        });
+        with_count<kRows>(rows, [&](auto n) { multiply<n()>(input, stride, weight, matrix.depth, out); });
     }
 };
 

@@ -45,7 +45,7 @@ def steps(shape: ModelShape, weights: Weights, instructions: str, rows: int) -> 
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 12, 13, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 12, 13, 40])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("instructions", SETS)
 def test_codes_give_the_bits_of_their_bytes(instructions: str, name: str, rows: int) -> None:
