@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "numbers.h"
+#include "row_groups.h"
 #include "step_state.h"
 #include "tuning.h"
 
@@ -173,9 +174,6 @@ struct RowCut {
 // Rows x tickets of a run, at most: half a millisecond of work, which a guest ends before it leaves.
 constexpr int kRunRows = 2048;
 
-// Of so many rows the places of the sums do not stay in the second cache from one block of columns to the next.
-constexpr int kManyRows = 64;
-
 // `all`: rows of the product, of which these are some.
 template <class Kind>
 inline void multiply_tile(const typename Kind::Input *input, int64_t stride, int rows, [[maybe_unused]] int all,
@@ -189,20 +187,25 @@ inline void multiply_tile(const typename Kind::Input *input, int64_t stride, int
 
 // All rows of a product. Calls done(row, first column, 32 sums) for every row and block of columns; the
 // biases are in the sums. Where there are many rows it calls ahead(row, first column) a tile before, so that the place
-// of the sums can be fetched: its lines lie a row apart, which the hardware does not see coming.
+// of the sums can be fetched: its lines lie a row apart, which the hardware does not see coming, and do not stay in the
+// second cache from one block of columns to the next.
 template <class Kind, class Done, class Ahead>
 void linear(StepState &step, const Linear &matrix, const void *input, int64_t stride, int rows, Done done,
             Ahead ahead) {
     if (rows == 0) return;
     const auto *in = static_cast<const typename Kind::Input *>(input);
-    RowCut cut = RowCut::of<Kind>(rows, Kind::input_bytes(matrix.depth));
+    RowGroups groups(step, rows, Kind::kRows);
+    auto cut_of = [&](int64_t begin, int64_t end) {
+        return RowCut::of<Kind>(static_cast<int>(end - begin), Kind::input_bytes(matrix.depth));
+    };
     alignas(64) float out[Kind::kRows * kColumns];
     Kind::begin(rows);
-    auto multiply = [&](int64_t ticket) {
+    // Of rows `begin` to `last`, cut like this.
+    auto multiply = [&](int64_t begin, int64_t last, const RowCut &cut, int64_t ticket) {
         int64_t block = ticket % matrix.blocks;
         const float *bias = matrix.bias != nullptr ? matrix.bias + block * kColumns : nullptr;
-        int first = static_cast<int>(ticket / matrix.blocks) * cut.block;
-        int end = rows - first < cut.block ? rows : first + cut.block;
+        int first = static_cast<int>(begin + ticket / matrix.blocks * cut.block);
+        int end = static_cast<int>(last - first < cut.block ? last : first + cut.block);
         for (int row = first; row < end; row += cut.height) {
             int count = end - row < cut.height ? end - row : cut.height;
             for (int m = 0; rows > kManyRows && m < count; m++) ahead(row + m, static_cast<int>(block) * kColumns);
@@ -217,9 +220,21 @@ void linear(StepState &step, const Linear &matrix, const void *input, int64_t st
         }
     };
     ThreadTeam &team = step.model->team;
-    int64_t tickets = static_cast<int64_t>(matrix.blocks) * cut.blocks, longest = std::max(kRunRows / rows, 1);
+    int64_t longest = std::max(kRunRows * groups.count / rows, 1);
+    if (groups.count == 1) {  // ranks have columns of their own instead
+        RowCut cut = cut_of(0, rows);
+        auto tickets = team.even(int64_t{matrix.blocks} * cut.blocks);
+        for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
+            for (int64_t ticket = run.begin; ticket < run.end; ticket++) multiply(0, rows, cut, ticket);
+        }
+        return;
+    }
+    auto tickets = groups.tickets(
+        [&](int64_t begin, int64_t end) { return int64_t{matrix.blocks} * cut_of(begin, end).blocks; });
     for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
-        for (int64_t ticket = run.begin; ticket < run.end; ticket++) multiply(ticket);
+        int64_t begin = groups.begin(run.group), end = groups.end(run.group), before = tickets.begin(run.group);
+        RowCut cut = cut_of(begin, end);
+        for (int64_t ticket = run.begin; ticket < run.end; ticket++) multiply(begin, end, cut, ticket - before);
     }
 }
 

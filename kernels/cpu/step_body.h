@@ -23,19 +23,11 @@ constexpr int kRunTasks = 12;
 template <class Kind>
 constexpr bool kQuantises = !std::is_same<typename Kind::Value, typename Kind::Input>::value;
 
-// Calls f(i) for this rank's share of 0 .. count-1.
-template <class F>
-void share(StepState &step, int64_t count, int64_t chunk, F f) {
-    for (int64_t begin; (begin = step.model->team.take(chunk)) < count;) {
-        int64_t end = begin + chunk < count ? begin + chunk : count;
-        for (int64_t i = begin; i < end; i++) f(i);
-    }
-}
-
 template <class Kind>
 void embed(StepState &step) {
     const DiptychModel &model = *step.model;
-    share(step, static_cast<int64_t>(step.rows.size()), kRowChunk, [&](int64_t row) {
+    RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+    share_rows(step, groups, kRowChunk, [&](int64_t row) {
         const auto *from = static_cast<const typename Kind::Embedded *>(model.embedding) +
                            static_cast<int64_t>(step.rows[row].token) * model.shape.hidden;
         float *to = step.hidden_row(row);
@@ -75,8 +67,9 @@ template <class Kind>
 void ready_rows(StepState &step, int64_t rows, const Buffer &values, int64_t width) {
     if constexpr (kQuantises<Kind>) {
         const auto *from = static_cast<const typename Kind::Value *>(values.get());
-        share(step, rows, 1,
-              [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
+        RowGroups groups(step, rows, Kind::kRows);
+        share_rows(step, groups, rows < kManyRows ? 1 : kRowChunk,
+                   [&](int64_t row) { ready_row<Kind>(step, from + row * width, row, width); });
         step.model->team.barrier();
     }
 }
@@ -85,7 +78,7 @@ template <class Kind>
 void norm_rows(StepState &step, const RowSet &set, const std::vector<float> &weight) {
     const DiptychShape &shape = step.model->shape;
     auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
-    share(step, set.size(), kRowChunk, [&](int64_t place) {
+    share_rows(step, RowGroups(step, set.size(), Kind::kRows), kRowChunk, [&](int64_t place) {
         auto *to = normed + place * step.hidden_stride;
         rms_norm(step.hidden_row(set.row(place)), weight.data(), shape.hidden, shape.rms_epsilon, to);
         ready_row<Kind>(step, to, place, step.hidden_stride);
@@ -108,11 +101,15 @@ void add_to_hidden(StepState &step, const RowSet &set, const Linear &matrix, con
 // Writes the keys and values of all rows.
 template <class Kind>
 void place_all(StepState &step, const Layer &layer, int index) {
-    share(step, static_cast<int64_t>(step.places.size()), 1, [&](int64_t i) {
-        RowTile tile = step.places[static_cast<size_t>(i)];
+    ThreadTeam &team = step.model->team;
+    RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
+    auto first = [&](int64_t row) { return first_tile(step.places, row); };
+    auto tickets = groups.tickets([&](int64_t begin, int64_t end) { return first(end) - first(begin); });
+    for (auto run = team.take_run(tickets, 1); run.begin < run.end; run = team.take_run(tickets, 1)) {
+        RowTile tile = step.places[static_cast<size_t>(run.begin)];
         if (step.is_live(tile.first)) place_rows<Kind>(step, layer, index, tile);
-    });
-    step.model->team.barrier();
+    }
+    team.barrier();
 }
 
 template <class Kind>
@@ -125,9 +122,12 @@ void run_attention(StepState &step, const RowSet &set, const Layer &layer, int i
         return AttentionTask{&layer, index, static_cast<int>(i % kv_heads), &set, tile};
     };
     // Rows of their own read from memory, and each fetches for the one after it. Other tasks take longer.
-    int64_t tasks = static_cast<int64_t>(set.tiles.size()) * kv_heads;
+    RowGroups groups(step, set.size(), Kind::kRows);
+    auto first = [&](int64_t row) { return first_tile(set.tiles, row) * kv_heads; };
+    auto count = [&](int64_t begin, int64_t end) { return first(end) - first(begin); };
+    auto tickets = groups.count > 1 ? groups.tickets(count) : team.even(count(0, set.size()));
     int64_t longest = set.tiles.size() == set.rows.size() ? kRunTasks : 1;
-    for (auto run = team.take_run(tasks, longest); run.begin < run.end; run = team.take_run(tasks, longest)) {
+    for (auto run = team.take_run(tickets, longest); run.begin < run.end; run = team.take_run(tickets, longest)) {
         for (int64_t i = run.begin; i < run.end; i++) {
             BlockRange<typename Kind::Stored> next;
             if (i + 1 < run.end) next = task(i + 1).template range<typename Kind::Stored>(step);
@@ -164,7 +164,7 @@ void run_head(StepState &step) {
     auto *normed = static_cast<typename Kind::Value *>(step.normed.get());
     int64_t vocab = model.shape.vocab;
     int wanted = static_cast<int>(step.wanted.size());
-    share(step, wanted, 1, [&](int64_t i) {
+    share_rows(step, RowGroups(step, wanted, Kind::kRows), 1, [&](int64_t i) {
         rms_norm(step.hidden_row(step.wanted[static_cast<size_t>(i)].row), model.final_norm.data(),
                  model.shape.hidden, model.shape.rms_epsilon, normed + i * step.hidden_stride);
         ready_row<Kind>(step, normed + i * step.hidden_stride, i, step.hidden_stride);

@@ -1,6 +1,6 @@
 #include "thread_team.h"
 
-#include <limits>
+#include <algorithm>
 
 namespace diptych {
 
@@ -8,7 +8,6 @@ namespace {
 
 constexpr int kRankBits = 16;
 constexpr uint64_t kRankMask = (1u << kRankBits) - 1;
-constexpr int64_t kNoTicket = std::numeric_limits<int64_t>::max() / 2;
 
 // A phase in one word, so that joining, being through and being the last are decided by single exchanges:
 // its number, then 12 bits of those that take part, then 12 of those that are through.
@@ -25,8 +24,10 @@ uint64_t through_of(uint64_t word) { return word & kCountMask; }
 // Where the calling thread is in the run that it works for.
 struct Place {
     uint64_t phase = 0;
+    int rank = 0;
     bool part = true;                      // in this phase
     std::atomic<uint8_t> *core = nullptr;  // of a guest: what it stays for
+    int groups = 1;                        // of this phase's tickets
 };
 thread_local Place place;
 
@@ -67,7 +68,7 @@ void ThreadTeam::run(int threads, Body body, void *state) {
     state_ = state;
     members_ = threads;
     first_phase_ = phases_.value();
-    tickets_.store(0, std::memory_order_relaxed);
+    restart(Tickets::kMostGroups);
     phase_.store(phase_word(first_phase_, threads), std::memory_order_relaxed);
     place = {first_phase_};
     if (threads > 1) jobs_.publish((((job >> kRankBits) + 1) << kRankBits) | static_cast<uint64_t>(threads));
@@ -89,7 +90,7 @@ void ThreadTeam::serve(int rank, uint64_t seen) {
         seen = jobs_.wait_beyond(seen);
         if (closing_.load()) return;
         if (static_cast<uint64_t>(rank) < (seen & kRankMask)) {
-            place = {first_phase_};
+            place = {first_phase_, rank};
             body_(state_, rank);
             barrier();
         }
@@ -110,8 +111,8 @@ void ThreadTeam::visit(Guest &guest, int index) {
     present_.fetch_add(1, std::memory_order_seq_cst);
     uint8_t free = DIPTYCH_CORE_FREE;
     if (open_.load(std::memory_order_seq_cst) && guest.core->compare_exchange_strong(free, DIPTYCH_CORE_CLAIMED)) {
-        place = {first_phase_, false, guest.core};
-        body_(state_, members_ + index);
+        place = {first_phase_, members_ + index, false, guest.core};
+        body_(state_, place.rank);
         if (place.part) arrive();
         uint8_t claimed = DIPTYCH_CORE_CLAIMED;
         guest.core->compare_exchange_strong(claimed, DIPTYCH_CORE_FREE);
@@ -149,28 +150,44 @@ bool ThreadTeam::may_take() {
     return true;
 }
 
-int64_t ThreadTeam::take(int64_t chunk) {
-    return may_take() ? tickets_.fetch_add(chunk, std::memory_order_relaxed) : kNoTicket;
+// Guided self-scheduling (Polychronopoulos and Kuck 1987) with two thirds of an even share at a time: a core of half
+// the speed of another one still ends with it. A group is shared by those whose own it is, until somebody helps.
+ThreadTeam::Run ThreadTeam::take_run(const Tickets &tickets, int64_t longest) {
+    place.groups = tickets.groups;
+    if (!may_take()) return {0, 0, 0};
+    for (int i = 0; i < tickets.groups; i++) {
+        int group = (place.rank + i) % tickets.groups;
+        int64_t sharers = i == 0 ? (ranks() + tickets.groups - 1) / tickets.groups : ranks();
+        int64_t first = tickets.begin(group), count = tickets.ends[group] - first;
+        std::atomic<int64_t> &next = taken_[group].next;
+        int64_t begin = next.load(std::memory_order_relaxed);
+        while (begin < count) {
+            int64_t size = 2 * (count - begin) / (3 * sharers);
+            size = size > longest ? longest : size < 1 ? 1 : size;
+            if (next.compare_exchange_weak(begin, begin + size, std::memory_order_relaxed)) {
+                return {group, first + begin, first + begin + size};
+            }
+        }
+    }
+    return {0, 0, 0};
 }
 
-// Guided self-scheduling (Polychronopoulos and Kuck 1987) with two thirds of an even share at a time: a core of half
-// the speed of another one still ends with it.
-ThreadTeam::Run ThreadTeam::take_run(int64_t count, int64_t longest) {
-    if (!may_take()) return {0, 0};
-    int64_t begin = tickets_.load(std::memory_order_relaxed);
-    while (begin < count) {
-        int64_t size = 2 * (count - begin) / (3 * ranks(members_));
-        size = size > longest ? longest : size < 1 ? 1 : size;
-        if (tickets_.compare_exchange_weak(begin, begin + size, std::memory_order_relaxed)) return {begin, begin + size};
-    }
-    return {0, 0};
+ThreadTeam::Tickets ThreadTeam::even(int64_t count) const {
+    int64_t groups = std::min<int64_t>(ranks(), Tickets::kMostGroups);
+    Tickets tickets;
+    for (int64_t group = 1; group <= groups; group++) tickets.add(count * group / groups - count * (group - 1) / groups);
+    return tickets;
+}
+
+void ThreadTeam::restart(int groups) {
+    for (int group = 0; group < groups; group++) taken_[group].next.store(0, std::memory_order_relaxed);
 }
 
 // The last to be through opens the next phase: for the members, and whoever joins it.
 void ThreadTeam::arrive() {
     uint64_t word = phase_.fetch_add(1, std::memory_order_acq_rel) + 1;
     if (through_of(word) < part_of(word)) return;
-    tickets_.store(0, std::memory_order_relaxed);
+    restart(place.groups);
     phase_.store(phase_word(place.phase + 1, members_), std::memory_order_release);
     phases_.publish(place.phase + 1);
 }
@@ -182,6 +199,7 @@ void ThreadTeam::barrier() {
     }
     place.phase++;
     place.part = place.core == nullptr;
+    place.groups = 1;
 }
 
 }  // namespace diptych

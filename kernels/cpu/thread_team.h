@@ -49,20 +49,37 @@ class ThreadTeam {
     // starts the tickets at 0 again.
     void barrier();
 
-    // The first of `chunk` tickets in a row that nobody else has; more than there can be for who has no part in this
-    // phase. Work split by tickets balances itself when another process holds one of the cores; results do not
-    // depend on who computes what.
-    int64_t take(int64_t chunk);
+    // How many ranks the present run may have.
+    int ranks() const { return ranks(members_); }
 
-    // Tickets begin .. end - 1; none where begin is end.
+    // The tickets of a phase, in groups of neighbours: group g ends before ticket ends[g]. A rank has a group of its
+    // own, by its number, with which it begins: what it reads it wrote itself in the phase before, or read in the last
+    // step, and it does not come from another core or from memory. All ranks name the same tickets.
+    struct Tickets {
+        static constexpr int kMostGroups = 8;
+        int groups = 0;
+        int64_t ends[kMostGroups] = {};
+
+        int64_t begin(int group) const { return group == 0 ? 0 : ends[group - 1]; }
+        void add(int64_t count) { ends[groups] = begin(groups) + count, groups++; }
+    };
+
+    // So many tickets, in a group for each rank.
+    Tickets even(int64_t count) const;
+
+    // Tickets begin .. end - 1, which are of one group; none where begin is end.
     struct Run {
+        int group;
         int64_t begin, end;
     };
 
-    // Of the `count` tickets of this phase neighbours that nobody else has: many while many are left, at last one,
-    // and never more than `longest`. For work that lies in memory in the order of its tickets: who reads on fetches
-    // what it needs itself, and not what another core is about to read.
-    Run take_run(int64_t count, int64_t longest);
+    // Tickets of this phase that nobody else has; none when all are taken, or for who has no part in it. Work split by
+    // tickets balances itself when another process holds one of the cores: whose own group is taken helps with the
+    // others. Results do not depend on who computes what.
+    //
+    // Neighbours: many while many are left, at last one, and never more than `longest`. For work that lies in memory in
+    // the order of its tickets: who reads on fetches what it needs itself, and not what another core is about to read.
+    Run take_run(const Tickets &tickets, int64_t longest);
 
   private:
     struct Guest {
@@ -79,6 +96,7 @@ class ThreadTeam {
     void dismiss_guests();
     bool join();
     bool may_take();
+    void restart(int groups);
     void arrive();
 
     std::vector<std::thread> helpers_;
@@ -93,7 +111,10 @@ class ThreadTeam {
     // The number of the phase, who takes part in it, and how many of these are through; see thread_team.cpp.
     alignas(64) std::atomic<uint64_t> phase_{0};
     Epoch phases_;  // its number alone, to wait for
-    alignas(64) std::atomic<int64_t> tickets_{0};
+    struct alignas(64) Counter {
+        std::atomic<int64_t> next{0};
+    };
+    Counter taken_[Tickets::kMostGroups];  // tickets of each group, in this phase
     // Guests between entering and leaving a run. A run is over when it is closed to them and none is left.
     alignas(64) std::atomic<int> present_{0};
     std::atomic<bool> open_{false};  // from `welcome` to the end of the run: members call guests meanwhile

@@ -24,9 +24,9 @@ constexpr int kModels = 3000, kVocab = 64;
 void count_on(void *state, int rank) {
     StepState &step = *static_cast<StepState *>(state);
     ThreadTeam &team = step.model->team;
-    auto rows = static_cast<int64_t>(step.wanted.size());
-    for (int64_t i; (i = team.take(1)) < rows;) {
-        const WantedRow &wanted = step.wanted[static_cast<size_t>(i)];
+    auto tickets = team.even(static_cast<int64_t>(step.wanted.size()));
+    for (auto run = team.take_run(tickets, 1); run.begin < run.end; run = team.take_run(tickets, 1)) {
+        const WantedRow &wanted = step.wanted[static_cast<size_t>(run.begin)];
         int32_t token = step.rows[static_cast<size_t>(wanted.row)].token;
         Peak *peaks = &step.peaks[static_cast<size_t>(wanted.peaks)];
         for (int b = 0; b < step.model->head.blocks; b++) peaks[b] = {0, 0};

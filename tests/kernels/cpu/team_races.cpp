@@ -36,6 +36,18 @@ void work(Job &job, int64_t item, int phase, bool guest) {
     }
 }
 
+// In groups of all sizes, empty ones too; how many differs from phase to phase.
+ThreadTeam::Tickets uneven(int64_t items, int phase) {
+    ThreadTeam::Tickets tickets;
+    int groups = 1 + phase % ThreadTeam::Tickets::kMostGroups;
+    for (int64_t left = items, group = 1; group <= groups; group++) {
+        int64_t count = group == groups ? left : left * (phase % 5) / 7;
+        tickets.add(count);
+        left -= count;
+    }
+    return tickets;
+}
+
 // As a step: rank 0 may end it at the begin of a layer of two phases, the others look after the first.
 void body(void *state, int rank) {
     Job &job = *static_cast<Job *>(state);
@@ -44,14 +56,12 @@ void body(void *state, int rank) {
         if (rank == 0 && phase == job.stop_at) job.stopped = true;
         if (rank == 0 && phase == job.welcome_from) job.team->welcome();
         bool guest = rank >= job.members;
-        if (phase % 3 == 0) {
-            for (auto run = job.team->take_run(items, 9); run.begin < run.end; run = job.team->take_run(items, 9)) {
-                for (int64_t i = run.begin; i < run.end; i++) work(job, i, phase, guest);
-            }
-        } else {
-            for (int64_t begin; (begin = job.team->take(2)) < items;) {
-                for (int64_t i = begin; i < begin + 2 && i < items; i++) work(job, i, phase, guest);
-            }
+        auto tickets = phase % 3 == 0 ? job.team->even(items) : uneven(items, phase);
+        int64_t longest = phase % 3 == 0 ? 9 : 2;
+        for (auto run = job.team->take_run(tickets, longest); run.begin < run.end;
+             run = job.team->take_run(tickets, longest)) {
+            if (run.begin < tickets.begin(run.group) || run.end > tickets.ends[run.group]) std::abort();
+            for (int64_t i = run.begin; i < run.end; i++) work(job, i, phase, guest);
         }
         job.team->barrier();
         if (phase % 2 == 0 && job.stopped) return;
