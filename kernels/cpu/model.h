@@ -23,7 +23,7 @@ struct Linear {
     int32_t in = 0, out = 0, depth = 0, blocks = 0;
     int32_t format = DIPTYCH_DENSE;
     int64_t block_bytes = 0;  // from one block to the next
-    // The same bytes in codes of four bits, beside `data`, for products of one row, which wait for memory; or none.
+    // The same bytes in codes of four bits, beside `data`, for products of few rows, which wait for memory; or none.
     void *codes = nullptr;
     int64_t code_block_bytes = 0;
 

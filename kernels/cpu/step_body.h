@@ -5,7 +5,7 @@
 //
 // In the last layer the wanted rows alone go on after `place`: of a long prompt that is one.
 //
-// Within a phase ranks take rows, blocks of columns or attention tasks by tickets.
+// Within a phase ranks take rows, blocks of columns or attention tasks by tickets, their own ones first (row_groups.h).
 #pragma once
 
 #include "attention_tasks.h"
