@@ -17,6 +17,7 @@ from tests.end_to_end.stack import Stack, running_stack
 STREAMS = 64
 MAX_TOKENS = 16
 KV_BLOCKS = 24  # 384 tokens, where the streams together need more than 5,000
+WAVES = 5  # at most: the gateway soon learns how long outputs are, and a wave may fit after all
 SEVERAL = (
     {"n": 3, "temperature": 1.0},
     {"n": 4, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.5},
@@ -35,16 +36,20 @@ def test_64_streams_in_a_pool_far_too_small_all_finish_with_the_right_text(crowd
     by_length = [prompt for prompt in reference.prompts() if len(prompt) <= 260]
     prompts = [by_length[n % len(by_length)] for n in range(STREAMS)]
     assert sum(len(prompt) + MAX_TOKENS for prompt in prompts) > 10 * KV_BLOCKS * 16
-    teach_short_outputs(crowded.address)
-    answers = asyncio.run(many_greedy(crowded.address, prompts, MAX_TOKENS, at_a_time=STREAMS))
-    preempted = crowded.metric("decode", "diptych_preemptions_total")
-    crowded.wait_idle()
-    wrong = [
-        (n, len(prompt))
-        for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        if answer != reference.greedy(tuple(prompt), MAX_TOKENS)
-    ]
-    assert wrong == []
+    preempted = 0.0
+    for _ in range(WAVES):
+        teach_short_outputs(crowded.address)
+        answers = asyncio.run(many_greedy(crowded.address, prompts, MAX_TOKENS, at_a_time=STREAMS))
+        preempted = crowded.metric("decode", "diptych_preemptions_total")
+        crowded.wait_idle()
+        wrong = [
+            (n, len(prompt))
+            for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+            if answer != reference.greedy(tuple(prompt), MAX_TOKENS)
+        ]
+        assert wrong == []
+        if preempted:
+            break
     assert preempted > 0, "nobody was preempted: the pool was not too small after all"
 
 
