@@ -60,8 +60,8 @@ std::vector<const Kernels *> runnable() {
     bool pairs = bytes && __builtin_cpu_supports("avx512bf16");
     if (pairs && have_amx()) found.push_back(&amx_kernels);
     if (pairs) {
-        found.push_back(is_zen5() ? &avx512_zen5_kernels : &avx512_bf16_kernels);
-        found.push_back(is_zen5() ? &avx512_bf16_kernels : &avx512_zen5_kernels);
+        found.push_back(&avx512_bf16_kernels);
+        found.insert(is_zen5() ? found.end() - 1 : found.end(), &avx512_zen5_kernels);
     }
     if (bytes) found.push_back(&avx512_vnni_kernels);
     if (avx512) found.push_back(&avx512_kernels);

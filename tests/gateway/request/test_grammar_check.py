@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -111,18 +112,29 @@ def endless(number: int) -> Grammar:
     return Grammar(Kind.JSON_SCHEMA, ENDLESS.replace("*b", f"*b{number}"))
 
 
+@asynccontextmanager
+async def flood(
+    checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch, grammars: int
+) -> AsyncIterator[list[Grammar]]:
+    """What the child is asked while one tenant waits for so many slow grammars."""
+    await checker.check(Grammar(Kind.REGEX, "a"))
+    asked = counted(checker, monkeypatch)
+    slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(grammars)]
+    await asyncio.sleep(0)
+    try:
+        yield asked
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
 async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(
     checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await checker.check(Grammar(Kind.REGEX, "a"))
-    asked = counted(checker, monkeypatch)
-    slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(8)]
-    await asyncio.sleep(0)
-    await asyncio.gather(*(checker.check(Grammar(Kind.REGEX, letter), "calm") for letter in "xy"))
-    assert [grammar.text for grammar in asked[1:3]] == ["x", "y"]
-    for task in slow:
-        task.cancel()
-    await asyncio.gather(*slow, return_exceptions=True)
+    async with flood(checker, monkeypatch, 8) as asked:
+        await asyncio.gather(*(checker.check(Grammar(Kind.REGEX, letter), "calm") for letter in "xy"))
+        assert [grammar.text for grammar in asked[1:3]] == ["x", "y"]
     await checker.check(Grammar(Kind.REGEX, "z"), "flood")  # what nobody waits for is left out
     assert len(asked) == 5
 
@@ -130,16 +142,11 @@ async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(
 async def test_the_tools_of_a_request_wait_for_one_turn_together(
     checker: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await checker.check(Grammar(Kind.REGEX, "a"))
-    asked = counted(checker, monkeypatch)
-    slow = [asyncio.create_task(checker.check(endless(number), "flood")) for number in range(4)]
-    await asyncio.sleep(0)
-    tools = [(f"tools[{number}]", Grammar(Kind.REGEX, f"b{number}")) for number in range(20)]
-    await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(tools)).verify(checker, "calm")
-    assert sum(grammar.kind is Kind.JSON_SCHEMA for grammar in asked) <= 3  # 21 of them, if each had a turn
-    for task in slow:
-        task.cancel()
-    await asyncio.gather(*slow, return_exceptions=True)
+    async with flood(checker, monkeypatch, 4) as asked:
+        tools = [(f"tools[{number}]", Grammar(Kind.REGEX, f"b{number}")) for number in range(20)]
+        await Constraint("tools", Grammar(Kind.REGEX, "c"), tuple(tools)).verify(checker, "calm")
+        # 21 of them, if each had a turn
+        assert sum(grammar.kind is Kind.JSON_SCHEMA for grammar in asked) <= 3
 
 
 async def test_the_first_fault_leaves_out_the_rest(

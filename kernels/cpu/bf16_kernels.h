@@ -1,0 +1,21 @@
+// What CPUs with bf16 dot products and VNNI compute, as tuning.h says.
+#pragma once
+
+#include "lanes_avx512.h"
+// The rest is written in terms of the lanes above.
+#include "gemm_pairs.h"
+#include "byte_dots_vnni.h"
+#include "dots_vnni.h"
+#include "gemm_blocks.h"
+#include "gemm_bytes.h"
+#include "step_body.h"
+
+namespace diptych {
+namespace {
+
+constexpr Kernels bf16_kernels(const char *name) {
+    return {name, {run_step<Fp32>, run_step<PairedBf16>, run_step<Blocks>, run_step<Bytes>}, true, true};
+}
+
+}  // namespace
+}  // namespace diptych
