@@ -23,6 +23,7 @@ Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
+_DEATHS_TOLD = 8  # the last ones: more than any request is given
 _ID_BYTES = 4  # of several systems that share a directory each has a `decode-0`
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
 
@@ -37,7 +38,8 @@ class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd". "worker_id" begins with
-    the process's name and is another one at each start.
+    the process's name and is another one at each start; "replaces" are those of the processes that died in its
+    place.
     """
 
     name: str
@@ -65,7 +67,7 @@ class ChildSpec:
     """How to start a process.
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
-    such as a public port. A process that cannot announce itself is asked by `probe` until that returns.
+    such as a public port. `died` are the ids of those that ended in its place. A process that cannot announce itself is asked by `probe` until that returns.
     `health` asks one that serves whether it still does; without it its silence is not noticed.
     """
 
@@ -75,6 +77,7 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, int | str] = field(default_factory=dict)
     keep: tuple[str, ...] = ()
+    died: tuple[str, ...] = ()
     stdin: bytes | None = None
     probe: Probe | None = None
     health: Health | None = None
@@ -86,6 +89,11 @@ class ChildSpec:
     def restarted(self, announced: Announcement) -> "ChildSpec":
         """The same process once more, at the addresses it had."""
         return replace(self, values={**self.values, **{key: announced[key] for key in self.keep}})
+
+    def after_death(self, announced: Announcement) -> "ChildSpec":
+        """`restarted`, when the process is known to be dead; its successor says so to whoever lost it."""
+        died = (*self.died, str(announced["worker_id"])) if "worker_id" in announced else self.died
+        return replace(self.restarted(announced), died=died[-_DEATHS_TOLD:])
 
 
 class Child:
@@ -107,7 +115,12 @@ class Child:
         ready_read, ready_write = os.pipe()
         try:
             fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
-            names = {**spec.values, **fds, "worker_id": f"{spec.name}-{secrets.token_hex(_ID_BYTES)}"}
+            names = {
+                **spec.values,
+                **fds,
+                "worker_id": f"{spec.name}-{secrets.token_hex(_ID_BYTES)}",
+                "replaces": ",".join(spec.died),
+            }
             process = subprocess.Popen(
                 [part if isinstance(part, str) else str(names[part.name]) for part in spec.argv],
                 stdin=subprocess.DEVNULL if spec.stdin is None else subprocess.PIPE,

@@ -179,7 +179,8 @@ def _spec(
     ports = tuple(values)
     if role == "gateway":
         values["await_workers_s"] = 0  # when everything starts at once, the gateway is there first
-    for slot in (*ports, "worker_id", "ready_fd", "death_fd"):
+    told = () if role == "gateway" else ("replaces",)
+    for slot in (*ports, "worker_id", *told, "ready_fd", "death_fd"):
         argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
     return ChildSpec(
         name=name,

@@ -206,7 +206,7 @@ class Supervisor:
             status = await kept.child.exited()
         finally:
             await _cancel([watch])
-        kept.spec = kept.spec.restarted(kept.announced)
+        kept.spec = kept.spec.after_death(kept.announced)
         kept.announced = None
         silent = not watch.cancelled() and watch.result()
         return "stopped answering and was killed" if silent else describe(status)

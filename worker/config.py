@@ -24,6 +24,9 @@ class WorkerSettings(ProgramSettings):
     machine_cores: CliSuppress[Annotated[int, Field(ge=0)]] = Field(
         0, description="with cores-fd: how many cores there are to share"
     )
+    replaces: CliSuppress[str] = Field(
+        "", description="ids of dead workers, by comma, in whose place a supervisor has started this one"
+    )
     device: str = Field(
         "auto", description="where the model is computed: cpu, cuda or cuda:N; auto = a GPU if there is one"
     )

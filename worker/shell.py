@@ -125,6 +125,7 @@ class WorkerShell:
             max_context=self._engine.model.shape.max_context,
             total_blocks=self._kind.total_blocks,
             num_threads=self._engine.runner.threads,
+            replaces=self._settings.replaces,
         )
 
     def drain(self, grace_s: float | None = None) -> None:

@@ -45,7 +45,8 @@ class FleetListener(Protocol):
 
     def deliver(self, news: Sequence[News]) -> None: ...
     def worker_gone(self, worker_id: str, left: bool) -> None: ...
-    def worker_up(self, worker_id: str, returned: bool) -> None: ...
+    def worker_up(self, worker_id: str, returned: bool) -> None:
+        """It is linked again, the very process if it `returned`, or another one is in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,9 @@ class Fleet:
         if worker is not None:
             returned = self._met.get(worker_id) == worker.record.incarnation
             self._met[worker_id] = worker.record.incarnation
+            for dead in worker.record.dead:
+                if not self.roster.linked_to(dead):  # else its end is still to be seen here
+                    self._listener.worker_up(dead, False)
             self._listener.worker_up(worker_id, returned)
         self._on_change()
 
@@ -256,6 +260,8 @@ class Fleet:
             self.ejections.forget(worker_id)
         self.flushes.lost(worker_id)
         self._listener.worker_gone(worker_id, left)
+        if self.roster.replaced(worker_id):
+            self._listener.worker_up(worker_id, False)
         self._on_change()
 
     def on_load(self, worker_id: str, load: Load) -> None:

@@ -42,11 +42,19 @@ class Roster:
     def remove(self, worker_id: str) -> Worker:
         return self._workers.pop(worker_id)
 
+    def replaced(self, worker_id: str) -> bool:
+        """Whether a linked worker was started in the place of this one, which is dead."""
+        return any(worker_id in w.record.dead for w in self.linked())
+
     # --- those that are linked ------------------------------------------------------------------------
 
     def linked(self) -> list[Worker]:
         """All workers whose link is up."""
         return [w for w in self._workers.values() if w.link.up]
+
+    def linked_to(self, worker_id: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.link.up
 
     def serving(self, role: Role) -> list[Worker]:
         """Workers of a role whose link is up; only those that are welcome, as long as there are any."""

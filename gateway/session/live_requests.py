@@ -79,7 +79,7 @@ class LiveRequests:
         self._feed_all(WorkerGone(worker_id, left))
 
     def worker_up(self, worker_id: str, returned: bool) -> None:
-        """It is linked; ``returned``: not for the first time."""
+        """It is linked, the very process if it ``returned``, or another one is in its place."""
         self._feed_all(WorkerUp(worker_id, returned))
 
     def shut_down(self) -> None:

@@ -34,7 +34,7 @@ class WorkerRecord:
     """A worker as the router sees it. `address` is host:port of its gRPC services.
 
     `epoch` is 0 until the directory has given one. Blocks are of `block_size` tokens; `max_context`
-    is in tokens.
+    is in tokens. `replaces`: ids of dead workers, by comma, in whose place it was started.
     """
 
     worker_id: str
@@ -55,6 +55,12 @@ class WorkerRecord:
     waiting: int = 0
     waiting_tokens: int = 0
     free_blocks: int = 0
+    replaces: str = ""
+
+    @property
+    def dead(self) -> list[str]:
+        """The workers that it replaces: their supervisor saw them end."""
+        return self.replaces.split(",") if self.replaces else []
 
     @property
     def identity(self) -> Identity:

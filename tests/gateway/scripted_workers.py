@@ -40,6 +40,7 @@ class ScriptedWorker:
         self.links = 0  # open now
         self.silent = False  # neither heartbeats nor answers, with the connection open
         self.stuck = False  # beats, but the step of its engine does not end
+        self.replaces = ""  # ids of workers whose death its supervisor saw
         self.keys: list[bytes] = []  # of cached blocks, for the directory
         self._outboxes: list[asyncio.Queue[Any]] = []
         self._server: grpc.aio.Server | None = None
@@ -66,6 +67,7 @@ class ScriptedWorker:
             self.total_blocks,
             1,
             free_blocks=self.total_blocks,
+            replaces=self.replaces,
         )
         self.publisher = DirectoryPublisher(redis_url, record, lambda: self.keys)
         await self.publisher.start()

@@ -41,6 +41,16 @@ def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
     assert flag(again, "grpc-port") == Slot("grpc_port")
 
 
+def test_a_worker_is_told_whom_it_replaces() -> None:
+    spec = specs(StackOptions())["decode-0"]
+    assert flag(spec, "replaces") == Slot("replaces")
+    for number in range(10):
+        spec = spec.after_death({"grpc_port": 41, "worker_id": f"decode-0-{number}"})
+    assert spec.died == tuple(f"decode-0-{number}" for number in range(2, 10))
+    assert spec.restarted({"grpc_port": 41, "worker_id": "one that lives"}).died == spec.died
+    assert flag(specs(StackOptions())["gateway"], "replaces") is None
+
+
 def test_secrets_travel_by_environment_never_by_command_line() -> None:
     for spec in specs(StackOptions()).values():
         assert spec.env == {"DIPTYCH_REDIS_URL": SHARED.redis_url, "DIPTYCH_SECRET": SHARED.block_secret}

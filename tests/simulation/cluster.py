@@ -109,6 +109,8 @@ class Cluster:
     def boot(self, name: str) -> None:
         """Start the program of that name on a new host."""
         host = Host(name, len(self.hosts) + 1, self._random.uniform(0, 1000))
+        if self.scenario.network % 3:  # else it keeps its id, as where an operator chose that
+            host.worker_id = f"{name}-{host.incarnation}"
         self.hosts.append(host)
         self.machines[name] = machine = Machine(host)
         run = self._gateway if name[0] == "g" else self._prefill if name[0] == "p" else self._decode
@@ -147,6 +149,11 @@ class Cluster:
         self.loop.call_later(delay, callback, *args)
         current_host.reset(token)
 
+    def _replaced_by(self, host: Host) -> str:
+        """What a supervisor tells a worker: who has died in its place."""
+        ids = [h.worker_id for h in self.hosts if h.dead and h.name == host.name]
+        return ",".join(one for one in ids if one != host.worker_id)
+
     def port_of(self, host: Host) -> int:
         """Half of the restarted programs come back at the address of the one before."""
         names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
@@ -183,7 +190,8 @@ class Cluster:
     async def _prefill(self, machine: Machine) -> int:
         settings = _settings()[1].model_copy(
             update={
-                "worker_id": machine.host.name,
+                "worker_id": machine.host.worker_id,
+                "replaces": self._replaced_by(machine.host),
                 "prefill_chunk": self.scenario.chunk,
                 "max_batch_requests": 6,
                 "scratch_blocks": max(d.blocks for d in self.scenario.decodes) + 4,
@@ -198,7 +206,8 @@ class Cluster:
         shape = self.scenario.decodes[int(machine.host.name[1:])]
         settings = _settings()[2].model_copy(
             update={
-                "worker_id": machine.host.name,
+                "worker_id": machine.host.worker_id,
+                "replaces": self._replaced_by(machine.host),
                 "kv_blocks": shape.blocks,
                 "max_batch": shape.max_batch,
                 "transport": shape.transport,

@@ -185,7 +185,7 @@ PLANTED: list[Any] = [
     (tokens_come_twice, "everything", 40),
     (a_gap_is_passed_over, "everything", 10),
     (a_retry_takes_output_for_prompt, "crowd", 40),
-    (a_lost_gateway_leaks, "everything", 40),
+    (a_lost_gateway_leaks, "everything", 100),
     (shared_blocks_are_written, "crowd", 10),
     (blocks_are_released_during_the_step, "writers", 60),
     (quarantined_blocks_stay_in_the_cache, "everything", 10),

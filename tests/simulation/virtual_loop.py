@@ -18,10 +18,12 @@ from typing import Any
 
 
 class Host:
-    """One simulated process. ``incarnation`` is its identity: a restarted worker is another host."""
+    """One simulated process. ``incarnation`` is its identity: a restarted worker is another host. ``worker_id`` is
+    what it is called by others.
+    """
 
     def __init__(self, name: str, incarnation: int, clock_offset: float) -> None:
-        self.name = name
+        self.name = self.worker_id = name
         self.incarnation = incarnation
         self.clock_offset = clock_offset
         self.dead = False

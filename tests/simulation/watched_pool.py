@@ -89,7 +89,7 @@ def check_granted_write(receiver: Receiver, writer: Host, sequence: SequenceStep
     """A prefill step that computes in place writes what was granted to this very process."""
     mine: set[int] = set()
     for who, grant in receiver.granted():
-        if (who.worker_id, who.incarnation) == (writer.name, writer.incarnation):
+        if (who.worker_id, who.incarnation) == (writer.worker_id, writer.incarnation):
             mine.update(grant.fresh)
     for block in _written(sequence):
         _require(block in mine, f"{writer} writes block {block}, which is not granted to it")

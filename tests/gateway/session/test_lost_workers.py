@@ -129,6 +129,32 @@ async def test_a_request_that_kills_two_workers_meets_no_third(bundled: ServedMo
     assert sorted(len([1 for kind, _ in d.sent if kind == "attach"]) for d in decodes) == [0, 1, 1]
 
 
+async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedModel, redis_url: str) -> None:
+    async def die(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        await worker.kill()
+
+    first, second, third = (ScriptedDecode(die) for _ in range(3))
+    async with running(
+        bundled, redis_url, ScriptedPrefill(idle=True), first, recovery_wait_s=300.0
+    ) as stack:
+        await linked(stack, 2)
+        call = stack.stub.StreamGenerate(stack.request())
+        await first.wait_for("attach")
+        second.replaces = first.worker_id
+        await second.start(redis_url, "d" * 64)
+        await second.wait_for("attach")
+        await asyncio.sleep(0.5)
+        assert not call.done()  # it waits for the proof
+        third.replaces = f"{first.worker_id},{second.worker_id}"
+        await third.start(redis_url, "d" * 64)
+        error = await failure(call)
+        await stack.until_idle()
+        await second.close()
+        await third.close()
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert not [kind for kind, _ in third.sent if kind == "attach"]
+
+
 async def test_whole_answers_survive_a_loss_too(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
