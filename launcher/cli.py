@@ -243,7 +243,7 @@ def doctor() -> None:
     """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
     from launcher.doctor import run_doctor
 
-    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT)))
+    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT)))
 
 
 @app.command()

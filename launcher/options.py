@@ -1,11 +1,12 @@
 """What `diptych up` runs, option by option; and how a command takes all of them without naming them again."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from typer import Option
 
@@ -16,28 +17,22 @@ LOOPBACK = "127.0.0.1"
 class StackOptions:
     """What to run. Ports may be 0 (any free one); None leaves a setting to the program's own default.
 
-    A field with an `Option` is a flag of `diptych up`.
+    A field with an `Option` is a flag of `diptych up`, and a variable: `--redis-url` is DIPTYCH_REDIS_URL.
     """
 
     prefill_workers: Annotated[int, Option(min=1, help="Prefill workers.")] = 1
     decode_workers: Annotated[int, Option(min=1, help="Decode workers.")] = 1
-    model: Annotated[
-        str, Option(envvar="DIPTYCH_MODEL", help="GGUF file, Hugging Face folder, or 'bundled'.")
-    ] = "bundled"
-    model_name: Annotated[
-        str | None, Option(envvar="DIPTYCH_MODEL_NAME", help="Name the model is served under.")
-    ] = None
+    model: Annotated[str, Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled"
+    model_name: Annotated[str | None, Option(help="Name the model is served under.")] = None
     dtype: Annotated[
         str,
         Option(
-            envvar="DIPTYCH_DTYPE",
             help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.",
         ),
     ] = "auto"
     device: Annotated[
         str,
         Option(
-            envvar="DIPTYCH_DEVICE",
             help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.",
         ),
     ] = "auto"
@@ -45,37 +40,25 @@ class StackOptions:
         float | None,
         Option(min=0.01, max=1.0, help="Of a GPU, per decode worker; default: a share of 0.90."),
     ] = None
-    host: Annotated[str, Option(envvar="DIPTYCH_HOST", help="Address the gateway listens on.")] = LOOPBACK
-    grpc_port: Annotated[
-        int, Option(min=0, max=65535, envvar="DIPTYCH_GRPC_PORT", help="0 = any free one.")
-    ] = 0
+    host: Annotated[str, Option(help="Address the gateway listens on.")] = LOOPBACK
+    grpc_port: Annotated[int, Option(min=0, max=65535, help="0 = any free one.")] = 0
     http_port: Annotated[
         int,
-        Option(min=0, max=65535, envvar="DIPTYCH_HTTP_PORT", help="OpenAI's API, metrics; 0 = any free one."),
+        Option(min=0, max=65535, help="OpenAI's API, metrics; 0 = any free one."),
     ] = 0
     admin_port: Annotated[
         int | None,
-        Option(
-            min=0, max=65535, envvar="DIPTYCH_ADMIN_PORT", help="For operators; default: --grpc-port + 1."
-        ),
+        Option(min=0, max=65535, help="For operators; default: --grpc-port + 1."),
     ] = None
-    insecure: Annotated[
-        bool, Option("--insecure", envvar="DIPTYCH_INSECURE", help="Allow a host that is not loopback.")
-    ] = False
-    api_keys_file: Annotated[
-        Path | None, Option(envvar="DIPTYCH_API_KEYS_FILE", help="Ask for keys: see `diptych key new`.")
-    ] = None
-    tls_cert: Annotated[
-        Path | None, Option(envvar="DIPTYCH_TLS_CERT", help="PEM certificate of the gateway's ports.")
-    ] = None
-    tls_key: Annotated[Path | None, Option(envvar="DIPTYCH_TLS_KEY", help="Its PEM key.")] = None
+    insecure: Annotated[bool, Option("--insecure", help="Allow a host that is not loopback.")] = False
+    api_keys_file: Annotated[Path | None, Option(help="Ask for keys: see `diptych key new`.")] = None
+    tls_cert: Annotated[Path | None, Option(help="PEM certificate of the gateway's ports.")] = None
+    tls_key: Annotated[Path | None, Option(help="Its PEM key.")] = None
     tls_client_ca: Annotated[
         Path | None,
-        Option(envvar="DIPTYCH_TLS_CLIENT_CA", help="Clients need certificates that these sign."),
+        Option(help="Clients need certificates that these sign."),
     ] = None
-    redis_url: Annotated[
-        str | None, Option(envvar="DIPTYCH_REDIS_URL", help="Use this server, start no Valkey.")
-    ] = None
+    redis_url: Annotated[str | None, Option(help="Use this server, start no Valkey.")] = None
     prefill_threads: Annotated[int | None, Option(min=1, help="Per worker; default: a share.")] = None
     decode_threads: Annotated[int | None, Option(min=1, help="Per worker; default: a share.")] = None
     block_size: Annotated[int | None, Option(help="Tokens per KV block.")] = None
@@ -83,15 +66,23 @@ class StackOptions:
     kv_memory_mib: Annotated[int | None, Option(help="KV memory of each decode worker.")] = None
     kv_blocks: Annotated[int | None, Option(help="The same as a number of blocks.")] = None
     kv_cache_dtype: Annotated[
-        str, Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
-    ] = "auto"
+        str | None, Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
+    ] = None
     transport: Annotated[str | None, Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")] = None
-    log_level: Annotated[str, Option(envvar="DIPTYCH_LOG_LEVEL", help="debug, info, warning or error.")] = (
-        "info"
-    )
+    log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info"
     secret: str | None = None
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""
+
+
+def _with_variable(name: str, hint: Any) -> Any:
+    """The annotation of a flag, with the variables that it is read from as well."""
+    kind, option = get_args(hint)
+    option = copy.copy(option)
+    option.envvar = [f"DIPTYCH_{name.upper()}"]
+    if name.endswith("_threads"):  # as the workers themselves call it
+        option.envvar.append("DIPTYCH_THREADS")
+    return Annotated[kind, option]
 
 
 def takes_stack_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -106,7 +97,7 @@ def takes_stack_options(**defaults: Any) -> Callable[[Callable[..., None]], Call
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=defaults.get(field.name, field.default),
-            annotation=hints[field.name],
+            annotation=_with_variable(field.name, hints[field.name]),
         )
         for field in dataclasses.fields(StackOptions)
         if hasattr(hints[field.name], "__metadata__")

@@ -2,12 +2,17 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import get_args, get_type_hints
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from launcher.cli import app
+from launcher.options import StackOptions, takes_stack_options
 from tests.launcher.specs import ROOT
+
+_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +84,38 @@ def test_up_reads_the_variables_of_the_programs(
     done = run("up", "--grpc-port=0", "--http-port=0")
     assert done.returncode == 1
     assert problem in done.stderr
+
+
+def test_every_flag_of_up_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = typer.Typer()
+    seen: list[StackOptions] = []
+    small.command()(takes_stack_options()(lambda options: seen.append(options)))
+    CliRunner().invoke(small, [], catch_exceptions=False)
+    flags = [
+        name for name, hint in get_type_hints(StackOptions, include_extras=True).items() if get_args(hint)
+    ]
+    asked = {}
+    for name in flags:
+        now = getattr(seen[0], name)
+        if name in ("secret", "overrides"):
+            continue
+        text = "1" if isinstance(now, bool | int) or name.endswith(_NUMBERS) else "some"
+        monkeypatch.setenv(f"DIPTYCH_{name.upper()}", text)
+        asked[name] = text
+    CliRunner().invoke(small, [], catch_exceptions=False)
+    got = {name: str(getattr(seen[1], name)) for name in asked}
+    assert {name: "1" if text in ("True", "1.0") else text for name, text in got.items()} == asked
+    assert len(asked) > 20
+
+
+def test_threads_have_one_variable_for_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = typer.Typer()
+    seen: list[StackOptions] = []
+    small.command()(takes_stack_options()(lambda options: seen.append(options)))
+    monkeypatch.setenv("DIPTYCH_THREADS", "3")
+    monkeypatch.setenv("DIPTYCH_DECODE_THREADS", "2")
+    CliRunner().invoke(small, [], catch_exceptions=False)
+    assert (seen[0].prefill_threads, seen[0].decode_threads) == (3, 2)
 
 
 @pytest.mark.parametrize(
