@@ -38,8 +38,7 @@ class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
     The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd". "worker_id" begins with
-    the process's name and is another one at each start; "replaces" are those of the processes that died in its
-    place.
+    the process's name and is another one at each start; "replaces" are the ids of those that died there.
     """
 
     name: str
@@ -67,7 +66,8 @@ class ChildSpec:
     """How to start a process.
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
-    such as a public port. `died` are the ids of those that ended in its place. A process that cannot announce itself is asked by `probe` until that returns.
+    such as a public port. `died` are the ids of those that died in its place. A process that cannot announce
+    itself is asked by `probe` until that returns.
     `health` asks one that serves whether it still does; without it its silence is not noticed.
     """
 

@@ -109,16 +109,21 @@ class UnsupportedFeature(DiptychError):
 class ContextLengthExceeded(DiptychError):
     """Prompt plus max_tokens is over the model's context, or over the whole KV pool. All in tokens.
 
-    ``at_least``: the prompt was not counted, because this many tokens are too many by themselves.
+    ``at_least``: the prompt was not counted, because this many tokens are too many by themselves. ``field``:
+    where the prompt came from, if that is known.
     """
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
-    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int, *, at_least: bool = False) -> None:
+    def __init__(
+        self, prompt_tokens: int, max_tokens: int, limit: int, *, at_least: bool = False, field: str = ""
+    ) -> None:
         counted = f"at least {prompt_tokens}" if at_least else f"{prompt_tokens}"
+        message = f"{counted} prompt tokens and {max_tokens} tokens to generate exceed the limit of {limit}"
         super().__init__(
-            f"{counted} prompt tokens and {max_tokens} tokens to generate exceed the limit of {limit}",
+            message,
+            violations=(FieldViolation(field, message),) if field else (),
             metadata={
                 "prompt_tokens": str(prompt_tokens),
                 "max_tokens": str(max_tokens),

@@ -20,6 +20,8 @@ from runtime.tokenizer.control_tokens import ControlToken
 
 # A template pastes the role between control tokens, so a free role would be a way to write there.
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# Where a prompt's tokens come from, by the kind of prompt.
+_FIELDS: Final = {"token_ids": "token_ids.ids", "text": "text", "chat": "chat.messages"}
 # Keyword arguments that templates of the served families know, with the values that mean something.
 TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
     "enable_thinking": (True, False),
@@ -37,22 +39,23 @@ def prompt_ids(
     long is refused before it is tokenized.
     """
     kind = request.WhichOneof("prompt")
+    field = _FIELDS.get(kind or "", "prompt")
     if kind == "token_ids":
-        ids: Sequence[int] = given_ids("token_ids.ids", request.token_ids.ids, model.card.vocab_size, budget)
+        ids: Sequence[int] = given_ids(field, request.token_ids.ids, model.card.vocab_size, budget)
     elif kind == "text":
-        check_text("text", request.text)
-        budget.check_before_counting(model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
+        check_text(field, request.text)
+        budget.check_before_counting(field, model.tokenizer.fewest_tokens(len(request.text.encode("utf-8"))))
         ids = model.tokenizer.encode(request.text, add_special=True)
     elif kind == "chat":
         parts = chat_parts(request.chat, model, tools)
         num_bytes = sum(len(part.encode("utf-8")) for part in parts if isinstance(part, str))
-        budget.check_before_counting(model.tokenizer.fewest_tokens(num_bytes))
+        budget.check_before_counting(field, model.tokenizer.fewest_tokens(num_bytes))
         ids = model.tokenizer.encode_parts(parts)
     else:
-        raise InvalidParameter("prompt", "one of text, token_ids and chat is required")
+        raise InvalidParameter(field, "one of text, token_ids and chat is required")
     if not ids:
         raise InvalidParameter(kind, "has no tokens")
-    budget.check(len(ids))
+    budget.check(field, len(ids))
     return tuple(ids)
 
 
@@ -61,7 +64,7 @@ def given_ids(field: str, ids: Sequence[int], vocab_size: int, budget: TokenBudg
     if not ids:
         raise InvalidParameter(field, "must not be empty")
     if budget is not None:
-        budget.check(len(ids))
+        budget.check(field, len(ids))
     if max(ids) >= vocab_size:
         index = next(index for index, token_id in enumerate(ids) if token_id >= vocab_size)
         raise InvalidParameter(f"{field}[{index}]", f"must be below the vocabulary size {vocab_size}")

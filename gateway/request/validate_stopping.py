@@ -35,18 +35,18 @@ class TokenBudget:
     limit: int  # the model's context, or the whole KV pool if that is smaller
     wanted: int  # output tokens the request insists on, at least 1
 
-    def check(self, prompt_tokens: int) -> None:
+    def check(self, field: str, prompt_tokens: int) -> None:
         """Raises `ContextLengthExceeded`."""
         if prompt_tokens + self.wanted > self.limit:
-            raise ContextLengthExceeded(prompt_tokens, self.wanted, self.limit)
+            raise ContextLengthExceeded(prompt_tokens, self.wanted, self.limit, field=field)
 
-    def check_before_counting(self, fewest: int) -> None:
+    def check_before_counting(self, field: str, fewest: int) -> None:
         """Raises `ContextLengthExceeded` for a prompt of at least ``fewest`` tokens that fits with no output.
 
         Where less output would do, the caller is owed the prompt's real size, to ask for what is left.
         """
         if fewest >= self.limit:
-            raise ContextLengthExceeded(fewest, self.wanted, self.limit, at_least=True)
+            raise ContextLengthExceeded(fewest, self.wanted, self.limit, at_least=True, field=field)
 
 
 def stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:

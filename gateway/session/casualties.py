@@ -2,9 +2,9 @@
 
 A broken link proves nothing: the process may be dead, frozen, or behind a cable that somebody pulled. It is
 counted as a death, unproven, until the very same process is linked again; when another takes its place, under
-its id or as one that says whom it replaces, the death is proven. A worker that had said it would go, drained and restarted by its operator, is
-not counted at all. What only another worker reports (its link to the peer broke) makes the peer a suspect: it
-counts once this gateway loses it, too.
+its id or as one that says whom it replaces, the death is proven. A worker that had said it would go, drained
+and restarted by its operator, is not counted at all. What only another worker reports (its link to the peer
+broke) makes the peer a suspect: it counts once this gateway loses it, too.
 
 Pure. Workers are named by their ids.
 """

@@ -142,8 +142,8 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A link to a worker is up: ``returned``, the very process that was gone, so it had not died; else another one,
-    which may have an id of its own and be in this one's place.
+    """A link to a worker is up. ``returned``: it is the very process that was gone, so it had not died. Else
+    another one is in its place, which may have an id of its own.
     """
 
     worker_id: str

@@ -1,4 +1,4 @@
-"""A request under which two workers die gets no third, and is told so as soon as both are known to be dead."""
+"""A request under which two workers die gets no third, and is told so as soon as both are proven dead."""
 
 from __future__ import annotations
 

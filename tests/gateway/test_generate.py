@@ -98,7 +98,7 @@ async def test_stream_carries_text_ids_usage_and_timings(
     assert set(bundled.card.eos_token_ids) <= set(attach.stopping.stop_token_ids)
     assert len(attach.cache_namespace) == 32
     assert not attach.HasField("time_left")
-    # The prefill worker may be told to cancel: its last word is on a link of its own, and may come after decode's.
+    # The prefill worker may be told to cancel: its last word is on another link, and may come after decode's.
     assert [k for k, _ in decode.sent if k == "cancel"] == []
 
 

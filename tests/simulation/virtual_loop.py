@@ -18,8 +18,8 @@ from typing import Any
 
 
 class Host:
-    """One simulated process. ``incarnation`` is its identity: a restarted worker is another host. ``worker_id`` is
-    what it is called by others.
+    """One simulated process. ``incarnation`` is its identity: a restarted worker is another host.
+    ``worker_id`` is what others call it.
     """
 
     def __init__(self, name: str, incarnation: int, clock_offset: float) -> None:

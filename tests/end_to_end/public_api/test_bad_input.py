@@ -227,7 +227,7 @@ HTTP: list[tuple[int, str, str | None, dict[str, Any]]] = [
     (400, "invalid_parameter", "logit_bias", {"logit_bias": {"1": 1e39}}),
     (400, "invalid_parameter", "stop[0]", {"stop": [""]}),
     (400, "invalid_parameter", "cache_salt", {"cache_salt": f"{SECRET}\n"}),
-    (400, "context_length_exceeded", None, {"prompt": [1] * 500, "max_tokens": 500}),
+    (400, "context_length_exceeded", "prompt", {"prompt": [1] * 500, "max_tokens": 500}),
     (404, "model_not_found", None, {"model": "../../etc/passwd"}),
 ]
 

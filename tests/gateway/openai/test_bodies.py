@@ -132,7 +132,8 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER * (limits.MAX_MESSAGES + 1)}, "messages"),
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
-    (CHAT, {"max_completion_tokens": 10**6}, None),  # type: ignore[list-item]
+    (CHAT, {"max_completion_tokens": 10**6}, "messages"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c " * 9000]}, "prompt[2]"),
     (CHAT, {"logprobs": 3}, "logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"top_logprobs": -1, "logprobs": True}, "top_logprobs"),

@@ -76,7 +76,8 @@ def test_what_a_request_insists_on(criteria: dict[str, Any], wanted: int) -> Non
 
 
 def test_a_budget_at_its_limit_and_one_over() -> None:
-    TokenBudget(limit=10, wanted=4).check(6)
+    TokenBudget(limit=10, wanted=4).check("text", 6)
     with pytest.raises(ContextLengthExceeded) as caught:
-        TokenBudget(limit=10, wanted=4).check(7)
+        TokenBudget(limit=10, wanted=4).check("text", 7)
     assert caught.value.metadata == {"prompt_tokens": "7", "max_tokens": "4", "limit": "10"}
+    assert [violation.field for violation in caught.value.violations] == ["text"]

@@ -134,9 +134,7 @@ async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedM
         await worker.kill()
 
     first, second, third = (ScriptedDecode(die) for _ in range(3))
-    async with running(
-        bundled, redis_url, ScriptedPrefill(idle=True), first, recovery_wait_s=300.0
-    ) as stack:
+    async with running(bundled, redis_url, ScriptedPrefill(idle=True), first, recovery_wait_s=300.0) as stack:
         await linked(stack, 2)
         call = stack.stub.StreamGenerate(stack.request())
         await first.wait_for("attach")
