@@ -44,7 +44,7 @@ class CoreShare:
         self.others = [core for core in range(cores) if core not in self._home]
         for core in self._home:  # whatever a predecessor that was killed left there
             self._bytes[core] = CORE_FREE
-        self.wait(False)
+        self.set_backlog(False)
 
     @property
     def address(self) -> int:
@@ -65,7 +65,7 @@ class CoreShare:
         """No work is left, or none for now, and none waits: the home cores may be borrowed. Those that are
         stay so.
         """
-        self.wait(False)
+        self.set_backlog(False)
         for core in self._home:
             if self._bytes[core] == CORE_OWNED:
                 self._bytes[core] = CORE_FREE
@@ -78,10 +78,10 @@ class CoreShare:
         """Whether a core of others is not at work for its owner; it may be borrowed already."""
         return any(self._bytes[core] != CORE_OWNED for core in self.others)
 
-    def wait(self, waiting: bool) -> None:
+    def set_backlog(self, waiting: bool) -> None:
         """Say whether more work waits here than a step takes: others may let go of a core now and then."""
         self._bytes[self._says] = waiting
 
-    def others_wait(self) -> bool:
+    def others_have_backlog(self) -> bool:
         """Whether another worker has more to do than its cores can."""
         return any(self._bytes[place] for place in self._waiting if place != self._says)

@@ -133,7 +133,7 @@ def _make_backend(
     kv_scales: torch.Tensor | None,
 ) -> tuple[Backend, BackendName]:
     if choice != "torch":
-        # Imported here: it may compile C++ at import or first use, which the torch backend does not need.
+        # Imported here: it loads the native library, which the torch backend does not need.
         from engine.native_backend import NativeBackend, NativeUnavailable
 
         try:

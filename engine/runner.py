@@ -142,14 +142,14 @@ class Runner:
         if self._share is not None:
             self._share.own()
 
-    def wait(self, waiting: bool) -> None:
+    def set_backlog(self, waiting: bool) -> None:
         """Tell the others of this machine whether more work waits here than a step takes."""
         if self._share is not None:
-            self._share.wait(waiting)
+            self._share.set_backlog(waiting)
 
-    def others_wait(self) -> bool:
+    def others_have_backlog(self) -> bool:
         """Whether another worker of this machine has more to do than its cores can."""
-        return self._share is not None and self._share.others_wait()
+        return self._share is not None and self._share.others_have_backlog()
 
     def _compute(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]

@@ -1,4 +1,4 @@
-"""`diptych workers`, `drain` and `flush`: an operator's questions to a gateway's AdminService."""
+"""`diptych workers`, `drain`, `restart` and `flush`: what an operator asks of a running system."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

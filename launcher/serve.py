@@ -78,7 +78,7 @@ def _welcome(console: Console, options: StackOptions, stack: Stack, show_secrets
     say(f"  {first_question(options, stack.address)}")
     if show_secrets:
         say("  another gateway joins with:")
-        for name, value in stack.shared.environment().items():
+        for name, value in stack.shared.of_gateways.items():
             say(f"    export {name}={value}")
         say("    diptych gateway --grpc-port 0 --http-port 0")
     say("  Ctrl-C stops everything")

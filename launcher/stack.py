@@ -33,13 +33,21 @@ class BadOverride(ValueError):
 
 @dataclass(frozen=True)
 class SharedSecrets:
-    """What processes must share to be one system; given by environment, never by command line."""
+    """What processes must share to be one system; given by environment, never by command line.
+
+    The secret is the gateways' alone: with it they name prefixes and sign resume tokens.
+    """
 
     redis_url: str = field(repr=False)
     block_secret: str = field(repr=False)
 
-    def environment(self) -> Mapping[str, str]:
-        return {"DIPTYCH_REDIS_URL": self.redis_url, "DIPTYCH_SECRET": self.block_secret}
+    @property
+    def of_gateways(self) -> Mapping[str, str]:
+        return {**self.of_workers, "DIPTYCH_SECRET": self.block_secret}
+
+    @property
+    def of_workers(self) -> Mapping[str, str]:
+        return {"DIPTYCH_REDIS_URL": self.redis_url}
 
 
 def parse_override(text: str) -> tuple[str, str, str]:
@@ -186,7 +194,7 @@ def _spec(
         name=name,
         role=role,
         argv=tuple(argv),
-        env=shared.environment(),
+        env=shared.of_gateways if role == "gateway" else shared.of_workers,
         values=values,
         # A gateway is known by its address; workers are found through the directory, and a new port
         # makes sure that nobody takes the new process for the old one.

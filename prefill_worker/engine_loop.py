@@ -193,7 +193,7 @@ class EngineLoop:
             batch = [request for request, _ in rows]
             tokens = sum(chunk.tokens for chunk in chunks)
             self._runner.own()
-            self._runner.wait(self.waiting_tokens > tokens)
+            self._runner.set_backlog(self.waiting_tokens > tokens)
             self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
     def close(self) -> None:

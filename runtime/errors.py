@@ -284,13 +284,17 @@ class DeadlineExceeded(DiptychError):
 
 
 class NothingAllowed(DiptychError):
-    """What the request forbids, or its grammar, leaves no token that may come next."""
+    """What the request forbids, or its grammar, leaves no token that may come next, or following the grammar
+    takes more work than one token may: both are seen with the model's vocabulary only.
+    """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "NOTHING_ALLOWED"
 
     def __init__(self) -> None:
-        super().__init__("the constraints of the request leave no token that may come next")
+        super().__init__(
+            "the constraints of the request leave no token that may come next, or its grammar is too complex"
+        )
 
 
 class Cancelled(DiptychError):

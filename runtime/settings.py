@@ -83,7 +83,7 @@ class ProgramSettings(BaseSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the directory")
     secret: CliSuppress[SecretStr] = Field(
         default_factory=lambda: SecretStr(secrets.token_hex(32)),
-        description="hex key of the block hashes; to be shared by gateways that share workers",
+        description="hex key of gateways for prefix names and resume tokens; shared where workers are",
     )
     worker_id: str = Field(
         default_factory=lambda: uuid.uuid4().hex[:12],

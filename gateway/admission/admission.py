@@ -192,11 +192,6 @@ class AdmissionQueue:
             self._leave_line(ticket)
         return self._admit(now)
 
-    def retry_hint_s(self) -> float:
-        """Seconds until what waits now is probably done."""
-        per_s = self.rate.per_s
-        return FIRST_RETRY_S if per_s is None else _bounded(self.waiting_tokens / per_s)
-
     def invariants(self) -> None:
         """Raises AssertionError when the counts do not add up; for tests and idle checks."""
         assert 0 <= self.running <= self.sequences or not self.sequences, "a request runs without a sequence"

@@ -30,7 +30,3 @@ class Grammar:
 
 class BadGrammar(ValueError):
     """The grammar is wrong, impossible, or takes too much work. The message repeats nothing of it."""
-
-
-class GrammarStuck(Exception):
-    """A grammar that was fine came to a point where no token can go on."""

@@ -24,8 +24,8 @@ for line in sys.stdin:
     match line.strip():
         case "own": share.own(); print("ok", flush=True)
         case "rest": share.rest(); print("ok", flush=True)
-        case "wait": share.wait(True); print("ok", flush=True)
-        case "free": print(share.free(), share.others_wait(), flush=True)
+        case "wait": share.set_backlog(True); print("ok", flush=True)
+        case "free": print(share.free(), share.others_have_backlog(), flush=True)
 """
 
 
@@ -107,12 +107,12 @@ def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
 
 def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
-    assert not ours.others_wait()
+    assert not ours.others_have_backlog()
     neighbour.do("wait")
-    assert ours.others_wait()
-    ours.wait(True)
+    assert ours.others_have_backlog()
+    ours.set_backlog(True)
     assert neighbour.do("free") == "1 True"
-    ours.wait(False)
+    ours.set_backlog(False)
     assert neighbour.do("free") == "1 False"  # of its own word it takes no notice
 
 
@@ -125,7 +125,7 @@ def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Ne
     successor = Neighbour(fd)
     try:
         assert ours.free() == 2
-        assert not ours.others_wait()
+        assert not ours.others_have_backlog()
     finally:
         successor.end()
 

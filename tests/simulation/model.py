@@ -103,9 +103,9 @@ class SimulatedRunner:
 
     def rest(self) -> None: ...
 
-    def wait(self, waiting: bool) -> None: ...
+    def set_backlog(self, waiting: bool) -> None: ...
 
-    def others_wait(self) -> bool:
+    def others_have_backlog(self) -> bool:
         """Every process has cores of its own here."""
         return False
 

@@ -42,9 +42,9 @@ async def streamed(made: House, name: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def prompts_waiting(share: CoreShare) -> Iterator[None]:
-    share.wait(True)
+    share.set_backlog(True)
     yield
-    share.wait(False)
+    share.set_backlog(False)
 
 
 async def test_steps_make_way_while_prompts_wait(rests: list[CoreShare]) -> None:
@@ -74,11 +74,11 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
         long = tuple(range(2, 50))
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
         while not heard.ended.is_set():
-            heard_waiting = heard_waiting or decode.others_wait()
+            heard_waiting = heard_waiting or decode.others_have_backlog()
             await asyncio.sleep(0)
         assert heard_waiting
         assert await made.empty() == []
-        assert not decode.others_wait()
+        assert not decode.others_have_backlog()
         assert decode.free() == 1
         await gateway.close()
 
@@ -92,8 +92,8 @@ async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() 
         await until(lambda: made.decodes[0].loop.steps > 0)
         gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
         async with asyncio.timeout(10):
-            while not decode.others_wait():  # noqa: ASYNC110 - for a few steps of a millisecond
+            while not decode.others_have_backlog():  # noqa: ASYNC110 - for a few steps of a millisecond
                 await asyncio.sleep(0)
-    assert not decode.others_wait()
+    assert not decode.others_have_backlog()
     assert (decode.free(), prefill.free()) == (1, 1)
     await gateway.close()
