@@ -27,12 +27,14 @@ class AttemptBlocks:
         self._prompt: list[int] = []
         self._prompt_keys: list[bytes] = []
         self._reserve: list[int] = []
+        self._distrusted = pool.distrusted
 
     def take_over(self, block_ids: Sequence[int], num_tokens: int) -> None:
         """The hand-over's blocks: those of the prompt's `num_tokens` tokens, then what was reserved."""
         held = self._memory.layout.blocks_for(num_tokens)
         self._prompt, self._reserve = list(block_ids[:held]), list(block_ids[held:])
-        self._prompt_keys = self._prefixes.publish(self._attempt, num_tokens, self._prompt)
+        if self._trusted:
+            self._prompt_keys = self._prefixes.publish(self._attempt, num_tokens, self._prompt)
 
     def root(self, sequence: DecodeSequence) -> None:
         """Let a sequence begin after the prompt."""
@@ -93,7 +95,7 @@ class AttemptBlocks:
     def publish(self, sequence: DecodeSequence) -> None:
         """Enter the blocks that are full by now into the prefix cache."""
         computed = sequence.num_tokens - 1
-        if computed // self._block_size > len(sequence.block_keys):
+        if self._trusted and computed // self._block_size > len(sequence.block_keys):
             output = sequence.output_ids
             self._prefixes.publish(
                 self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys
@@ -114,6 +116,11 @@ class AttemptBlocks:
         self._pool.release(self._prompt)
         self._pool.release(self._reserve)
         self._prompt, self._reserve = [], []
+
+    @property
+    def _trusted(self) -> bool:
+        """Nothing was found bad since this attempt came: what it holds may be what was forgotten then."""
+        return self._pool.distrusted == self._distrusted
 
     def _writable(self, block: int) -> int | None:
         """As `BlockPool.writable`, on the reserve while there is one."""

@@ -46,6 +46,8 @@ class BlockPool:
         self._cache = PrefixCache()
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self.distrusted = 0
+        """How often keys were forgotten because their content cannot be trusted."""
 
     # -- counts
 
@@ -167,6 +169,7 @@ class BlockPool:
         """Uncache `keys` and everything below them (their content cannot be trusted). Returns how many
         went.
         """
+        self.distrusted += 1
         return sum(self._uncache(self._cache.discard(key)) for key in keys)
 
     def clear_cache(self) -> int:

@@ -131,7 +131,7 @@ class Receiver:
         if attempt is None or attempt.writer != writer or attempt.grant is not None:
             self._book.stale += 1
             return []
-        reason = FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
+        reason = FailureReason.FAILURE_REASON_PEER_LOST
         return self._fail(attempt, reason, "the prefill worker took its ask back") + self.blocks_freed()
 
     def pushed(
@@ -208,9 +208,11 @@ class Receiver:
             return []
         if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
-        why = reason if reason is not None else FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED
+        if reason is None or reason == FailureReason.FAILURE_REASON_DRAINING:
+            # The gateway hears it from us, as our own word: it is the writer that leaves, not this worker.
+            reason = FailureReason.FAILURE_REASON_PEER_LOST
         self._book.end(attempt)
-        return [Fail(attempt.key, why, message or "the prefill worker stopped"), *self.blocks_freed()]
+        return [Fail(attempt.key, reason, message or "the prefill worker stopped"), *self.blocks_freed()]
 
     # -- time and numbers
 

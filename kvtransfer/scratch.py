@@ -23,6 +23,8 @@ class ScratchBlocks:
     block_ids: list[int]
     cached_tokens: int
     keys: Sequence[bytes]
+    distrusted: int
+    """What the pool's count was when they were taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,7 @@ class Scratch:
 
     def give_back(self, blocks: ScratchBlocks, *, keep: bool) -> None:
         """Release them; `keep` enters the full ones, which are complete, into the prefix cache."""
-        if keep:
+        if keep and blocks.distrusted == self._pool.distrusted:
             parent = b""
             for block, key in zip(blocks.block_ids, blocks.keys, strict=False):
                 self._pool.insert(block, key, parent)  # False: somebody else's copy is there already
@@ -96,4 +98,5 @@ class Scratch:
         if self._pool.available() < fresh:
             self._pool.release(pins)
             return None
-        return ScratchBlocks(pins + self._pool.allocate(fresh), len(pins) * block_size, keys)
+        blocks = pins + self._pool.allocate(fresh)
+        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._pool.distrusted)

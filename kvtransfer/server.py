@@ -39,6 +39,7 @@ from kvtransfer.ready import Beat, HandoffStats, Ready
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiving_attempt import Patience
 from kvtransfer.reception import Reception
+from kvtransfer.running_time import RunningTime
 from kvtransfer.server_link import ServerLink, read_hello
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.registry import make_receiver
@@ -82,6 +83,7 @@ class HandoffServer:
         self._writers = Writers(self._receiver, self._pump, self._lease_times)
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
+        self._time = RunningTime(2 * self._lease_times.interval_s)
         hooks = ReceiverHooks(
             dead=self._writers.dead,
             named=self._receiver.named,
@@ -236,7 +238,7 @@ class HandoffServer:
 
     def _tick_once(self, now: float) -> None:
         message = Response(heartbeat=self._beat().message())
-        self._pump.run(self._receiver.tick(now))
+        self._pump.run(self._receiver.tick(self._time.at(now)))
         self._writers.tick(now, message)
 
     # -- actions

@@ -177,3 +177,26 @@ def test_the_worst_case_counts_what_is_shared_once():
     assert needs(3, 9, 7, 3) == (4, 1), "one alone does not fit: the grant is refused for good"
     assert needs(2, 8, 1, 99, sampling={"beam_width": 5}) == (2 + 5, 1)
     assert needs(2, 8, 1, 4, sampling={"beam_width": 5}) == (4, 1)
+
+
+def test_what_was_found_bad_stays_forgotten_whoever_else_holds_it():
+    """An attempt that was granted cached blocks before they were found bad would enter them again."""
+    memory, pool = KVMemory(KVLayout(1, 1, 1, SIZE, torch.float32), TOTAL), BlockPool(TOTAL)
+    prefixes = Prefixes(pool, SIZE, lambda added, removed: None)
+
+    def attach(name: str) -> tuple[Attempt, AttemptBlocks]:
+        attempt = Attempt.from_work(work((name, 1), range(9), 3), max_context=999)
+        return attempt, AttemptBlocks(attempt, pool, memory, prefixes)
+
+    bad, first = attach("a")
+    _, second = attach("b")
+    first.take_over(pool.allocate(3), 9)
+    keys, _ = pool.drain_events()
+    assert len(keys) == 2
+    prefixes.distrust(bad)
+    assert pool.match(keys) == 0
+    second.take_over(pool.allocate(3), 9)
+    assert pool.match(keys) == 0
+    _, third = attach("c")
+    third.take_over(pool.allocate(3), 9)
+    assert pool.match(keys) == 2, "who comes later may be trusted"

@@ -211,3 +211,24 @@ def test_one_attempt_is_attached_once():
         receiver.expect(Expected(KEY, 6, []))
     (denied,) = receiver.ask(WRITER, KEY)
     assert isinstance(denied, SendDenied)
+
+
+@pytest.mark.parametrize("reason", [None, work_pb2.FAILURE_REASON_DRAINING])
+def test_a_writer_that_leaves_is_not_taken_for_this_worker(reason):
+    """The gateway hears it as our own word, and would avoid us: the only decode worker there may be."""
+    receiver, pool, grant = granted(in_place=True)
+    (failed,) = receiver.stopped(WRITER, grant.ref, reason, "it drains")
+    assert failed == Fail(KEY, work_pb2.FAILURE_REASON_PEER_LOST, "it drains")
+    assert pool.available() == 8
+
+
+def test_an_ask_that_is_taken_back_is_no_corrupt_hand_over():
+    pool = BlockPool(2)
+    receiver = Receiver(pool, 2, lambda: 0)
+    receiver.link_up(WRITER, in_place=True)
+    held = pool.allocate(2)
+    receiver.expect(Expected(KEY, 4, []))
+    assert receiver.ask(WRITER, KEY) == []
+    (failed,) = receiver.withdraw(WRITER, KEY)
+    assert failed.reason == work_pb2.FAILURE_REASON_PEER_LOST
+    pool.release(held)

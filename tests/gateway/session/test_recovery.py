@@ -192,6 +192,7 @@ def test_a_restarted_worker_has_refused_nothing_yet() -> None:
 
 def test_a_row_that_failed_is_computed_anew_elsewhere_and_only_once() -> None:
     request = Request().launch("p", "d")
+    request.token()
     assert request.fails(Cause.ROW_FAILED)[-1] == NeedRoute(0)
     assert request.session.setbacks.uncached
     assert request.session.setbacks.avoid == {"d"}
@@ -199,6 +200,13 @@ def test_a_row_that_failed_is_computed_anew_elsewhere_and_only_once() -> None:
     assert request.session.setbacks.avoid == set()
     request.launch("p", "d").token()
     assert error_of(request.fails(Cause.ROW_FAILED)).reason == "INTERNAL"
+
+
+def test_before_the_first_token_a_failed_row_is_the_prefill_workers_whoever_says_so() -> None:
+    """A decode worker that hears of it from the prefill worker may be the first to tell the gateway."""
+    request = Request().launch("p", "d")
+    assert request.fails(Cause.ROW_FAILED)[-1] == NeedRoute(0)
+    assert request.session.setbacks.avoid == {"p"}
 
 
 def test_the_last_token_is_the_end_whoever_dies_after_it() -> None:
