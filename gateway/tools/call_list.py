@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from gateway.tools.json_call import call_from_json
 from gateway.tools.json_objects import JsonObjects
-from gateway.tools.parser import call_from_json
 from gateway.tools.tool import ToolCall
 
 

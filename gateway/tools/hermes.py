@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from gateway.tools.json_call import call_from_json
 from gateway.tools.lark import call_rules, quoted
-from gateway.tools.parser import Marker, Parsed, call_from_json
+from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 from runtime.grammar.grammar import Grammar, Kind
 

@@ -6,11 +6,7 @@ What turns out to be no call after all comes out as the text that it is, so that
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-import string
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -18,7 +14,6 @@ from gateway.tools.tool import ToolCall
 
 _TO_AN_END: Final = re.compile(r"[^}\]>]*[}\]>]|[^}\]>]+")
 """Pieces that end where a call may end: all formats close it with one of these."""
-_ALPHABET: Final = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +62,6 @@ class FirstCall:
 
     def finish(self) -> Parsed:
         return Parsed() if self._called else self._parser.finish()
-
-
-def new_id() -> str:
-    """Nine letters and digits: what Mistral's templates insist on, and all others take."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
-
-
-def call_from_json(text: str, *, arguments: str = "arguments") -> ToolCall | None:
-    """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return call_from(found, arguments=arguments)
-
-
-def call_from(found: object, *, arguments: str = "arguments") -> ToolCall | None:
-    if not isinstance(found, Mapping):
-        return None
-    name, given = found.get("name"), found.get(arguments, {})
-    if not isinstance(name, str) or not name:
-        return None
-    if isinstance(given, str):  # some models quote the object
-        return ToolCall(name, given, new_id())
-    return (
-        ToolCall(name, json.dumps(given, ensure_ascii=False), new_id()) if isinstance(given, dict) else None
-    )
 
 
 class Marker:

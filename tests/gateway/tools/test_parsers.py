@@ -46,6 +46,13 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (HermesParser, '<tool_call>{"name": "a", "arguments": {}}', "", [("a", {})]),
     (HermesParser, '<tool_call>{"name": "a"}</tool_call>', "", [("a", {})]),
     (HermesParser, '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "", [("a", {})]),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": [1]}',
+     '<tool_call>{"name": "a", "arguments": [1]}', []),
+    (HermesParser, '<tool_call>[{"name": "a"}]</tool_call>', '<tool_call>[{"name": "a"}]</tool_call>', []),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+     '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', []),
+    (Llama3JsonParser, '{"name": "a", "parameters": {"x": -Infinity}}',
+     '{"name": "a", "parameters": {"x": -Infinity}}', []),
     (HermesParser, "<tool_call>no JSON</tool_call> more", "<tool_call>no JSON</tool_call> more", []),
     (HermesParser, '<tool_call>{"name": "a", "argu', '<tool_call>{"name": "a", "argu', []),
     (HermesParser, "so:\n<tool_call>x", "so:\n<tool_call>x", []),
@@ -92,6 +99,40 @@ def test_pieces_do_not_matter(case: tuple[Make, str, str, list[Call]], cuts: lis
     make, output, text, calls = case
     bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
     assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == (text, calls)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": 1e999}',
+        '{"x":12345678901234567890.10000000000000000001 , "x": [ 1 ]}',
+        r'{"x": "\u00e9\/é \" } \\"}',
+        '{"arguments": {"name": "b"}, "parameters": {}}',
+        "{\n }",
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    [
+        (HermesParser, '<tool_call>\n { "arguments" :\t', ' , "name": "a"}\n</tool_call>'),
+        (
+            HermesParser,
+            '<tool_call>{"name": "b", "arguments": {}, "arguments": ',
+            ', "name": "a"}</tool_call>',
+        ),
+        (Llama3JsonParser, '{"name": "a", "parameters": ', "}"),
+        (MistralParser, '[TOOL_CALLS][{"n\\u0061me": "a", "id": "{\\"", "arguments": ', ', "x": 1}]'),
+    ],
+)
+def test_arguments_are_as_they_were_written(make: Make, before: str, after: str, arguments: str) -> None:
+    output = before + arguments + after
+    for pieces in ([output], list(output)):
+        parser, result = make(), Parsed()
+        for piece in pieces:
+            result += parser.push(piece)
+        result += parser.finish()
+        assert result.text == ""
+        assert [(call.name, call.arguments_json) for call in result.calls] == [("a", arguments)]
 
 
 MARKUP = {

@@ -1,0 +1,64 @@
+"""A call as one JSON object of a name and arguments, which is how all forms write it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from typing import Final, NamedTuple, NoReturn
+
+from gateway.tools.tool import ToolCall
+
+_ALPHABET: Final = string.ascii_letters + string.digits
+_NAME_OF_MEMBER: Final = re.compile(r'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+
+
+class _Member(NamedTuple):
+    value: object
+    text: str  # of the value, as it was written
+
+
+_NO_NAME: Final = _Member(None, "")
+_NO_ARGUMENTS: Final = _Member({}, "{}")
+
+
+def call_from_json(text: str, *, arguments: str = "arguments") -> ToolCall | None:
+    """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is."""
+    try:
+        members = _members(text)
+    except (ValueError, RecursionError):
+        return None
+    name = members.get("name", _NO_NAME).value
+    given = members.get(arguments, _NO_ARGUMENTS)
+    if not isinstance(name, str) or not name or not isinstance(given.value, str | dict):
+        return None
+    # Some models quote the object.
+    return ToolCall(name, given.value if isinstance(given.value, str) else given.text, _new_id())
+
+
+def _members(text: str) -> dict[str, _Member]:
+    """Those of a JSON object; of other JSON none. Raises ValueError or RecursionError for what is no JSON.
+
+    The text of a value is cut out: written anew, numbers would lose digits, and a name given twice one of its
+    values.
+    """
+    _DECODER.decode(text)  # from here on it is known to be JSON, of which the pattern finds the right places
+    found = {}
+    end = 0
+    while (name := _NAME_OF_MEMBER.match(text, end)) is not None:
+        value, end = _DECODER.raw_decode(text, name.end())
+        found[json.loads(name[1])] = _Member(value, text[name.end() : end])
+    return found
+
+
+def _new_id() -> str:
+    """Nine letters and digits: what Mistral's templates insist on, and all others take."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
