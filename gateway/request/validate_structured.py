@@ -53,11 +53,14 @@ def json_schema(path: str, text: str) -> Grammar:
 
 
 def read_schema(path: str, text: str) -> dict[str, object]:
-    """The schema in ``text``. Raises `InvalidParameter`."""
+    """The schema in ``text``, its strings all valid Unicode. Raises `InvalidParameter`."""
     if _depth(text) > limits.MAX_SCHEMA_DEPTH:
         raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
     try:
         schema = json.loads(text, parse_constant=_no_constant)
+        json.dumps(schema, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON may escape half of a surrogate pair
+        raise InvalidParameter(path, "must be valid Unicode") from error
     except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError, too
         raise InvalidParameter(path, "must be JSON") from error
     if not isinstance(schema, dict):

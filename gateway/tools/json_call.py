@@ -19,7 +19,6 @@ class _Member(NamedTuple):
     text: str  # of the value, as it was written
 
 
-_NO_NAME: Final = _Member(None, "")
 _NO_ARGUMENTS: Final = _Member({}, "{}")
 
 
@@ -27,14 +26,13 @@ def call_from_json(text: str, *, arguments: str = "arguments") -> ToolCall | Non
     """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is."""
     try:
         members = _members(text)
-    except (ValueError, RecursionError):
+        name = _text(members["name"].value)
+        given = members.get(arguments, _NO_ARGUMENTS)
+        # Some models quote the object.
+        written = given.text if isinstance(given.value, dict) else _text(given.value)
+    except (KeyError, ValueError, RecursionError):
         return None
-    name = members.get("name", _NO_NAME).value
-    given = members.get(arguments, _NO_ARGUMENTS)
-    if not isinstance(name, str) or not name or not isinstance(given.value, str | dict):
-        return None
-    # Some models quote the object.
-    return ToolCall(name, given.value if isinstance(given.value, str) else given.text, _new_id())
+    return ToolCall(name, written, _new_id()) if name else None
 
 
 def _members(text: str) -> dict[str, _Member]:
@@ -50,6 +48,14 @@ def _members(text: str) -> dict[str, _Member]:
         value, end = _DECODER.raw_decode(text, name.end())
         found[json.loads(name[1])] = _Member(value, text[name.end() : end])
     return found
+
+
+def _text(value: object) -> str:
+    """Raises ValueError for what is none: other JSON, or half of a surrogate pair, which JSON may escape."""
+    if not isinstance(value, str):
+        raise ValueError("is not a string")
+    value.encode("utf-8")
+    return value
 
 
 def _new_id() -> str:

@@ -173,6 +173,8 @@ def test_the_prompt_is_what_the_template_makes_of_it(stub: rpc.InferenceServiceS
         ({"tools": [pb.Tool(name="x", parameters_json_schema="[")]}, "chat.tools[0].parameters_json_schema"),
         ({"tools": [pb.Tool(name="x", parameters_json_schema='{"type": "y"}')]},
          "chat.tools[0].parameters_json_schema"),
+        ({"tools": [pb.Tool(name="x", parameters_json_schema=r'{"title": "\ud83d"}')]},
+         "chat.tools[0].parameters_json_schema"),
         ({"tools": []}, "chat.tool_choice"),
         ({"tool_choice": pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="x")}, "chat.tool_choice.name"),
     ],

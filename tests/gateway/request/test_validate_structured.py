@@ -64,7 +64,19 @@ def test_depth_of_a_schema_at_the_limit_and_one_above() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[", "[1]", "1", "null", '{"a": NaN}', "{}{}", '{"a": ' + "9" * 5000 + "}", "}" * 99]
+    "text",
+    [
+        "[",
+        "[1]",
+        "1",
+        "null",
+        '{"a": NaN}',
+        "{}{}",
+        '{"a": ' + "9" * 5000 + "}",
+        "}" * 99,
+        r'{"title": "\ud83d"}',  # half of a surrogate pair
+        r'{"enum": [{"\ude00\ud83d": 1}]}',
+    ],
 )
 def test_a_schema_is_a_json_object(text: str) -> None:
     assert field_of(InvalidParameter, json_schema=text) == "structured_output.json_schema"

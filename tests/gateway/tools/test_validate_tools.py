@@ -102,7 +102,8 @@ def test_tools_at_their_limits_and_one_above() -> None:
     for name in ("a" * (limits.MAX_TOOL_NAME_CHARS + 1), "", "a b", "é", "<|im_end|>", "a\n"):
         assert field_of(InvalidParameter, lambda name=name: toolbox(chat(name), ALL)) == "chat.tools[0].name"
     assert field_of(InvalidParameter, lambda: toolbox(chat("a", "b", "a"), ALL)) == "chat.tools[2].name"
-    for schema in ("[]", "{", "{" * 100, "x" * (limits.MAX_GRAMMAR_BYTES + 1)):
+    assert toolbox(chat("a", parameters_json_schema=r'{"title": "\ud83d\ude00"}'), ALL)
+    for schema in ("[]", "{", "{" * 100, "x" * (limits.MAX_GRAMMAR_BYTES + 1), r'{"title": "\ud83d"}'):
         asked = chat("a", parameters_json_schema=schema)
         path = "chat.tools[0].parameters_json_schema"
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == path
@@ -120,7 +121,8 @@ def test_calls_in_turns_at_their_limits_and_one_above() -> None:
     assert field(count=limits.MAX_TOOL_CALLS + 1) == "m.tool_calls"
     assert field(role="user") == "m.tool_calls"
     assert tool_calls("m", turn(arguments_json=""), ALL)[0].arguments_json == "{}"
-    for arguments in ("[]", "1", "{", "{" * 100, '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'):
+    long = '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'
+    for arguments in ("[]", "1", "{", "{" * 100, long, r'{"x": "\ud83d"}', r'{"\ude00": 1}'):
         assert field(arguments_json=arguments) == "m.tool_calls[0].arguments_json"
     assert tool_calls("m", turn(id="a" * limits.MAX_TOOL_CALL_ID_CHARS), ALL)
     for bad in ("a" * (limits.MAX_TOOL_CALL_ID_CHARS + 1), "<|im_end|>"):
