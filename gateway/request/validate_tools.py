@@ -100,12 +100,19 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
         name = _name(f"{path}.name", one.name)
         if name in tools:
             raise InvalidParameter(f"{path}.name", "must differ from the other tools' names")
-        schema: dict[str, object] = {}
-        if one.parameters_json_schema:
-            check_size(f"{path}.parameters_json_schema", one.parameters_json_schema)
-            schema = read_schema(f"{path}.parameters_json_schema", one.parameters_json_schema)
+        schema = _parameters(f"{path}.parameters_json_schema", one.parameters_json_schema or "{}")
         tools[name] = Tool(name, one.description, schema)
     return tuple(tools.values())
+
+
+def _parameters(path: str, text: str) -> dict[str, object]:
+    """The schema of a tool's arguments, which are an object."""
+    check_size(path, text)
+    schema = read_schema(path, text)
+    types = schema.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise InvalidParameter(path, "must be the schema of an object")
+    return schema
 
 
 def _call(path: str, call: pb.ToolCall) -> ToolCall:

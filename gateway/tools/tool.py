@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. ``parameters`` is the JSON schema of its arguments."""
+    """A function that the model may call.
+
+    ``parameters`` is the JSON schema of its arguments, an object; an empty one says that there are none.
+    """
 
     name: str
     description: str = field(default="", repr=False)
@@ -25,7 +28,7 @@ class Tool:
     @property
     def arguments_schema(self) -> Mapping[str, object]:
         """What constrained arguments match: an object, whatever else the schema says."""
-        return {"type": "object"} | dict(self.parameters)
+        return dict(self.parameters or {"additionalProperties": False}) | {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,23 @@ def test_grammar_and_parser_agree(form: ToolFormat) -> None:
         assert not fits(form, TOOLS, False, several)
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: ToolFormat) -> None:
+    _, now = WRITTEN[form.name]
+    some = now.replace("{}", '{"x": 1}')
+    assert some != now
+    for parameters, any_object in (
+        ({}, False),
+        ({"type": "object"}, True),
+        ({"title": "any"}, True),
+        ({"type": ["object", "null"]}, True),
+    ):
+        tool = [Tool("now", "", parameters)]
+        assert fits(form, tool, False, now)
+        assert fits(form, tool, False, some) is any_object
+        assert not fits(form, tool, False, now.replace("{}", "null"))
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [

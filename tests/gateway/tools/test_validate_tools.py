@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -107,6 +108,30 @@ def test_tools_at_their_limits_and_one_above() -> None:
         asked = chat("a", parameters_json_schema=schema)
         path = "chat.tools[0].parameters_json_schema"
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == path
+
+
+def test_parameters_are_the_schema_of_an_object_or_none() -> None:
+    for given in ("", "{}"):
+        found = toolbox(chat("a", parameters_json_schema=given), ALL)
+        assert found is not None
+        assert found.tools[0].parameters == {}
+    for good in ('{"type": "object"}', '{"type": ["null", "object"]}', '{"title": "any"}'):
+        found = toolbox(chat("a", parameters_json_schema=good), ALL)
+        assert found is not None
+        assert found.tools[0].parameters == json.loads(good)
+    for kind in (
+        '"integer"',
+        '"array"',
+        '"string"',
+        "null",
+        "[]",
+        '["string", "null"]',
+        "{}",
+        '["object-like"]',
+    ):
+        bad = chat("a", parameters_json_schema=f'{{"type": {kind}}}')
+        path = "chat.tools[0].parameters_json_schema"
+        assert field_of(InvalidParameter, lambda bad=bad: toolbox(bad, ALL)) == path
 
 
 def test_calls_in_turns_at_their_limits_and_one_above() -> None:
