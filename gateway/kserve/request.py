@@ -17,7 +17,7 @@ VERSION: Final = "1"
 OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}
 _PROMPTS: Final = ("text_input", "token_ids", "input_ids")
 _TIMEOUT_US: Final = (0, limits.MAX_TIMEOUT_MS * 1000)  # Triton: microseconds, 0 is none
-_PATHS: Final = {"model": "model_name", "request_id": "id", "text": "inputs", "token_ids.ids": "inputs"}
+_PATHS: Final = {"model": "model_name", "request_id": "id"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,11 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
     check_version(message.model_name, message.model_version)
     inputs = read_inputs(message)
     request = pb.GenerateRequest(model=message.model_name, request_id=message.id)
-    prompt = [inputs.pop(name) for name in _PROMPTS if name in inputs]
-    if len(prompt) != 1:
+    prompts = [inputs.pop(name) for name in _PROMPTS if name in inputs]
+    if len(prompts) != 1:
         raise InvalidParameter("inputs", f"must have exactly one of {', '.join(_PROMPTS)}")
-    _put_prompt(request, prompt[0])
+    (prompt,) = prompts
+    _put_prompt(request, prompt)
     found = gather(message, inputs)
     path, value = found.pop("stream", ("", streaming))
     stream = boolean(path, value)
@@ -60,13 +61,13 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
         path, value = found.pop("exclude_input_in_output")
         if not boolean(path, value):
             raise UnsupportedFeature(path, "the prompt is not repeated in the output")
-    names = put_all(request, found)
+    names = {**_PATHS, "text": prompt.path, "token_ids.ids": prompt.path, **put_all(request, found)}
     outputs = _outputs(message)
     request.response.timings = False
     request.response.text = "text_output" in outputs
     request.response.token_ids = "token_ids" in outputs
     raw = bool(message.raw_input_contents)
-    return Asked(request, stream, outputs, timeout_us / 1e6 or None, raw, {**_PATHS, **names})
+    return Asked(request, stream, outputs, timeout_us / 1e6 or None, raw, names)
 
 
 def check_version(name: str, version: str) -> None:

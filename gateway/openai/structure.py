@@ -23,12 +23,12 @@ def read_structure(body: Members, draft: Draft) -> None:
     """At most one constraint. Raises `InvalidParameter` for two."""
     found: list[str] = []
     _response_format(body, draft, found)
-    for name, (kind, put) in _FIELDS.items():
-        _field(body, name, kind, put, draft, found)
+    for name, (field, put) in _FIELDS.items():
+        _field(body, name, field, put, draft, found)
     outer = body.nested("structured_outputs")
     if outer is not None:
-        for name, (kind, put) in _STRUCTURED_OUTPUTS.items():
-            _field(outer, name, kind, put, draft, found)
+        for name, (field, put) in _STRUCTURED_OUTPUTS.items():
+            _field(outer, name, field, put, draft, found)
         outer.finish()
     if len(found) > 1:
         raise InvalidParameter(found[1], f"excludes {found[0]}")
@@ -42,7 +42,7 @@ def _response_format(body: Members, draft: Draft, found: list[str]) -> None:
     kind = wanted.required("type", wanted.string("type"))
     if kind == "json_object":
         output.json_object = True
-        draft.names["structured_output"] = "response_format"
+        draft.names["structured_output.json_object"] = "response_format"
     elif kind == "json_schema":
         given = wanted.required("json_schema", wanted.nested("json_schema"))
         given.string("name")
@@ -59,13 +59,13 @@ def _response_format(body: Members, draft: Draft, found: list[str]) -> None:
         found.append("response_format")
 
 
-def _field(body: Members, name: str, kind: str, put: Put, draft: Draft, found: list[str]) -> None:
+def _field(body: Members, name: str, field: str, put: Put, draft: Draft, found: list[str]) -> None:
     value = body.take(name)
     if value is None or value is False:
         return
     path = body.path(name)
     put(draft.request.structured_output, path, value)
-    draft.names[f"structured_output.{kind}"] = path
+    draft.names[f"structured_output.{field}"] = path
     found.append(path)
 
 
@@ -106,7 +106,7 @@ _STRUCTURED_OUTPUTS: Final[dict[str, tuple[str, Put]]] = {
     "json": ("json_schema", _put_json),
     "json_object": ("json_object", _put_json_object),
     "regex": ("regex", _put_regex),
-    "choice": ("choice", _put_choice),
+    "choice": ("choice.values", _put_choice),
     "grammar": ("ebnf_grammar", _put_grammar),
 }
 _FIELDS: Final[dict[str, tuple[str, Put]]] = {

@@ -30,7 +30,8 @@ def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
     if kind == "json_object":
         return Constraint(path, ANY_OBJECT) if asked.json_object else None
     if kind == "choice":
-        return Constraint(path, _choice(f"{path}.values", asked.choice.values))
+        path = f"{path}.values"
+        return Constraint(path, _choice(path, asked.choice.values))
     reader = _READERS.get(kind)
     if reader is None:
         raise UnsupportedFeature(path)

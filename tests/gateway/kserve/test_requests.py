@@ -157,9 +157,10 @@ BAD: list[tuple[oip.ModelInferRequest, str]] = [
     (asking(n=0), "parameters[n]"),
     (asking(stop=""), "parameters[stop]"),
     (asking(cache_salt="\n"), "parameters[cache_salt]"),
-    (asking(""), "inputs"),
-    (asking(None, inputs={"token_ids": ("INT64", [1, 4_000_000_000])}), "inputs"),
-    (asking(None, inputs={"token_ids": ("INT64", [])}), "inputs"),
+    (asking(""), "inputs[0]"),
+    (asking(None, inputs={"token_ids": ("INT64", [1, 4_000_000_000])}), "inputs[0]"),
+    (asking(None, inputs={"token_ids": ("INT64", [])}), "inputs[0]"),
+    (asking(None, inputs={"top_k": ("INT32", [4]), "text_input": ("BYTES", [b""])}), "inputs[1]"),
     (asking(id="no spaces"), "id"),
     (changed(asking(), model_name=""), "model_name"),
 ]

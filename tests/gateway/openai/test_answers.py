@@ -17,6 +17,7 @@ from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import param_of
 from gateway.openai.json_text import blocks
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.request.validate_structured import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "héllo"}
@@ -261,6 +262,29 @@ def test_structure_in_all_its_spellings() -> None:
         .drafts[0]
         .request.HasField("structured_output")
     )
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
+    ],
+)
+def test_a_constraint_is_called_as_the_client_wrote_it(members: dict[str, Any], param: str) -> None:
+    """Also in what is found out later: that it cannot be compiled, or not be had beside a forced call."""
+    (draft,) = read_chat({**CHAT, **members}).drafts
+    constraint = structured_output(draft.request.structured_output)
+    assert constraint is not None
+    assert param_of(constraint.path, draft.names) == param
 
 
 def test_tools_and_their_turns() -> None:
