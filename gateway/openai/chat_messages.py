@@ -46,7 +46,7 @@ def read_tools(body: Members, chat: pb.ChatPrompt) -> None:
 
 def _message(turn: Members, message: pb.ChatMessage) -> None:
     message.role = turn.required("role", turn.string("role"))
-    message.content = _content(turn)
+    content = _content(turn)
     message.name = turn.string("name") or ""
     message.tool_call_id = turn.string("tool_call_id") or ""
     for index, value in enumerate(turn.array("tool_calls", limits.MAX_JSON_LIST) or ()):
@@ -60,18 +60,20 @@ def _message(turn: Members, message: pb.ChatMessage) -> None:
         call.ignore("index")  # what a client kept of a stream
         function.finish()
         call.finish()
+    # Calls may stand alone. Any other turn without words is a mistake, and as such refused by OpenAI.
+    message.content = (content or "") if message.tool_calls else turn.required("content", content)
     turn.only("refusal")
     turn.only("audio")
     turn.only("annotations", [])
     turn.only("function_call")
 
 
-def _content(turn: Members) -> str:
+def _content(turn: Members) -> str | None:
     """A string, or parts of text, which are put together as they are."""
     value = turn.take("content")
     path = turn.path("content")
     if value is None:
-        return ""
+        return None
     if isinstance(value, str):
         return string(path, value)
     texts = []

@@ -310,6 +310,9 @@ def test_tools_and_their_turns() -> None:
         asked = read_chat({**CHAT, "parallel_tool_calls": parallel, "tools": members["tools"]})
         choice = asked.drafts[0].request.chat.tool_choice
         assert (choice.HasField("parallel") and not choice.parallel) is (parallel is False)
+    for content, expected in ((None, ""), ("", ""), ("So:", "So:")):
+        asked = read_chat({**CHAT, **members, "messages": [{**turns[1], "content": content}]})
+        assert asked.drafts[0].request.chat.messages[0].content == expected
     alone = read_chat({**CHAT, "parallel_tool_calls": False}).drafts[0].request.chat
     assert not alone.HasField("tool_choice")
 

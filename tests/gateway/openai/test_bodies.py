@@ -126,6 +126,11 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "god", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [*USER, {"role": "user", "content": None}]}, "messages[1].content"),
+    (CHAT, {"messages": [{"role": "system"}, *USER]}, "messages[0].content"),
+    (CHAT, {"messages": [*USER, {"role": "tool", "tool_call_id": "1"}]}, "messages[1].content"),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
