@@ -52,7 +52,7 @@ class OutputStream:
         stops: the client's stop strings; None when it set none.
         stop_ids: the ids at which workers stop.
         include_stop: show what stopped the output.
-        min_tokens: until there are this many, stop strings are text like any other.
+        min_tokens: a stop string that is complete before there are this many is text like any other.
         interval: tokens per piece, at least 1. The first token and the last piece go at once.
         want_scores: pieces carry what the model thought of their tokens, if the worker says it.
         calls: a fresh parser of tool calls; None when the client offered no tools.
@@ -136,11 +136,9 @@ class OutputStream:
     def finish(self) -> None:
         """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
         if self._detokenizer is not None and not self.over:
-            tail = self._detokenizer.flush()
-            if self._stops is not None:
-                self._text_found(tail)
-                tail = "" if self.over else self._stops.flush()
-            self._show(tail)
+            self._text_found(self._detokenizer.flush())
+            if self._stops is not None and not self.over:
+                self._show(self._stops.flush())
         if self._calls is not None:
             self._show_parsed(self._calls.finish())
 
@@ -171,16 +169,14 @@ class OutputStream:
                 token_ids = token_ids[:-1]
         if self._detokenizer is None or not token_ids:
             return
-        text = self._detokenizer.push(token_ids)
-        if self._stops is not None and self.billed >= self._min_tokens:
-            self._text_found(text)
-        else:
-            self._show(text)
+        self._text_found(self._detokenizer.push(token_ids))
 
     def _text_found(self, text: str) -> None:
-        if self._stops is None or not text:
+        if self._stops is None:
+            self._show(text)
             return
-        result = self._stops.push(text)
+        # They see the early text too: what begins in it may end later.
+        result = self._stops.push(text, early=self.billed < self._min_tokens)
         self._show(result.text_to_emit)
         if result.matched is not None:
             self.stop_match = StopMatch(text=result.matched)

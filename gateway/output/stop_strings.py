@@ -33,8 +33,11 @@ class StopStrings:
         self._held = ""
         self._matched: str | None = None
 
-    def push(self, text: str) -> StopResult:
-        """Takes the next piece of text. See `StopResult`; ``text_to_emit`` may be empty."""
+    def push(self, text: str, *, early: bool = False) -> StopResult:
+        """Takes the next piece of text. See `StopResult`; ``text_to_emit`` may be empty.
+
+        ``early``: what is complete within this piece is no match yet; what only begins in it may become one.
+        """
         if self._matched is not None:
             return StopResult("", self._matched)
         if not self._held and self._first_chars.isdisjoint(text) and not self._under_way():
@@ -42,7 +45,7 @@ class StopStrings:
         seen = self._held + text
         for index, char in enumerate(text, start=len(self._held) + 1):
             complete = [automaton.stop for automaton in self._automata if automaton.advance(char)]
-            if complete:
+            if complete and not early:
                 self._matched = max(complete, key=len)
                 self._held = ""
                 return StopResult(self._shown(seen, index), self._matched)

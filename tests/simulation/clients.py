@@ -179,12 +179,15 @@ def stop_string(ask: Ask) -> str | None:
 def _shown(ask: Ask, got: tuple[int, ...]) -> str | None:
     """What a client sees of these tokens when the last of them completes the stop string; None: it does not.
 
-    Below `min_tokens` stop strings are text like any other.
+    One that is complete below `min_tokens` is text like any other.
     """
-    decode, stop = served_model().tokenizer.decode, stop_string(ask) or ""
+    decode, stop = served_model().tokenizer.decode, stop_string(ask)
+    if stop is None:
+        return None
     free = len(decode(got[: max(ask.min_tokens - 1, 0)], True))
-    found = decode(got, True).find(stop, free)
-    return decode(got, True)[:found] if found >= 0 and decode(got[:-1], True).find(stop, free) < 0 else None
+    first = max(free + 1 - len(stop), 0)  # where one may begin that is complete after them
+    found = decode(got, True).find(stop, first)
+    return decode(got, True)[:found] if found >= 0 and decode(got[:-1], True).find(stop, first) < 0 else None
 
 
 def _difference(got: Any, due: Any) -> str:

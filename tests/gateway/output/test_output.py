@@ -116,6 +116,34 @@ def test_stop_strings_wait_for_min_tokens(bundled: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_string_may_begin_before_min_tokens(bundled: ServedModel, include_stop: bool) -> None:
+    ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n", "\n", "What")]
+    stops = (".\n\n", " Paris")  # the second is complete too early, which must not hide the first
+    output = stream(bundled, stops, include_stop=include_stop, min_tokens=3)
+    whole, _ = run(output, [[i] for i in ids])
+    assert whole.text == (" Paris.\n\n" if include_stop else " Paris")
+    assert output.billed == 4
+    assert output.stop_match is not None
+    assert output.stop_match.text == ".\n\n"
+
+
+def test_a_stop_string_that_is_complete_before_min_tokens_is_shown(bundled: ServedModel) -> None:
+    ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n")]
+    whole, _ = run(stream(bundled, (".", "s."), min_tokens=3), [[i] for i in ids])
+    assert whole.text == " Paris.\n"
+
+
+@pytest.mark.parametrize("have", range(1, 4))
+def test_restored_within_a_stop_string_that_began_before_min_tokens(bundled: ServedModel, have: int) -> None:
+    ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n", "\n", "What")]
+    output = stream(bundled, (".\n\n",), min_tokens=3)
+    assert output.restore(ids[:have])
+    whole, _ = run(output, [[i] for i in ids[have:]])
+    assert (whole.text, list(whole.token_ids)) == ("", ids[have:4])
+    assert output.over
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
 def test_a_stop_token_counts_and_shows_only_if_wanted(bundled: ServedModel, include_stop: bool) -> None:
     ids = bundled.tokenizer.encode("Fine!")
     output = stream(bundled, stop_ids=frozenset(ids[-1:]), include_stop=include_stop)

@@ -24,6 +24,10 @@ def brute_force(text: str, stops: Sequence[str], include: bool) -> tuple[str, st
     return text, None
 
 
+def by_length(stops: Sequence[str]) -> list[str]:
+    return sorted(stops, key=len, reverse=True)
+
+
 def run(pieces: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str, str | None]:
     watcher = StopStrings(stops, include)
     shown = ""
@@ -45,6 +49,24 @@ def test_equals_brute_force_however_it_is_cut(
     expected = brute_force(text, stops, include)
     assert run(pieces, stops, include) == expected
     assert run(list(text), stops, include) == expected
+
+
+@given(early=LETTERS, text=LETTERS, stops=STOPS, include=st.booleans(), data=st.data())
+def test_early_text_ends_nothing_but_may_begin_a_match(
+    early: str, text: str, stops: list[str], include: bool, data: st.DataObject
+) -> None:
+    """Against the same search of the whole text, from where the early text ends."""
+    watcher = StopStrings(stops, include)
+    cut = data.draw(st.integers(0, len(early)))
+    results = [watcher.push(early[:cut], early=True), watcher.push(early[cut:], early=True)]
+    assert all(result.matched is None for result in results)
+    results.append(watcher.push(text))
+    shown = "".join(result.text_to_emit for result in results) + watcher.flush()
+    whole, ends = early + text, range(len(early) + 1, len(early + text) + 1)
+    found = next(((end, s) for end in ends for s in by_length(stops) if whole[:end].endswith(s)), None)
+    end, matched = found or (len(whole), None)
+    assert results[-1].matched == matched
+    assert shown == whole[: end if include or matched is None else end - len(matched)]
 
 
 @given(text=LETTERS, stops=STOPS)
