@@ -18,6 +18,7 @@ from diptych.worker.v1 import work_pb2
 from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted
 from engine.sampling import Candidate, SampleFailure, candidates
 from engine.sampling.sample import NOTHING_LEFT
+from worker.grammar import GrammarState
 from worker.scored_tokens import candidate_of
 
 
@@ -95,7 +96,16 @@ class Beams(Gang):
             return self.failed(NOTHING_LEFT)
         for rank in self.choices:
             beam: Beam = best[rank]
-            reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids))
+            # Where neither its tokens nor its length ended it, its rules did.
+            reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids), self._grammar_after(beam))
             reason = reason or work_pb2.FINISH_REASON_STOP
             request.gateway.output(request, rank, beam.token_ids, beam.scores, reason)
         return "finished"
+
+    def _grammar_after(self, beam: Beam) -> GrammarState | None:
+        """A hypothesis is no row, and has no state of its own."""
+        if self.request.grammar is None:
+            return None
+        grammar = self.request.grammar.copy()
+        grammar.follow(beam.token_ids)
+        return grammar

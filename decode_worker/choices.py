@@ -43,12 +43,9 @@ class Choice(Gang):
         sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
         request.blocks.root(sequence)
         self.rows = [sequence]
-        if output and grammar is not None and grammar.complete:
+        if output and (reason := attempt.finish_reason(output[-1], len(output), grammar)) is not None:
             # A client that resumes has the last token already; only the word that it was the last got lost.
-            request.gateway.finished(
-                request.key, self._choice, work_pb2.FINISH_REASON_STOP, request.times_now()
-            )
-            return "finished"
+            return self._finished(reason)
         return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
 
     def take(self, picked: Sequence[Sampled | SampleFailure]) -> Outcome | None:
@@ -70,19 +67,16 @@ class Choice(Gang):
         request.decoded += 1
         request.gateway.token(request, self._choice, len(output) - 1, sampled, times)
         request.blocks.publish(sequence)
-        if (reason := self._finish_reason(sequence)) is not None:
-            request.gateway.finished(request.key, self._choice, reason, request.times_now())
-            return "finished"
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token_id)
+        if (reason := request.attempt.finish_reason(token_id, len(output), sequence.grammar)) is not None:
+            return self._finished(reason)
         if len(output) == request.attempt.min_tokens:
             row = sequence.next_row
             sequence.next_row = request.attempt.sample_row(row.params, output, sequence.grammar)
         return None
 
-    def _finish_reason(self, sequence: DecodeSequence) -> work_pb2.FinishReason | None:
-        """Why the token that was just appended ends the choice, or None if it does not."""
-        output, grammar = sequence.output_ids, sequence.grammar
-        reason = self.request.attempt.finish_reason(output[-1], len(output))
-        if reason is None and grammar is not None:
-            grammar.accept(output[-1])
-            return work_pb2.FINISH_REASON_STOP if grammar.complete else None
-        return reason
+    def _finished(self, reason: work_pb2.FinishReason) -> Outcome:
+        request = self.request
+        request.gateway.finished(request.key, self._choice, reason, request.times_now())
+        return "finished"

@@ -72,9 +72,14 @@ class Attempt:
         held_back = tuple(self.stop_token_ids) if too_short else ()
         return SampleRow(params, self.prompt_ids, output_ids, held_back, grammar)
 
-    def finish_reason(self, token_id: int, count: int) -> work_pb2.FinishReason | None:
-        """Why `token_id`, the output's token number `count`, ends it; None if it does not."""
-        if token_id in self.stop_token_ids:
+    def finish_reason(
+        self, token_id: int, count: int, grammar: GrammarState | None
+    ) -> work_pb2.FinishReason | None:
+        """Why `token_id`, the output's token number `count`, ends it; None if it does not.
+
+        `grammar` is where the output stands after it: what is complete was not cut off, however long it is.
+        """
+        if token_id in self.stop_token_ids or (grammar is not None and grammar.complete):
             return work_pb2.FINISH_REASON_STOP
         if count >= self.max_tokens:
             return work_pb2.FINISH_REASON_LENGTH

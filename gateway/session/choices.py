@@ -57,7 +57,7 @@ class Choices:
         max_tokens: most output tokens of one choice, at least 1.
         count: how many choices, at least 1.
         now: seconds on a monotonic clock, as in every `handle`.
-        budget, wait_s: see `gateway.session.tally.Tally`.
+        budget, wait_s, constrained: see `gateway.session.tally.Tally`.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class Choices:
         now: float,
         budget: RetryBudget | None = None,
         wait_s: float = WAIT_FOR_WORKER_S,
+        constrained: bool = False,
     ) -> None:
-        tally = Tally(len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s)
-        self.sessions = tuple(Session(tally, now=now, choice=index) for index in range(count))
+        self.tally = Tally(len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s, constrained=constrained)
+        self.sessions = tuple(Session(self.tally, now=now, choice=index) for index in range(count))
         self.attempts = 0  # launched so far
         self.retries: Counter[Cause] = Counter()  # of these, why all after the first
         self.failed_in: State | None = None  # where the choice was that ended the request before its time

@@ -91,6 +91,7 @@ class Conversation:
             now=clock(),
             budget=recovery.budget,
             wait_s=recovery.wait_s,
+            constrained=request.constraint is not None,
         )
         self.prompt_scores = PromptScores(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
@@ -148,7 +149,7 @@ class Conversation:
         output = self.outputs[0]
         if not output.restore(received):
             return False
-        full = len(received) >= self.job.max_tokens
+        full = self.choices.tally.cut_off(len(received))
         stopped = output.over or output.stop_match is not None
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
         self.feed(Restored(received, 0, reason))

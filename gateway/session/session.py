@@ -273,7 +273,7 @@ class Session:
             # Whoever says it: a decode worker computes no row before it has said a first token.
             worker_id = self._had_by[Role.PREFILL]
         self.setbacks.failed(cause)
-        if len(self.output_ids) >= self._tally.max_tokens:  # only the word that it is complete was lost
+        if self._tally.cut_off(len(self.output_ids)):  # only the word that it is complete was lost
             return [*self._cancel_working(), *self._finish(FinishReason.LENGTH, now)]
         verdict = decide(cause, self.history, phase=self.state.value)
         if isinstance(verdict, GiveUp):

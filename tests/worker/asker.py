@@ -54,6 +54,7 @@ class Heard:
     outputs: dict[int, list[int]] = field(default_factory=dict)
     scores: dict[int, list[work_pb2.Score]] = field(default_factory=dict)
     words: dict[int, list[str]] = field(default_factory=dict)
+    reasons: dict[int, work_pb2.FinishReason] = field(default_factory=dict)
     over: dict[int, asyncio.Event] = field(default_factory=dict)
     prompt_scores: list[work_pb2.Score] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,6 +139,8 @@ class Gateway:
             heard.scores[tokens.choice] += tokens.scores
         for ended in message.step.ended:
             how = ended.WhichOneof("outcome")
+            if how == "finished":
+                self.heard[_key(ended.id)].reasons[ended.choice] = ended.finished
             reason = work_pb2.FailureReason.Name(ended.failure.reason) if how == "failure" else how
             self.heard[_key(ended.id)].end(ended.choice, f"decode {reason}")
 

@@ -125,6 +125,40 @@ async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
         assert await made.empty() == []
 
 
+@pytest.mark.parametrize(
+    ("text", "count", "reason"),
+    [
+        ("[a-f]", 1, work_pb2.FINISH_REASON_STOP),  # what the prefill worker drew is the whole of it
+        (SHORT.text, 3, work_pb2.FINISH_REASON_STOP),
+        (SHORT.text, 2, work_pb2.FINISH_REASON_LENGTH),
+        (GRAMMAR.text, 4, work_pb2.FINISH_REASON_LENGTH),  # might end here, and might go on
+    ],
+)
+@pytest.mark.parametrize("width", [0, 3])
+async def test_complete_at_its_last_token_is_no_cut(
+    text: str, count: int, reason: work_pb2.FinishReason, width: int
+) -> None:
+    grammar = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text)
+    async with house("shared_memory") as made:
+        grammars_of(made)
+        gateway = Gateway(made)
+        ranks = range(max(width, 1))
+        message = asked(1, count, grammar, choices=ranks, sampling={"beam_width": width})
+        heard = gateway.start(made.decodes[0], made.prefills[0], message)
+        await heard.ended.wait()
+        assert len(heard.outputs[0]) == count
+        for rank, output in heard.outputs.items():
+            assert heard.reasons[rank] == (work_pb2.FINISH_REASON_STOP if END in output else reason)
+        if not width:
+            # Who has all of it, and not the word that it is all, hears the same and no token more.
+            message = asked(2, count, grammar, delivered=heard.tokens)
+            again = gateway.start(made.decodes[0], made.prefills[0], message)
+            await again.ended.wait()
+            assert (again.tokens, again.reasons) == ([], {0: reason})
+        await gateway.close()
+        assert await made.empty() == []
+
+
 async def test_taken_up_again_after_any_token_it_goes_on_as_before() -> None:
     whole = alone(GRAMMAR.text, COUNT)
     async with house("shared_memory", blocks=64) as made:

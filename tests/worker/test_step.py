@@ -17,6 +17,7 @@ from engine.sampling import SampleFailure
 from tests.worker.asker import Gateway, work
 from tests.worker.house import VOCABULARY, greedy, house
 from worker.attempt import Attempt
+from worker.grammar import GrammarState
 from worker.step import StepThread, compute_rows
 
 
@@ -112,10 +113,10 @@ async def test_what_is_made_of_a_rows_result_may_raise(sampling, index, monkeypa
     finish_reason, fork = Attempt.finish_reason, AttemptBlocks.fork
     forks = Counter()
 
-    def failing(attempt: Attempt, token_id: int, count: int) -> Any:
+    def failing(attempt: Attempt, token_id: int, count: int, grammar: GrammarState | None) -> Any:
         if attempt.key[0] == "bad" and count == index + 1:
             raise LookupError(token_id)
-        return finish_reason(attempt, token_id, count)
+        return finish_reason(attempt, token_id, count, grammar)
 
     def forking(blocks: AttemptBlocks, parent: DecodeSequence, child: DecodeSequence) -> None:
         forks[len(child.output_ids)] += 1

@@ -21,7 +21,7 @@ from gateway.tools.tool import Tool, Toolbox
 from runtime.errors import InvalidParameter
 from tests.gateway.failing_calls import told
 from tests.gateway.running_gateway import Stack, collect, ids_of, running, text_of
-from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering, delivered
 
 ANSWER = "The capital of France is Paris, a city of light. Naïve café 😀!"
 SAMPLING = Sampling(0.7, 0.9, 40, 0.0, 0.1, 0.2, 1.1, 12345, {7: 1.5}, (1, 2, 7), ((3,),))
@@ -220,6 +220,26 @@ async def test_a_client_that_missed_only_the_end_gets_it_without_a_worker(
         assert end.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
         assert end.usage.completion_tokens == len(answer)
         assert len([1 for kind, _ in decode.sent if kind == "attach"]) == attached
+        await stack.until_idle()
+
+
+async def test_whether_an_output_was_complete_at_its_last_token_only_a_worker_knows(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        if delivered(work) < len(answer):
+            worker.tokens(work, delivered(work), answer[delivered(work) :])
+        worker.ended(work, finished=work_pb2.FINISH_REASON_STOP)
+
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
+        structure = pb.StructuredOutput(regex="[^z]*z")
+        request = stack.request(stopping={"max_tokens": len(answer)}, structured_output=structure)
+        messages = await collect(stack.stub.StreamGenerate(request))
+        (end,) = await collect(stack.stub.StreamGenerate(resumed(request, messages)))
+        assert messages[-1].outputs[0].finish_reason == pb.FINISH_REASON_STOP
+        assert end.outputs[0].finish_reason == pb.FINISH_REASON_STOP
+        assert (list(end.outputs[0].token_ids), end.outputs[0].text) == ([], "")
+        assert end.usage.completion_tokens == len(answer)
         await stack.until_idle()
 
 

@@ -119,6 +119,15 @@ def test_preemption_after_the_last_token_is_the_end() -> None:
     assert actions[-1] == Finish(FinishReason.LENGTH)
 
 
+def test_whether_a_grammar_was_complete_at_the_last_token_is_asked_again() -> None:
+    session = started(tally=Tally(len(PROMPT), 2, constrained=True))
+    session.handle(TokensArrived(1, 0, (1, 2)), 3.0)
+    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)[-1] == NeedRoute(0)
+    session.handle(Launched(2, "p", "d"), 5.0)
+    actions = session.handle(DecodeFinished(2, FinishReason.STOP), 6.0)
+    assert actions[-1] == Finish(FinishReason.STOP)
+
+
 def test_more_than_max_tokens_is_a_bug() -> None:
     session = started(max_tokens=2)
     actions = session.handle(TokensArrived(1, 0, (1, 2, 3)), 3.0)
