@@ -12,6 +12,7 @@ from gateway.openai.answer import Answer, ending, event_ending
 from gateway.openai.draft import Asked
 from gateway.openai.json_text import ids_inside, inside
 from gateway.openai.logprobs import LISTS, completion_lists
+from gateway.openai.text_offsets import TextOffsets
 from gateway.turns import Turns
 
 
@@ -19,13 +20,13 @@ from gateway.turns import Turns
 class _Echo:
     """What comes back of a prompt, as JSON without what encloses it; empty where it was not asked for.
 
-    ``offset``: characters of the text that ``lists``, its scores, are about.
+    ``offsets``: after the text that ``lists``, its scores, are about.
     """
 
     text: str = ""
     ids: str = ""
     lists: Sequence[str] = field(default=("",) * len(LISTS))
-    offset: int = 0
+    offsets: TextOffsets = field(default_factory=TextOffsets)
 
 
 class CompletionsAnswer(Answer):
@@ -49,7 +50,7 @@ class CompletionsAnswer(Answer):
     ) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._decode = decode
-        self._offsets: dict[int, int] = {}  # characters so far, by choice; kept for text_offset only
+        self._offsets: dict[int, TextOffsets] = {}  # by choice; what comes of it in pieces is one text
         self._echoes: dict[int, _Echo] = {}  # by prompt; of whole answers, whose choices come one by one
 
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
@@ -61,7 +62,7 @@ class CompletionsAnswer(Answer):
         events = []
         for index in range(asked.choices):
             number = self._number(prompt, index)
-            self._offsets[number] = echo.offset
+            self._offsets[number] = echo.offsets.copy()
             ids = [',"prompt_token_ids":[', echo.ids, "]"] if asked.token_ids else []
             opened = [f'{{"index":{number},"text":"', echo.text, '","logprobs":', *logprobs]
             events.append([*opened, ',"finish_reason":null', *ids, "}"])
@@ -70,8 +71,8 @@ class CompletionsAnswer(Answer):
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
         output, logprobs = self._shown(output), "null"
         if self._asked.logprobs and not self._asked.prompt_only:
-            before = self._offsets.get(number, 0)
-            lists, self._offsets[number] = await completion_lists(output.logprobs, before, turns)
+            offsets = self._offsets.setdefault(number, TextOffsets())
+            lists = await completion_lists(output.logprobs, offsets, turns)
             logprobs = "".join(_logprobs([[part] for part in lists]))
         ids = ""
         if self._asked.token_ids:
@@ -87,7 +88,7 @@ class CompletionsAnswer(Answer):
         self._echoes[prompt] = echo
         pieces = [f'{{"index": {number}, "text": "', echo.text, inside(output.text), '", "logprobs": ']
         if asked.logprobs:
-            own, _ = await completion_lists(output.logprobs, echo.offset, turns)
+            own = await completion_lists(output.logprobs, echo.offsets.copy(), turns)
             pieces += _logprobs(zip(echo.lists, own, strict=True))
         else:
             pieces.append("null")
@@ -109,7 +110,7 @@ class CompletionsAnswer(Answer):
         if self._asked.echo:
             echo.text = inside(self._prompt_text(prompt, info))
         if self._asked.echo and self._asked.logprobs:
-            echo.lists, echo.offset = await completion_lists(info.logprobs, 0, turns)
+            echo.lists = await completion_lists(info.logprobs, echo.offsets, turns)
         if self._asked.token_ids:
             echo.ids = await ids_inside(info.token_ids, turns)
         return echo

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.openai.json_text import inside, joined
+from gateway.openai.text_offsets import TextOffsets
 from gateway.turns import Turns, slices
 
 _LOWEST: Final = -9999.0  # JSON has no infinity
@@ -20,17 +21,15 @@ LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _SLICE: Final = 64  # tokens, with up to 20 others each
 
 
-async def completion_lists(
-    items: Sequence[pb.TokenLogprob], offset: int, turns: Turns
-) -> tuple[list[str], int]:
-    """`completion_logprobs` as JSON: the inside of each of the `LISTS`; and the offset after the last one."""
+async def completion_lists(items: Sequence[pb.TokenLogprob], offsets: TextOffsets, turns: Turns) -> list[str]:
+    """`completion_logprobs` as JSON: the inside of each of the `LISTS`."""
     parts: list[list[str]] = [[] for _ in LISTS]
     for some in slices(items, _SLICE):
-        found, offset = completion_logprobs(some, offset)
+        found = completion_logprobs(some, offsets)
         for part, name in zip(parts, LISTS, strict=True):
             part.append(inside(found[name]))
         await turns.done(_count(some))
-    return [joined(part) for part in parts], offset
+    return [joined(part) for part in parts]
 
 
 async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Turns) -> str:
@@ -41,27 +40,23 @@ async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Turns) -> 
     return f'{{"content":[{joined(parts)}],"refusal":null}}'
 
 
-def completion_logprobs(items: Sequence[pb.TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) -> dict[str, Any]:
     """
     Args:
         items: of consecutive tokens.
-        offset: characters of text before the first of them.
+        offsets: at the first of them; after the last one when this returns.
 
     Returns:
-        ``tokens``, ``token_logprobs``, ``top_logprobs`` and ``text_offset``, one entry a token; and the
-        offset after the last one. Each of ``top_logprobs`` has the token itself too; it is null where there
-        is no logprob, which is at the first token of a prompt.
+        ``tokens``, ``token_logprobs``, ``top_logprobs`` and ``text_offset``, one entry a token. Each of
+        ``top_logprobs`` has the token itself too; it is null where there is no logprob, which is at the
+        first token of a prompt.
     """
-    offsets: list[int] = []
-    for item in items:
-        offsets.append(offset)
-        offset += 0 if _broken(item) else len(_text(item))
     return {
         "tokens": [token_name(item) for item in items],
         "token_logprobs": [_logprob(item) for item in items],
         "top_logprobs": [_top(item) for item in items],
-        "text_offset": offsets,
-    }, offset
+        "text_offset": [offsets.take(_data(item)) for item in items],
+    }
 
 
 def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
@@ -84,6 +79,10 @@ def _text(item: pb.TokenLogprob) -> str:
     return item.text or item.utf8.decode("utf-8")
 
 
+def _data(item: pb.TokenLogprob) -> bytes:
+    return item.utf8 or item.text.encode("utf-8")
+
+
 def _broken(item: pb.TokenLogprob) -> bool:
     """Whether the token's bytes are no text of their own."""
     if not item.utf8:
@@ -104,8 +103,7 @@ def _top(item: pb.TokenLogprob) -> dict[str, float] | None:
 
 
 def _record(item: pb.TokenLogprob) -> dict[str, Any]:
-    data = item.utf8 or item.text.encode("utf-8")
-    return {"token": token_name(item), "logprob": _logprob(item), "bytes": list(data)}
+    return {"token": token_name(item), "logprob": _logprob(item), "bytes": list(_data(item))}
 
 
 def _logprob(item: pb.TokenLogprob) -> float | None:

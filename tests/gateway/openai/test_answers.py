@@ -17,6 +17,7 @@ from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import param_of
 from gateway.openai.json_text import blocks
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.openai.text_offsets import TextOffsets
 from gateway.request.validate_structured import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -200,16 +201,16 @@ async def test_the_token_after_a_prompt_alone_is_not_shown(stream: bool) -> None
 
 def test_tokens_that_are_no_text_are_told_apart() -> None:
     halves = [token("\ufffd", -1, b"\xe2\x96"), token("\ufffd", -2, b"\x81")]
-    made, offset = completion_logprobs([token("a", -0.5, top=halves), *halves], 10)
+    made = completion_logprobs([token("a", -0.5, top=halves), *halves], TextOffsets())
     assert made["tokens"] == ["a", "bytes:\\xe2\\x96", "bytes:\\x81"]
     assert made["top_logprobs"][0] == {"bytes:\\xe2\\x96": -1, "bytes:\\x81": -2, "a": -0.5}
-    assert (made["text_offset"], offset) == ([10, 11, 11], 11)
+    assert made["text_offset"] == [0, 1, 1]
     content = chat_logprobs(halves)["content"]
     assert [record["bytes"] for record in content] == [[0xE2, 0x96], [0x81]]
 
 
 def test_no_infinity_gets_into_json() -> None:
-    made, _ = completion_logprobs([token("a", -math.inf)], 0)
+    made = completion_logprobs([token("a", -math.inf)], TextOffsets())
     assert json.loads(json.dumps(made, allow_nan=False))["token_logprobs"] == [-9999.0]
 
 

@@ -17,6 +17,7 @@ from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.json_text import BLOCK, blocks, ids_inside
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.openai.text_offsets import TextOffsets
 from gateway.turns import PORTION, Turns
 from tests.gateway.loop_turns import turns_beside
 from tests.gateway.openai.test_answers import CHAT, ENVELOPE, events, message, token
@@ -63,7 +64,7 @@ async def test_a_whole_completion_with_its_prompt() -> None:
     choices = json.loads("".join(pieces))["choices"]
     for choice, output in zip(choices, sent.outputs, strict=True):
         everything = [*sent.prompt.logprobs, *output.logprobs]
-        assert choice["logprobs"] == completion_logprobs(everything, 0)[0]
+        assert choice["logprobs"] == completion_logprobs(everything, TextOffsets())
         assert choice["text"] == f"{TEXT}né!"
         assert (choice["prompt_token_ids"], choice["token_ids"]) == (list(range(TOKENS)), [1, 2])
     assert turns >= RECORDS // (2 * PORTION)
@@ -83,9 +84,10 @@ async def test_a_streamed_completion_with_its_prompt() -> None:
     assert len(written) == 4  # each of the three large events, and the small ones together
     found = [event["choices"][0] for event in events(b"".join(written).decode())]
     assert [choice["index"] for choice in found] == [0, 1, 2, 0, 1, 2]
-    lists, offset = completion_logprobs(sent.prompt.logprobs, 0)
+    offsets = TextOffsets()
+    lists = completion_logprobs(sent.prompt.logprobs, offsets)
     assert [choice["logprobs"] for choice in found[:3]] == [lists] * 3
-    after, _ = completion_logprobs(sent.outputs[0].logprobs, offset)
+    after = completion_logprobs(sent.outputs[0].logprobs, offsets)
     assert [choice["logprobs"] for choice in found[3:]] == [after] * 3
 
 
