@@ -19,7 +19,7 @@ from gateway.admission.gate import AdmissionGate
 from gateway.call import REJECTIONS, Call
 from gateway.fleet.fleet import Fleet
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import Detokenizer
+from gateway.output.detokenizer import Detokenizer, unfinished
 from gateway.output.output import OutputStream
 from gateway.output.ranking import best
 from gateway.output.responses import Responses, add_account
@@ -189,7 +189,9 @@ class Generator:
 
     def _start(self, job: Job, *, one_message: bool) -> Conversation:
         request = job.request
-        outputs = [self._output(request, frozenset(job.stop_token_ids)) for _ in range(request.choices)]
+        before = unfinished(self._model.tokenizer, request.prompt_ids)
+        stop_ids = frozenset(job.stop_token_ids)
+        outputs = [self._output(request, stop_ids, before) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
         conversation = Conversation(
             job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
@@ -198,12 +200,15 @@ class Generator:
             raise InvalidParameter("received_token_ids", "goes on after the end of the output")
         return conversation
 
-    def _output(self, request: ParsedRequest, stop_ids: frozenset[int]) -> OutputStream:
+    def _output(self, request: ParsedRequest, stop_ids: frozenset[int], before: bytes) -> OutputStream:
         parser = self._model.tools.parser(request.tools)
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
+        detokenizer = Detokenizer(
+            self._model.tokenizer, request.skip_special, shown, before, after_prompt=request.echo
+        )
         return OutputStream(
-            Detokenizer(self._model.tokenizer, request.skip_special, shown) if needs_text else None,
+            detokenizer if needs_text else None,
             StopStrings(request.stop, request.include_stop) if request.stop else None,
             stop_ids=stop_ids,
             include_stop=request.include_stop,

@@ -33,6 +33,8 @@ class CompletionsAnswer(Answer):
     """
     Args:
         decode: the text of token ids, for prompts that came as ids and are to be echoed.
+        unfinished: what there is of a character that such a prompt ends within. It is the first one of the
+            output's text, if that completes it or the prompt is echoed (see `gateway.output.detokenizer`).
     """
 
     id_prefix: ClassVar[str] = "cmpl"
@@ -47,22 +49,25 @@ class CompletionsAnswer(Answer):
         fingerprint: str,
         created: int,
         decode: Callable[[Sequence[int]], str],
+        unfinished: Callable[[Sequence[int]], bytes],
     ) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._decode = decode
+        self._unfinished = unfinished
         self._offsets: dict[int, TextOffsets] = {}  # by choice; what comes of it in pieces is one text
         self._echoes: dict[int, _Echo] = {}  # by prompt; of whole answers, whose choices come one by one
 
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
         asked = self._asked
+        echo = await self._echo(prompt, info, turns)
+        for index in range(asked.choices):
+            self._offsets[self._number(prompt, index)] = echo.offsets.copy()
         if not asked.echo and not asked.token_ids:
             return []
-        echo = await self._echo(prompt, info, turns)
         logprobs = _logprobs([[part] for part in echo.lists]) if asked.echo and asked.logprobs else ["null"]
         events = []
         for index in range(asked.choices):
             number = self._number(prompt, index)
-            self._offsets[number] = echo.offsets.copy()
             ids = [',"prompt_token_ids":[', echo.ids, "]"] if asked.token_ids else []
             opened = [f'{{"index":{number},"text":"', echo.text, '","logprobs":', *logprobs]
             events.append([*opened, ',"finish_reason":null', *ids, "}"])
@@ -71,8 +76,7 @@ class CompletionsAnswer(Answer):
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
         output, logprobs = self._shown(output), "null"
         if self._asked.logprobs and not self._asked.prompt_only:
-            offsets = self._offsets.setdefault(number, TextOffsets())
-            lists = await completion_lists(output.logprobs, offsets, turns)
+            lists = await completion_lists(output.logprobs, self._offsets[number], turns)
             logprobs = "".join(_logprobs([[part] for part in lists]))
         ids = ""
         if self._asked.token_ids:
@@ -108,16 +112,25 @@ class CompletionsAnswer(Answer):
         """To be made once for all choices of a prompt."""
         echo = _Echo()
         if self._asked.echo:
-            echo.text = inside(self._prompt_text(prompt, info))
+            echo.text = inside(self._prompt_text(prompt))
         if self._asked.echo and self._asked.logprobs:
             echo.lists = await completion_lists(info.logprobs, echo.offsets, turns)
+        elif self._asked.logprobs:
+            echo.offsets = TextOffsets(self._unfinished(self._prompt_ids(prompt)))
         if self._asked.token_ids:
-            echo.ids = await ids_inside(info.token_ids, turns)
+            echo.ids = await ids_inside(self._prompt_ids(prompt) or info.token_ids, turns)
         return echo
 
-    def _prompt_text(self, prompt: int, info: pb.PromptInfo) -> str:
-        request = self._asked.drafts[prompt].request
-        return request.text if request.WhichOneof("prompt") == "text" else self._decode(info.token_ids)
+    def _prompt_text(self, prompt: int) -> str:
+        """Up to where the output's text begins; all of it where none is shown."""
+        ids = self._prompt_ids(prompt)
+        text = self._decode(ids) if ids else self._asked.drafts[prompt].request.text
+        belongs_to_output = self._unfinished(ids) and not self._asked.prompt_only
+        return text[:-1] if belongs_to_output else text  # without the U+FFFD for it
+
+    def _prompt_ids(self, prompt: int) -> Sequence[int]:
+        """None of a prompt that came as text: that has whole characters only."""
+        return self._asked.drafts[prompt].request.token_ids.ids
 
 
 def _logprobs(lists: Iterable[Iterable[str]]) -> list[str]:

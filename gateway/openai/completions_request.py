@@ -36,10 +36,12 @@ def read_completions(members: dict[str, object]) -> Asked:
     token_ids_too = bool(body.flag("return_token_ids"))
     if token_ids_too:
         draft.request.response.token_ids = True
-        draft.request.response.echo_prompt = True
     body.only("suffix", "")
     body.only("add_special_tokens", True)
     prompts = _prompts(body, draft)
+    if token_ids_too:
+        for one in prompts:  # ids are known already; with the prompt the output's text might be another
+            one.request.response.echo_prompt |= one.request.WhichOneof("prompt") == "text"
     body.finish()
     return Asked(prompts, stream, with_usage, logprobs is not None, echo, max_tokens == 0, token_ids_too)
 

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Final
 
@@ -32,6 +33,7 @@ from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import Asked
 from gateway.openai.errors import plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.output.detokenizer import unfinished
 from gateway.request.json_body import parse_body
 from gateway.request.validate_names import request_id
 from gateway.text_rpcs import TextRpcs
@@ -177,6 +179,7 @@ class OpenAIDoor:
             fingerprint=self._fingerprint,
             created=int(time.time()),
             decode=lambda ids: self._model.tokenizer.decode(ids, False),
+            unfinished=partial(unfinished, self._model.tokenizer),
         )
 
     def _chat_answer(self, asked: Asked) -> Answer:

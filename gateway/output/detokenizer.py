@@ -3,6 +3,11 @@
 A byte-level token is any run of bytes: one emoji is often three tokens. The decoder keeps the bytes of an
 unfinished character back and gives U+FFFD only once no further byte could complete it. Whatever the cuts
 between pushes, the pushed texts and the flush add up to `Tokenizer.decode` of all the ids.
+
+A prompt of token ids may end within a character, too. The output's text begins with that character if the
+output completes it. If it does not, what there is of it is no part of the output, whose text may have to be
+JSON, say. Where the prompt is shown in front of the output its text ends before that character, and an output
+that does not complete it begins with U+FFFD: both together are the text of all tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +19,48 @@ from typing import Final
 from runtime.tokenizer.tokenizer import Tokenizer
 
 _Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
+REPLACEMENT: Final = "\ufffd"
+_MOST_UNFINISHED: Final = 3  # bytes of a character that lacks at least its last one
+
+
+def unfinished(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
+    """What there is of the character that the text of ``token_ids`` ends within; mostly nothing."""
+    data = b""
+    for token_id in reversed(token_ids):
+        data = tokenizer.piece(token_id) + data
+        if len(data) >= _MOST_UNFINISHED:
+            break
+    decoder = _Utf8Decoder("replace")
+    decoder.decode(data[-_MOST_UNFINISHED:])
+    return decoder.getstate()[0]
 
 
 class Detokenizer:
     """One output's text. Not thread-safe; one per request."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()) -> None:
-        """``shown``: control tokens whose text is not left out even so."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool,
+        shown: frozenset[int] = frozenset(),
+        before: bytes = b"",
+        *,
+        after_prompt: bool = False,
+    ) -> None:
+        """
+        Args:
+            shown: control tokens whose text is not left out even so.
+            before: what is `unfinished` before the first token.
+            after_prompt: the prompt's text is shown in front of this one.
+        """
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._shown = shown
         self._decoder = _Utf8Decoder("replace")
-        self._at_start = tokenizer.strips_first_space
+        self._decoder.decode(before)
+        self._left_out = _first_space(tokenizer)  # if the text begins with it
+        if before:
+            self._left_out = "" if after_prompt else REPLACEMENT
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` complete; possibly empty."""
@@ -39,11 +74,15 @@ class Detokenizer:
         """The end of the output: bytes that stayed incomplete are U+FFFD. The detokenizer starts anew."""
         text = self._strip(self._decoder.decode(b"", final=True))
         self._decoder.reset()
-        self._at_start = self._tokenizer.strips_first_space
+        self._left_out = _first_space(self._tokenizer)
         return text
 
     def _strip(self, text: str) -> str:
-        if not (self._at_start and text):
+        if not (self._left_out and text):
             return text
-        self._at_start = False
-        return text[1:] if text.startswith(" ") else text
+        text, self._left_out = text.removeprefix(self._left_out), ""
+        return text
+
+
+def _first_space(tokenizer: Tokenizer) -> str:
+    return " " if tokenizer.strips_first_space else ""

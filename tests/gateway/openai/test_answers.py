@@ -32,7 +32,9 @@ def chat(**members: Any) -> Answer:
 
 def completion(**members: Any) -> Answer:
     asked = read_completions({**COMPLETION, **members})
-    return CompletionsAnswer(asked, **ENVELOPE, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    return CompletionsAnswer(
+        asked, **ENVELOPE, unfinished=lambda _: b"", decode=lambda ids: "".join(f"<{i}>" for i in ids)
+    )
 
 
 def events(text: str) -> list[dict[str, Any]]:

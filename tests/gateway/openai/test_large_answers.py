@@ -39,7 +39,7 @@ def completion(**members: Any) -> Answer:
     asked = read_completions(
         {"model": "m", "prompt": TEXT, "echo": True, "logprobs": ALTERNATIVES, **members}
     )
-    return CompletionsAnswer(asked, **ENVELOPE, decode=lambda _: TEXT)
+    return CompletionsAnswer(asked, **ENVELOPE, unfinished=lambda _: b"", decode=lambda _: TEXT)
 
 
 def answered(choices: int) -> pb.GenerateResponse:

@@ -27,7 +27,9 @@ async def test_a_reader_that_stalls_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def endless(request: web.BaseRequest) -> web.StreamResponse:
         asked = read_completions({"model": "m", "prompt": "x", "stream": True})
-        answer = CompletionsAnswer(asked, model="m", fingerprint="f", created=0, decode=str)
+        answer = CompletionsAnswer(
+            asked, model="m", fingerprint="f", created=0, unfinished=lambda _: b"", decode=str
+        )
         stream = EventStream(request, answer)
         stream.name("r")
         sent = 0

@@ -1,14 +1,19 @@
-"""``text_offset``: characters of the whole text, however they are split over tokens."""
+"""Characters that are split over tokens: in ``text_offset``, and where prompt and output meet."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.model.served_model import ServedModel
+from gateway.openai.completions_answer import CompletionsAnswer
+from gateway.openai.completions_request import read_completions
 from gateway.openai.text_offsets import TextOffsets
-from tests.gateway.openai.test_answers import completion, events, message, sent, token, whole
+from tests.gateway.openai.test_answers import ENVELOPE, completion, events, message, sent, token, whole
+from tests.gateway.openai.test_door import door
+from tests.gateway.scripted_workers import answering
 
 # "😀 hello 漢字 x"
 SPLIT: Final = (b"\xf0\x9f", b"\x98", b"\x80", b" hello", b" \xe6", b"\xbc", b"\xa2", b"\xe5\xad\x97", b" x")
@@ -43,6 +48,20 @@ async def test_whole_and_streamed_with_the_prompt_in_front(cut: int) -> None:
     assert found == {0: OFFSETS, 1: OFFSETS}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("said", "offsets"), [(SPLIT[1:4], [0, 0, 1]), ((b"A", b"B"), [0, 1])])
+async def test_an_output_may_begin_within_a_character_of_the_prompt(
+    stream: bool, said: tuple[bytes, ...], offsets: list[int]
+) -> None:
+    asked = read_completions({"model": "m", "prompt": [5], "logprobs": 0, "stream": stream})
+    answer = CompletionsAnswer(asked, **ENVELOPE, decode=lambda _: "\ufffd", unfinished=lambda _: SPLIT[0])
+    answer.begin("r")
+    end = pb.OutputDelta(logprobs=map(scored, said), finish_reason=pb.FINISH_REASON_LENGTH)
+    made = message(end, prompt=pb.PromptInfo())
+    found = events(await sent(answer, 0, made))[-1] if stream else await whole(answer, [made])
+    assert found["choices"][0]["logprobs"]["text_offset"] == offsets
+
+
 def test_what_is_no_character_counts_as_what_is_shown_for_it() -> None:
     data = [b"\xf0\x9f", b"a", b"\x80", b"\xe6", b"\xe6b", b"c"]
     offsets = TextOffsets()
@@ -50,3 +69,26 @@ def test_what_is_no_character_counts_as_what_is_shown_for_it() -> None:
     assert shown == "\ufffda\ufffd\ufffd\ufffdbc"
     # The second begins where it is certain that the first is no character.
     assert [offsets.take(one) for one in data] == [0, 0, 2, 3, 3, 6]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("completed", [False, True])
+async def test_a_prompt_may_end_within_a_character(
+    bundled: ServedModel, redis_url: str, echo: bool, completed: bool
+) -> None:
+    """A completed one is the output's first, with the prompt and without it; a broken one is the prompt's."""
+    *begun, last = bundled.tokenizer.encode("😀")
+    prompt = [*bundled.tokenizer.encode("Hi"), *begun]
+    said = [last] if completed else bundled.tokenizer.encode("{}")
+    extra = {"return_token_ids": True}
+    asked: Any = {"model": bundled.card.name, "prompt": prompt, "extra_body": extra}
+    async with door(bundled, redis_url, answering(said)) as (_, client, _):
+        whole = await client.completions.create(**asked, echo=echo)
+        stream = await client.completions.create(**asked, echo=echo, stream=True)
+        streamed = "".join([piece.choices[0].text async for piece in stream])
+        alone = await client.completions.create(**asked, echo=True, max_tokens=0)
+    alone_text = "😀" if completed else "{}"
+    with_prompt = bundled.tokenizer.decode([*prompt, *said], False)
+    assert whole.choices[0].text == streamed == (with_prompt if echo else alone_text)
+    assert whole.choices[0].prompt_token_ids == prompt  # type: ignore[attr-defined]
+    assert alone.choices[0].text == "Hi\ufffd"

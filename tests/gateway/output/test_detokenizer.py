@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import Detokenizer
+from gateway.output.detokenizer import Detokenizer, unfinished
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.tokenizer.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
 
@@ -37,6 +37,41 @@ def test_pushes_add_up_to_decode(
         detokenizer.push(ids[start:end]) for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)
     ]
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special)
+
+
+@given(data=st.data())
+def test_a_prompt_and_its_output_are_one_text(small: dict[str, Tokenizer], data: st.DataObject) -> None:
+    """Wherever the one ends: a character that is split between them is the output's."""
+    tokenizer = small["byte_level"]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+    cut = data.draw(st.integers(0, len(ids)))
+    before = unfinished(tokenizer, ids[:cut])
+    detokenizer = Detokenizer(tokenizer, skip_special=False, before=before, after_prompt=True)
+    shown = detokenizer.push(ids[cut:]) + detokenizer.flush()
+    assert Detokenizer(tokenizer, skip_special=False).push(ids[:cut]) + shown == tokenizer.decode(ids, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "shown"),
+    [
+        (b"\xf0\x9f", b"\x98\x80!", "😀!"),
+        (b"\xf0\x9f\x98", b"", ""),
+        (b"\xe6", b"[]", "[]"),
+        (b"\xe6", b"\xe6\xbc\xa2", "漢"),
+        (b"\xe6", b"\xe6A", "\ufffdA"),  # its own
+        (b"\xe5\xad\x97", b"A", "A"),
+        (b"\xf0\x9f\x98\x80\xc3", b"\xa9", "é"),
+        (b"\x98", b"\x80", "\ufffd"),  # nothing that could be gone on with
+        (b"", b"A", "A"),
+    ],
+)
+def test_an_output_begins_with_the_character_that_the_prompt_leaves_unfinished(
+    small: dict[str, Tokenizer], prompt: bytes, output: bytes, shown: str
+) -> None:
+    tokenizer = small["byte_level"]
+    before = unfinished(tokenizer, _bytes_to_ids(tokenizer, prompt))
+    detokenizer = Detokenizer(tokenizer, skip_special=True, before=before)
+    assert detokenizer.push(_bytes_to_ids(tokenizer, output)) + detokenizer.flush() == shown
 
 
 @given(text=spellable_text())
