@@ -49,6 +49,8 @@ class Answer(ABC):
         self._created = created
         self._usage = pb.Usage()
         self._head = self._tail = ""
+        # The same for all prompts.
+        self._stop_token_ids = frozenset(asked.drafts[0].request.stopping.stop_token_ids)
 
     async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
         """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none.
@@ -108,6 +110,20 @@ class Answer(ABC):
     ) -> list[str]:
         """JSON of one choice of a whole answer, in pieces."""
 
+    def _ending(self, output: pb.OutputDelta) -> dict[str, Any]:
+        """Why a choice ended. ``stop_reason`` is vLLM's: what ended it of the client's strings and token ids.
+
+        An end of sequence that the client did not name is the model's own end, and null.
+        """
+        reason: str | int | None = output.stop_text or None
+        if output.HasField("stop_token_id") and output.stop_token_id in self._stop_token_ids:
+            reason = output.stop_token_id
+        return {"finish_reason": _FINISH[output.finish_reason], "stop_reason": reason}
+
+    def _event_ending(self, output: pb.OutputDelta) -> str:
+        """The same as members of an event; nearly every event ends nothing."""
+        return inside(self._ending(output)) if output.finish_reason else '"finish_reason":null'
+
     def _number(self, prompt: int, index: int) -> int:
         return prompt * self._asked.choices + index
 
@@ -133,17 +149,3 @@ def usage(total: pb.Usage) -> dict[str, Any]:
         "total_tokens": total.prompt_tokens + total.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
     }
-
-
-def ending(output: pb.OutputDelta) -> dict[str, Any]:
-    """Why a choice ended. ``stop_reason`` is vLLM's: the string or the token id that ended it."""
-    kind = output.WhichOneof("stop_match")
-    return {
-        "finish_reason": _FINISH[output.finish_reason],
-        "stop_reason": None if kind is None else getattr(output, kind),
-    }
-
-
-def event_ending(output: pb.OutputDelta) -> str:
-    """The same as members of an event; nearly every event ends nothing."""
-    return inside(ending(output)) if output.finish_reason else '"finish_reason":null'

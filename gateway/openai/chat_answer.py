@@ -6,7 +6,7 @@ import json
 from typing import Any, ClassVar
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.openai.answer import Answer, ending, event_ending
+from gateway.openai.answer import Answer
 from gateway.openai.draft import Asked
 from gateway.openai.json_text import ids_inside, inside
 from gateway.openai.logprobs import chat_logprobs_json
@@ -39,7 +39,7 @@ class ChatAnswer(Answer):
         logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
         return (
             f'{{"index":{number},"delta":{self._delta(number, output, opens)},"logprobs":{logprobs},'
-            f"{event_ending(output)}{extra}}}"
+            f"{self._event_ending(output)}{extra}}}"
         )
 
     async def whole_choice(
@@ -52,7 +52,7 @@ class ChatAnswer(Answer):
             message["tool_calls"] = [_call(call) for call in output.tool_calls]
         logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
         pieces = [f'{{"index": {number}, "message": {json.dumps(message)}, "logprobs": ', logprobs]
-        pieces.append(f", {inside(ending(output))}")
+        pieces.append(f", {inside(self._ending(output))}")
         if self._asked.token_ids:
             if not self._prompt_ids:
                 self._prompt_ids = await ids_inside(info.token_ids, turns)

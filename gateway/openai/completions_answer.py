@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.openai.answer import Answer, ending, event_ending
+from gateway.openai.answer import Answer
 from gateway.openai.draft import Asked
 from gateway.openai.json_text import ids_inside, inside
 from gateway.openai.logprobs import LISTS, completion_lists
@@ -82,7 +82,7 @@ class CompletionsAnswer(Answer):
         if self._asked.token_ids:
             ids = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
         said = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
-        return f'{{"index":{number},{said},{event_ending(output)}{ids}}}'
+        return f'{{"index":{number},{said},{self._event_ending(output)}{ids}}}'
 
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
@@ -96,7 +96,7 @@ class CompletionsAnswer(Answer):
             pieces += _logprobs(zip(echo.lists, own, strict=True))
         else:
             pieces.append("null")
-        pieces.append(f", {inside(ending(output))}")
+        pieces.append(f", {inside(self._ending(output))}")
         if asked.token_ids:
             pieces.append(f', "token_ids": [{await ids_inside(output.token_ids, turns)}]')
             pieces += [', "prompt_token_ids": [', echo.ids, "]"]

@@ -107,7 +107,7 @@ async def test_streamed_tool_calls_are_numbered_by_choice() -> None:
 
 
 async def test_the_last_event_of_a_choice_has_no_words_but_an_end() -> None:
-    answer = chat(stream=True)
+    answer = chat(stream=True, stop_token_ids=[2])
     answer.begin("r")
     text = await sent(answer, 0, message(pb.OutputDelta(text="a"), prompt=pb.PromptInfo()))
     text += await sent(answer, 0, message(pb.OutputDelta(text="")))  # half a character
