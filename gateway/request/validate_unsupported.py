@@ -1,4 +1,4 @@
-"""Fields of the protocol that this build does not implement.
+"""Fields of the protocol that this build does not implement, alone or beside others.
 
 A request that sets one is refused by name: ignoring it would answer a question that nobody asked.
 """
@@ -11,12 +11,9 @@ from runtime.errors import UnsupportedFeature
 
 def refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raises `UnsupportedFeature` for the first such field."""
-    for field, is_set in _simple(request).items():
-        if is_set:
-            raise UnsupportedFeature(field)
-
-
-def _simple(request: pb.GenerateRequest) -> dict[str, bool]:
-    return {
-        "lora": bool(request.lora),
-    }
+    if request.lora:
+        raise UnsupportedFeature("lora")
+    # The workers search over token ids. Cut at a string afterwards, several beams would be the same text,
+    # ranked by what nobody sees of them.
+    if request.stopping.stop and request.sampling.beam_width > 1:
+        raise UnsupportedFeature("stopping.stop", "is not supported with beam search; stop_token_ids are")

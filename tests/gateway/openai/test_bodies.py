@@ -88,6 +88,7 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stop": ["x"] * 100_000}, "stop"),
     (COMPLETIONS, {"stop": 3}, "stop"),
     (COMPLETIONS, {"stop": ["a", 3]}, "stop[1]"),
+    (COMPLETIONS, {"stop": ".", "use_beam_search": True, "n": 2}, "stop"),
     (COMPLETIONS, {"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
     (COMPLETIONS, {"stop_token_ids": [10**9]}, "stop_token_ids[0]"),
     (COMPLETIONS, {"logit_bias": [1]}, "logit_bias"),

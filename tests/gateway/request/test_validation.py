@@ -206,6 +206,16 @@ def test_an_unsupported_field_is_refused_by_name(bundled: ServedModel, path: str
     assert field_of(error) == path
 
 
+def test_stop_strings_are_refused_with_several_beams_only(bundled: ServedModel) -> None:
+    stopping = {"stop": ["."], "stop_token_ids": [4]}
+    error = refusal(bundled, valid(sampling={"beam_width": 2}, stopping=stopping))
+    assert isinstance(error, UnsupportedFeature)
+    assert field_of(error) == "stopping.stop"
+    assert parsed(bundled, valid(sampling={"beam_width": 1}, stopping=stopping)).stop == (".",)
+    ids = {"stop_token_ids": [4]}
+    assert parsed(bundled, valid(sampling={"beam_width": 2}, stopping=ids)).stop_token_ids == (4,)
+
+
 def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> None:
     assert parsed(bundled, valid(sampling={"n": 1, "best_of": 1}, response={"echo_prompt": False}))
 
