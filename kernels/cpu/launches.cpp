@@ -91,6 +91,7 @@ void Launches::compute(Slot &slot) {
     } catch (const std::exception &failure) {
         slot.status = DIPTYCH_FAILED;
         slot.error = failure.what();
+        drawn_.clear();
     }
 }
 
@@ -98,10 +99,13 @@ int32_t Launches::run(const Launch &launch) {
     DiptychBatch batch = launch.batch;
     int64_t rows = sum(batch.logit_rows, batch.sequences);
     tokens_.assign(batch.tokens, batch.tokens + sum(batch.counts, batch.sequences));
+    // A row that drew nothing goes on with any token: nobody looks at what it gives. Nor did a step that failed.
+    auto drew = [&](int32_t row) {
+        return static_cast<size_t>(row) < drawn_.size() ? std::max(drawn_[static_cast<size_t>(row)], 0) : 0;
+    };
     size_t token = 0;
     for (int32_t s = 0; launch.follows != nullptr && s < batch.sequences; s++) {
-        // A row that drew nothing goes on with any token: nobody looks at what it gives.
-        if (launch.follows[s] >= 0) tokens_[token] = std::max(drawn_[static_cast<size_t>(launch.follows[s])], 0);
+        if (launch.follows[s] >= 0) tokens_[token] = drew(launch.follows[s]);
         token += static_cast<size_t>(batch.counts[s]);
     }
     batch.tokens = tokens_.data();

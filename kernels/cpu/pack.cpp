@@ -36,6 +36,7 @@ int64_t block_bytes(const Linear &matrix, int32_t dtype) {
 
 void pack(Linear &to, WeightMemory &memory, const DiptychMatrix *parts, int32_t count, bool interleaved, int32_t dtype,
           WeightMemory *codes) {
+    to = Linear{};  // of one that is set again nothing stays
     int64_t rows = 0;
     bool biased = false;
     for (int32_t p = 0; p < count; p++) {

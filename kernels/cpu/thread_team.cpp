@@ -27,6 +27,7 @@ struct Place {
     int rank = 0;
     bool part = true;                      // in this phase
     std::atomic<uint8_t> *core = nullptr;  // of a guest: what it stays for
+    bool left = false;                     // it has seen that the core is not its own any more
     int groups = 1;                        // of this phase's tickets
 };
 thread_local Place place;
@@ -41,7 +42,7 @@ ThreadTeam::~ThreadTeam() {
 }
 
 void ThreadTeam::dismiss_guests() {
-    closing_.store(true);
+    dismissed_.store(true);
     for (auto &guest : guests_) guest->calls.advance();
     for (auto &guest : guests_) guest->thread.join();
     guests_.clear();
@@ -49,7 +50,7 @@ void ThreadTeam::dismiss_guests() {
 
 void ThreadTeam::invite(std::atomic<uint8_t> *states, const int32_t *cores, int count) {
     dismiss_guests();
-    closing_.store(false);
+    dismissed_.store(false);
     for (int i = 0; i < count; i++) {
         auto guest = std::make_unique<Guest>();
         guest->core = states + cores[i];
@@ -100,7 +101,7 @@ void ThreadTeam::serve(int rank, uint64_t seen) {
 void ThreadTeam::attend(Guest &guest, int index) {
     for (uint64_t seen = 0;;) {
         seen = guest.calls.wait_beyond(seen);
-        if (closing_.load()) return;
+        if (dismissed_.load()) return;
         guest.called.store(false, std::memory_order_relaxed);
         visit(guest, index);
     }
@@ -115,7 +116,7 @@ void ThreadTeam::visit(Guest &guest, int index) {
         body_(state_, place.rank);
         if (place.part) arrive();
         uint8_t claimed = DIPTYCH_CORE_CLAIMED;
-        guest.core->compare_exchange_strong(claimed, DIPTYCH_CORE_FREE);
+        if (!place.left) guest.core->compare_exchange_strong(claimed, DIPTYCH_CORE_FREE);
     }
     present_.fetch_sub(1, std::memory_order_seq_cst);
     departures_.advance();
@@ -130,9 +131,17 @@ void ThreadTeam::call_guests() {
     }
 }
 
+// Whether this guest still has its core. Once it has lost it, it never has it again in this run: what looks like its
+// claim is another process's, and by then it may have walked ahead of the members, into phases that an aborted run does
+// not get to.
+bool ThreadTeam::stays() {
+    if (place.core->load(std::memory_order_relaxed) != DIPTYCH_CORE_CLAIMED) place.left = true;
+    return !place.left;
+}
+
 // A guest's try to take part in the phase that it has come to.
 bool ThreadTeam::join() {
-    if (place.core->load(std::memory_order_relaxed) != DIPTYCH_CORE_CLAIMED) return false;
+    if (!stays()) return false;
     // Who came to the last phase when all were through is ahead, but for a moment.
     for (uint64_t seen = phases_.value(); seen < place.phase;) seen = phases_.wait_beyond(seen);
     uint64_t word = phase_.load(std::memory_order_acquire);
@@ -145,7 +154,7 @@ bool ThreadTeam::join() {
 
 bool ThreadTeam::may_take() {
     if (!place.part && !join()) return false;
-    if (place.core != nullptr) return place.core->load(std::memory_order_relaxed) == DIPTYCH_CORE_CLAIMED;
+    if (place.core != nullptr) return stays();
     if (open_.load(std::memory_order_relaxed)) call_guests();
     return true;
 }

@@ -94,6 +94,7 @@ class ThreadTeam {
     void visit(Guest &guest, int index);
     void call_guests();
     void dismiss_guests();
+    bool stays();
     bool join();
     bool may_take();
     void restart(int groups);
@@ -119,7 +120,8 @@ class ThreadTeam {
     alignas(64) std::atomic<int> present_{0};
     std::atomic<bool> open_{false};  // from `welcome` to the end of the run: members call guests meanwhile
     Epoch departures_;
-    std::atomic<bool> closing_{false};
+    std::atomic<bool> closing_{false};    // helpers end
+    std::atomic<bool> dismissed_{false};  // guests end
 };
 
 }  // namespace diptych

@@ -1,5 +1,6 @@
 // Members and guests of a thread team, under ThreadSanitizer (`make sanitize`): every ticket of every phase is worked
-// on once, and all that was done in a phase is seen in the next, while owners take their cores back at any moment.
+// on once, and all that was done in a phase is seen in the next, while owners take their cores back at any moment and
+// other processes claim them.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -64,6 +65,8 @@ void body(void *state, int rank) {
             for (int64_t i = run.begin; i < run.end; i++) work(job, i, phase, guest);
         }
         job.team->barrier();
+        // As if the owner, which computes on this core, had interrupted it: others go on and may be through.
+        if (guest && std::rand() % 100 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
         if (phase % 2 == 0 && job.stopped) return;
     }
 }
@@ -73,6 +76,8 @@ bool run_team(std::atomic<uint8_t> *states, std::mt19937 &chooser, int64_t &by_g
     const int32_t others[kCores - 1] = {1, 2, 3};
     team.invite(states, others, static_cast<int>(chooser() % kCores));
     for (int run = 0; run < kRuns; run++) {
+        // Helpers that the last run had no use for may wake up meanwhile.
+        if (chooser() % 4 == 0) team.invite(states, others, static_cast<int>(chooser() % kCores));
         int welcome_from = chooser() % 2 ? 0 : static_cast<int>(chooser() % (kPhases + 5));
         Job job{&team, 1 + static_cast<int>(chooser() % 3), -1, welcome_from, std::vector<int>(1 + chooser() % 60)};
         if (chooser() % 3 == 0) job.stop_at = 2 * static_cast<int>(chooser() % (kPhases / 2));
@@ -94,10 +99,16 @@ bool run_team(std::atomic<uint8_t> *states, std::mt19937 &chooser, int64_t &by_g
 int main() {
     std::atomic<uint8_t> states[kCores] = {};
     std::atomic<bool> over{false};
-    std::thread owners([&] {
+    std::thread owners([&] {  // and guests of other processes, which claim what is free
         std::mt19937 chooser(1);
         while (!over) {
-            states[1 + chooser() % (kCores - 1)] = chooser() % 2 ? DIPTYCH_CORE_FREE : DIPTYCH_CORE_OWNED;
+            std::atomic<uint8_t> &core = states[1 + chooser() % (kCores - 1)];
+            uint8_t free = DIPTYCH_CORE_FREE;
+            if (chooser() % 3 == 0) {
+                core.compare_exchange_strong(free, DIPTYCH_CORE_CLAIMED);
+            } else {
+                core = chooser() % 2 ? DIPTYCH_CORE_FREE : DIPTYCH_CORE_OWNED;
+            }
             std::this_thread::sleep_for(std::chrono::microseconds(chooser() % 300));
         }
     });

@@ -11,6 +11,7 @@ from engine.native_backend import NativeBackend, NativeError
 from engine.shape import ModelShape
 from engine.weights import Weights
 from kernels.byte_codes import CodedBytes, as_bytes
+from kernels.byte_linear import quantise_matrix
 from kernels.cpu import library as native
 from tests.kernels.cpu.tiny_models import Pool, coded_weights_of, layout_of, shape_of, tokens_of
 
@@ -69,3 +70,17 @@ def test_codes_without_slopes_are_refused() -> None:
     )
     with pytest.raises(NativeError, match="slopes"):
         backend._check(backend._library.diptych_set_linear(backend._model, 0, native.OUTPUT, matrix, 1))
+
+
+def test_a_matrix_that_is_set_again_keeps_nothing_of_the_old_one() -> None:
+    """With codes left behind few rows would go through the old weights, and many through the new."""
+    shape = shape_of()
+    weights = coded_weights_of(shape, "q4_0")
+    backend = NativeBackend(shape, weights, torch.bfloat16)
+    new = quantise_matrix(torch.randn(tuple(weights.layers[0].o.shape)))
+    backend._set_linear(0, native.OUTPUT, (new, None))
+    pool, tokens = Pool(layout_of(shape, 16, torch.bfloat16), 8), tokens_of(6)
+    together = backend.forward([pool.sequence(8).step(tokens, trailing=6)], None)
+    sequence = pool.sequence(8)
+    alone = torch.cat([backend.forward([sequence.step([token])], None) for token in tokens])
+    assert torch.equal(together, alone)
