@@ -221,13 +221,14 @@ class Gateway:
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""
-        said: bool | None = None
+        said: str | None = None
         while True:
             self._changed.clear()
-            if self.ready is not said:
-                said = self.ready
-                _log.info("ready" if said else "not ready: no compatible pair of workers is linked")
-                await health.set_ready(said)
+            now = "ready" if self.ready else f"not ready: {self.fleet.roster.why_not_ready() or 'it leaves'}"
+            if now != said:
+                said = now
+                _log.info(said)
+                await health.set_ready(said == "ready")
             await self._changed.wait()
 
     def _calls(self, scope: Scope) -> Calls:

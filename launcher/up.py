@@ -124,7 +124,9 @@ async def _routable(stack: Stack) -> None:
     deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
     while not await stack.ready():
         if time.monotonic() > deadline:
-            raise ChildFailed("gateway", f"found no workers within {_ROUTABLE_TIMEOUT_S:.0f} s")
+            raise ChildFailed(
+                "gateway", f"found no workers that fit together within {_ROUTABLE_TIMEOUT_S:.0f} s"
+            )
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
 
 

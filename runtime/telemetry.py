@@ -6,6 +6,7 @@ thread exports them. Without an OTLP endpoint in the environment nothing is made
 `OTEL_*` variables work as everywhere. Prompt and completion text is never put on a span.
 """
 
+import importlib
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
 
 from runtime import trace_context
@@ -28,6 +29,7 @@ AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
 
 _FLUSH_S = 2.0
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 # The codes that the semantic conventions count as the server's fault; others leave a server span unset.
@@ -77,13 +79,13 @@ class Telemetry:
         ids = ReservedIds()
         if not _enabled_by_environment():
             return cls(None, ids)
-        # Only now: without tracing this import is a tenth of a second of every start.
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
+        exporter = _exporter()
+        if exporter is None:
+            return cls(None, ids)
         name = os.environ.get("OTEL_SERVICE_NAME", service_name)
         resource = Resource.create({SERVICE_NAME: name, "service.instance.id": worker_id})
         provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, ids)
 
     @property
@@ -224,6 +226,26 @@ def _enabled_by_environment() -> bool:
     if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
         return False
     return any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
+
+
+def _exporter() -> SpanExporter | None:
+    """The one for the protocol that the environment names; None, and said so, if that is not there.
+
+    Imported only now: without tracing it would be a tenth of a second of every start.
+    """
+    asked = next((text for name in _PROTOCOL_VARIABLES if (text := os.environ.get(name, "").strip())), "grpc")
+    package = "http" if asked == "http/protobuf" else asked
+    try:
+        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
+    except ImportError:
+        _log.warning(
+            "no traces are sent: for OTEL_EXPORTER_OTLP_PROTOCOL=%s there is no exporter here; "
+            "grpc needs none, http/protobuf opentelemetry-exporter-otlp-proto-http",
+            asked,
+        )
+        return None
+    exporter: SpanExporter = module.OTLPSpanExporter()
+    return exporter
 
 
 def _as_parent(parent: SpanContext | None) -> otel_context.Context:

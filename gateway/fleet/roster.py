@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gateway.admission.gate import Capacity
 from gateway.fleet.links import LinkDown
-from gateway.fleet.worker import Worker
+from gateway.fleet.worker import KV_FORMAT, Worker
 from gateway.session.session_events import Role
 
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
@@ -68,6 +68,19 @@ class Roster:
             return Role.PREFILL
         formats = {w.kv_format for w in prefill}
         return None if any(w.kv_format in formats for w in decode) else Role.DECODE
+
+    def why_not_ready(self) -> str:
+        """In what the pairs of linked workers differ, or which role has none; empty where a pair fits."""
+        missing = self.missing_role()
+        prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
+        if missing is None:
+            return ""
+        if not prefill or not decode:
+            return f"no {missing.value} worker is linked"
+        one, other = prefill[0].record, decode[0].record
+        differ = [name for name in KV_FORMAT if getattr(one, name) != getattr(other, name)]
+        values = (f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in differ)
+        return f"{one.worker_id} and {other.worker_id} do not fit together: {', '.join(values)}"
 
     def capacity(self) -> Capacity:
         """Beside the sequences in decode batches there are the few whose prompts are being computed. There is

@@ -14,6 +14,9 @@ from gateway.fleet.router import DecodeCandidate, PrefillCandidate
 from gateway.fleet.wires import Load
 from runtime.directory.records import WorkerRecord
 
+KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
+"""What of their records is the same for workers that can exchange blocks."""
+
 
 @dataclass(slots=True)
 class Given:
@@ -43,8 +46,7 @@ class Worker:
     @property
     def kv_format(self) -> str:
         """Equal for workers that can exchange blocks."""
-        r = self.record
-        return f"{r.model_digest}/{r.dtype}/{r.kv_dtype}/{r.kv_layout}/{r.block_size}"
+        return "/".join(str(getattr(self.record, name)) for name in KV_FORMAT)
 
     @property
     def max_tokens(self) -> int:

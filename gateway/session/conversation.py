@@ -169,7 +169,8 @@ class Conversation:
             if item.phases is not None:
                 self._phases.note(item.attempt, item.choice, item.phases)
             if isinstance(event, TokensArrived) and self.cached_tokens is None:
-                self.cached_tokens = item.cached_tokens
+                # Of a request that was taken up again the tokens it had delivered are cached as well.
+                self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptScored):
                 self._prompt_scored(event)
             elif self.prompt_scores.complete:

@@ -58,7 +58,7 @@ async def test_stream_carries_text_ids_usage_and_timings(
     )
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
-        worker.tokens(work, 0, answer[:1], cached_tokens=3)
+        worker.tokens(work, 0, answer[:1], cached_tokens=1)
         for index, token in enumerate(answer[1:], 1):
             worker.tokens(work, index, [token])
         worker.finish(work, times)
@@ -75,11 +75,11 @@ async def test_stream_carries_text_ids_usage_and_timings(
     first, last = messages[0], messages[-1]
     prompt_tokens = len(bundled.tokenizer.encode("Hello", add_special=True))
     assert (first.request_id, first.model) == ("my-id", bundled.card.name)
-    assert (first.prompt.token_count, first.prompt.cached_token_count) == (prompt_tokens, 3)
+    assert (first.prompt.token_count, first.prompt.cached_token_count) == (prompt_tokens, 1)
     assert all(not m.model and not m.request_id for m in messages[1:])
     assert last.outputs[0].finish_reason == pb.FINISH_REASON_LENGTH
     assert last.usage.completion_tokens == len(answer)
-    assert last.usage.cached_prompt_tokens == 3
+    assert last.usage.cached_prompt_tokens == 1
     assert last.timings.prefill.ToMilliseconds() == 30
     assert last.timings.kv_transfer.ToMilliseconds() == 9
     assert last.timings.decode_queue.ToMilliseconds() == 6
@@ -472,3 +472,23 @@ async def test_after_the_grace_the_rest_gets_a_status(bundled: ServedModel, redi
         error = await failure(call)
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         await decode.wait_for("cancel")
+
+
+async def test_what_a_resumed_request_finds_cached_is_prompt_only_as_far_as_the_prompt_goes(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
+    """The tokens that it had delivered are cached, too, and are no prompt of the client's."""
+
+    async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
+        worker.tokens(work, delivered(work), answer[delivered(work) :], cached_tokens=len(work.token_ids) - 1)
+        worker.finish(work)
+
+    workers = ScriptedPrefill(), ScriptedDecode(script)
+    async with running(bundled, redis_url, *workers) as stack:
+        request = stack.request(stopping={"max_tokens": len(answer), "ignore_eos": True})
+        opened = (await collect(stack.stub.StreamGenerate(request)))[0]
+        resumed = pb.GenerateRequest(resume_token=opened.resume_token, received_token_ids=answer[:-1])
+        resumed.MergeFrom(request)
+        usage = (await collect(stack.stub.StreamGenerate(resumed)))[-1].usage
+    assert usage.completion_tokens == len(answer)
+    assert 0 < usage.cached_prompt_tokens <= usage.prompt_tokens < len(answer)

@@ -1,3 +1,4 @@
+import sys
 import time
 from collections.abc import Iterator
 
@@ -140,6 +141,17 @@ def test_off_it_makes_nothing_and_passes_the_client_trace_on(
     telemetry.emit_phases(server.headers, [PhaseSpan("chat", 1.0, 2.0)])
     server.end()
     telemetry.stop()
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "http/json", "carrier pigeon"])
+def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert not Telemetry.start("diptych-gateway", "g").enabled
+    assert f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}" in caplog.text
 
 
 def test_stop_is_bounded_when_the_collector_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
