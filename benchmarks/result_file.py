@@ -11,6 +11,7 @@ and what begins with `max_` is the largest of a round.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ def as_objects(
             "generator_bottleneck": result.bottleneck(),
             "spread": result.spread(),
             "environment": machine,
-            "arguments": dict(described.arguments),
+            "arguments": _in_json(described.arguments),
             **(_details(result) if detailed else {}),
         }
         for result in results
@@ -86,6 +87,15 @@ def _details(result: LoadResult) -> dict[str, Any]:
         "generated_texts": [reply.text if reply else "" for reply in replies],
         "errors": [str(one.error) if one.error else "" for one in outcomes],
     }
+
+
+def _in_json(value: Any) -> Any:
+    """An option as it was given; `--request-rate inf` as text: JSON's numbers are finite."""
+    if isinstance(value, Mapping):
+        return {name: _in_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rate(rate: float | None) -> float | str:

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,20 @@ def test_the_file_has_the_fields_names(tmp_path: Path) -> None:
     assert first["ttfts"] == pytest.approx([0.1, 0.0, 0.1, 0.0])
     assert second["median_ttft_ms"] is None
     assert second["request_rate"] == "trace"
+
+
+def test_options_that_are_no_number_in_json_are_written_as_text(tmp_path: Path) -> None:
+    given = {"request_rate": (1.0, float("inf")), "time_scale": float("nan"), "label": None, "rounds": 2}
+    path = tmp_path / "out.json"
+    described = replace(DESCRIBED, arguments=given)
+    result_file.write(path, result_file.as_objects([at(1, 1.0, 1)], described, detailed=False))
+    [written] = json.loads(path.read_text())
+    assert written["arguments"] == {
+        "request_rate": [1.0, "inf"],
+        "time_scale": "nan",
+        "label": None,
+        "rounds": 2,
+    }
 
 
 def test_the_plot_is_a_picture_and_marks_the_knee(tmp_path: Path) -> None:
