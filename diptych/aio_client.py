@@ -11,7 +11,7 @@ import grpc
 from diptych.access import Access, Tls, tls_credentials
 from diptych.channel import channel_options
 from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
-from diptych.failure import CallFailed, read_failure
+from diptych.failure import CallFailed, after_output, read_failure
 from diptych.options import Options, Prompt, build_request
 from diptych.results import Chunk, Completion, Model, Tokens
 from diptych.resumption import Resumption
@@ -34,7 +34,10 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._chunks = chunks(self.received)
 
     async def __anext__(self) -> Chunk:
-        return await self._chunks.__anext__()
+        try:
+            return await self._chunks.__anext__()
+        except CallFailed as failure:  # outside of what resumes, which is to see the server's own code
+            raise (after_output(failure) if self.received.has_output else failure) from failure.__cause__
 
     async def aclose(self) -> None:
         await self._chunks.aclose()

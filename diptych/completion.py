@@ -37,6 +37,11 @@ class Received:
         return self._head is not None
 
     @property
+    def has_output(self) -> bool:
+        """Whether a piece of any choice came: a first message may be about the prompt alone."""
+        return bool(self._choices)
+
+    @property
     def finished(self) -> bool:
         """Whether the message that ends a stream came."""
         return self._last is not None and self._last.usage is not None

@@ -49,6 +49,23 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
     return failure
 
 
+def after_output(failure: CallFailed) -> CallFailed:
+    """What a failure is to a caller who has output already: UNAVAILABLE, which says that there was none, is
+    ABORTED to them. A server that lives says so itself; of one that died gRPC knows only that it is away.
+    """
+    if failure.code is not grpc.StatusCode.UNAVAILABLE:
+        return failure
+    return CallFailed(
+        grpc.StatusCode.ABORTED,
+        f"the stream broke after output was delivered: {failure.message}",
+        reason=failure.reason,
+        request_id=failure.request_id,
+        retry_after_s=failure.retry_after_s,
+        violations=failure.violations,
+        metadata=failure.metadata,
+    )
+
+
 def _add_details(failure: CallFailed, status: status_pb2.Status) -> None:
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()

@@ -10,7 +10,7 @@ import grpc
 from diptych.access import Access, Tls, tls_credentials
 from diptych.channel import channel_options
 from diptych.completion import Received, read_chunk, read_completion, read_models, read_tokens
-from diptych.failure import CallFailed, read_failure
+from diptych.failure import CallFailed, after_output, read_failure
 from diptych.options import Options, Prompt, build_request
 from diptych.results import Chunk, Completion, Model, Tokens
 from diptych.resumption import Resumption
@@ -34,7 +34,10 @@ class Stream(Iterator[Chunk]):
         self._chunks = chunks(self.received)
 
     def __next__(self) -> Chunk:
-        return next(self._chunks)
+        try:
+            return next(self._chunks)
+        except CallFailed as failure:  # outside of what resumes, which is to see the server's own code
+            raise (after_output(failure) if self.received.has_output else failure) from failure.__cause__
 
     def close(self) -> None:
         self._chunks.close()

@@ -260,3 +260,15 @@ def test_other_failures_are_told_at_once(
     with pytest.raises(CallFailed) as caught:
         ask([serving(server)])
     assert (caught.value.code, len(server.requests)) == (code, 1)
+
+
+@pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
+def test_a_stream_that_nobody_goes_on_with_was_aborted(
+    serving: Callable[[Server], str], ask: Callable[..., Completion]
+) -> None:
+    """The plan sees UNAVAILABLE and tries elsewhere; its caller has output and sees ABORTED."""
+    dying, full = Server(Code.UNAVAILABLE, delivers=3, dies=True), Server(Code.UNAVAILABLE, delivers=0)
+    with pytest.raises(CallFailed, match="it broke") as caught:
+        ask([serving(dying), serving(full)], timeout_s=1)
+    assert caught.value.code is Code.ABORTED
+    assert full.requests

@@ -25,6 +25,7 @@ class Failing(rpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.code, self.failures, self.delivered = Code.UNAVAILABLE, 0, 0
         self.pushback: str | None = "1"
+        self.about_prompt = False  # whether the first message of a stream has no output
         self.calls: list[float] = []
 
     def _fail(self, context: grpc.ServicerContext) -> NoReturn:
@@ -47,7 +48,8 @@ class Failing(rpc.InferenceServiceServicer):
         head.outputs.add(index=0, text="The", token_ids=[1])
         head.outputs.add(index=1, text="A", token_ids=[9])
         end = pb.GenerateResponse(outputs=[pb.OutputDelta(text=" end", token_ids=[2])])
-        messages = [head, end]
+        prompt = pb.GenerateResponse(prompt=pb.PromptInfo(token_count=1))
+        messages = [prompt, head, end] if self.about_prompt else [head, end]
         if len(self.calls) <= self.failures:
             yield from messages[: self.delivered]
             self._fail(context)
@@ -137,13 +139,32 @@ def test_a_stream_that_began_is_not_repeated_and_keeps_what_came(server: tuple[F
         with pytest.raises(CallFailed) as caught:
             list(stream)
         received = stream.received
-    assert caught.value.code is Code.UNAVAILABLE
+    assert (caught.value.code, caught.value.retry_after_s) == (Code.ABORTED, 0.001)
+    assert str(caught.value) == "ABORTED: the stream broke after output was delivered: not now"
     assert len(service.calls) == 1
     answer = received.completion()
     assert (answer.request_id, answer.model, answer.text, answer.token_ids) == ("r1", "small", "The", (1,))
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "The"), (1, "A")]
     assert answer.finish_reason is None
     assert received.resume_token == "t1"
+
+
+async def test_an_asynchronous_stream_that_began_was_aborted_too(server: tuple[Failing, str]) -> None:
+    service, address = server
+    service.failures, service.delivered = 1, 1
+    async with AsyncClient(address, model="small") as client, client.stream("x") as stream:
+        with pytest.raises(CallFailed, match="not now") as caught:
+            [chunk async for chunk in stream]
+    assert (caught.value.code, len(service.calls)) == (Code.ABORTED, 1)
+    assert stream.received.completion().text == "The"
+
+
+def test_a_message_about_the_prompt_is_no_output(server: tuple[Failing, str]) -> None:
+    service, address = server
+    service.failures, service.delivered, service.about_prompt = 1, 1, True
+    with Client(address, model="small") as client, pytest.raises(CallFailed) as caught:
+        list(client.stream("x"))
+    assert (caught.value.code, len(service.calls)) == (Code.UNAVAILABLE, 1)
 
 
 def test_nothing_came() -> None:
