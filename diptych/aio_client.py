@@ -18,6 +18,7 @@ from diptych.resumption import Resumption
 from diptych.servers import Servers
 from diptych.sync_client import DEFAULT_ADDRESS, first_model
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
+from diptych.timeouts import call_timeout
 from diptych.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """The whole answer. `timeout_s` is the deadline of the call, which the server obeys too."""
+        """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
         request = build_request(prompt, await self.model(), options)
         return read_completion(await _typed(self._stub.Generate(request, timeout=timeout_s)))
 
@@ -89,6 +90,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncStream:
         """The answer piece by piece, as `Client.stream`. The call begins with the first piece asked for."""
+        timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
 
         async def call() -> Any:
             request = build_request(prompt, await self.model(), options)

@@ -1,10 +1,10 @@
 """The addresses of a client, and what it calls there. Channels are made when they are first needed."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from diptych.access import Metadata
+from diptych.timeouts import call_timeout
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 
@@ -13,7 +13,7 @@ _METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["InferenceS
 
 
 class Stub:
-    """The service's generated stub, with `metadata` on every call."""
+    """The service's generated stub, with `metadata` on every call, and a timeout that gRPC can count with."""
 
     def __init__(self, channel: Any, metadata: Metadata) -> None:
         self._plain = rpc.InferenceServiceStub(channel)
@@ -22,7 +22,12 @@ class Stub:
     def __getattr__(self, name: str) -> Any:
         if name not in _METHODS:
             raise AttributeError(name)
-        return partial(getattr(self._plain, name), metadata=self._metadata)
+        method = getattr(self._plain, name)
+
+        def call(request: Any, *, timeout: float | None = None) -> Any:
+            return method(request, timeout=call_timeout(timeout), metadata=self._metadata)
+
+        return call
 
 
 class Servers(Generic[Channel]):

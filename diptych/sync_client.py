@@ -16,6 +16,7 @@ from diptych.results import Chunk, Completion, Model, Tokens
 from diptych.resumption import Resumption
 from diptych.servers import Servers
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
+from diptych.timeouts import call_timeout
 from diptych.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """The whole answer. `timeout_s` is the deadline of the call, which the server obeys too."""
+        """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
         request = build_request(prompt, self.model, options)
         return read_completion(_typed(lambda: self._stub.Generate(request, timeout=timeout_s)))
 
@@ -102,6 +103,7 @@ class Client:
         `resume`: when the stream breaks, it goes on at the next address (or again at the only one), at the
         next token; see `diptych.resumption`. `timeout_s` then bounds all of it.
         """
+        timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
         if not resume:
             return Stream(
                 lambda received: _chunks(

@@ -126,7 +126,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(callback=_utf8, help="Stop string; may be repeated.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds; inf = none.")] = None,
 ) -> None:
     """Ask a running server once.
 

@@ -185,6 +185,34 @@ def test_the_deadline_ends_a_call(client: Client) -> None:
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.parametrize("timeout_s", [9e9, 1e18, float("inf")])
+@pytest.mark.parametrize("resume", [False, True])
+async def test_a_time_beyond_all_counting_is_no_deadline(
+    client: Client, aio: AsyncClient, timeout_s: float, resume: bool
+) -> None:
+    texts = [chunk.text for chunk in client.stream("Where?", timeout_s=timeout_s, resume=resume)]
+    assert texts == [chunk.text async for chunk in aio.stream("Where?", timeout_s=timeout_s, resume=resume)]
+    assert "".join(texts) == client.generate("Where?", timeout_s=timeout_s).text
+    assert (await aio.generate("Where?", timeout_s=timeout_s)).text == "".join(WORDS)
+    assert client.models(timeout_s=timeout_s) == await aio.models(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("-inf")])
+async def test_what_is_no_length_of_time_is_refused(
+    client: Client, aio: AsyncClient, service: Inference, timeout_s: float
+) -> None:
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="timeout_s"):
+            client.stream("Where?", timeout_s=timeout_s, resume=resume)
+        with pytest.raises(ValueError, match="timeout_s"):
+            aio.stream("Where?", timeout_s=timeout_s, resume=resume)
+    with pytest.raises(ValueError, match="timeout_s"):
+        client.generate("Where?", timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="timeout_s"):
+        await aio.generate("Where?", timeout_s=timeout_s)
+    assert service.requests == []
+
+
 def test_an_answer_may_be_longer_than_grpc_expects(client: Client) -> None:
     assert len(client.generate("long").text) == 5_000_000
 

@@ -126,6 +126,7 @@ def test_threads_have_one_variable_for_both_roles(monkeypatch: pytest.MonkeyPatc
         (["hello", "--address=http://127.0.0.1:50051"], "host:port, without a scheme"),
         ([b"caf\xe9"], "is not UTF-8"),
         (["hello", b"--stop=\xff"], "is not UTF-8"),
+        (["hello", "--timeout=nan"], "greater than or equal to 0"),
         (["-"], "standard input is not UTF-8: byte 3 is"),
     ],
 )
