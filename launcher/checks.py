@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from launcher.child import Slot
 from launcher.options import StackOptions
+from launcher.ready_file import why_unwritable
 from launcher.stack import SharedSecrets, program_specs
 from prefill_worker.config import PrefillSettings
 from runtime.bind_address import UnsafeBindError, require_safe_bind
@@ -88,13 +88,8 @@ def _taken(host: str, port: int) -> bool:
 
 
 def _check_ready_file(path: Path | None) -> None:
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise BadOptions(
-            f"--ready-file: cannot write {path}: {folder} must be a folder that may be written to"
-        )
+    if path is not None and (why := why_unwritable(path)) is not None:
+        raise BadOptions(f"--ready-file: cannot write {path}: {why}")
 
 
 def _check_settings(options: StackOptions) -> None:

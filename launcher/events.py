@@ -50,4 +50,12 @@ class Stopping:
     grace_s: float
 
 
-Event = Loading | Serving | Ended | Wrote | Replaced | Stopping
+@dataclass(frozen=True)
+class Stale:
+    """The ready file could not be changed: it no longer says how things are."""
+
+    path: str
+    reason: str
+
+
+Event = Loading | Serving | Ended | Wrote | Replaced | Stopping | Stale

@@ -5,10 +5,11 @@ import time
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.markup import escape
 from rich.spinner import Spinner
 from rich.text import Text
 
-from launcher.events import Ended, Event, Loading, Replaced, Serving, Stopping, Wrote
+from launcher.events import Ended, Event, Loading, Replaced, Serving, Stale, Stopping, Wrote
 
 
 class NoteConsole(Console):
@@ -60,6 +61,8 @@ class Progress:
                 self._say(f"stopping: {who} may finish for {grace_s:.0f} s; Ctrl-C again does not wait")
             case Stopping():
                 pass
+            case Stale(path, reason):
+                self._say(f"[yellow]●[/] --ready-file: cannot change {escape(path)}: {escape(reason)}")
             case Wrote("valkey", _):
                 pass  # advice about the machine's kernel settings; its last words are in ChildFailed
             case Wrote(name, line) if self._lines:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checks import check_directory, check_options
+from launcher.checks import BadOptions, check_directory, check_options
 from launcher.child import ChildFailed
 from launcher.events import Ended, Event, Replaced, Serving, Stopping
 from launcher.options import StackOptions
@@ -79,20 +79,20 @@ async def running_stack(
     """Starts everything, yields once the gateway can route a request, and stops everything at exit.
 
     Raises BadOptions before anything starts, ChildFailed when a process does not start (no process is
-    left then), ValkeyMissing when there is neither a redis_url nor a bundled server.
-    `ready_file` is kept current while the system runs.
+    left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
+    current; BadOptions when it cannot be written the first time, which somebody may wait for.
     """
     check_options(options, ready_file)
     if options.redis_url is not None:
         await check_directory(options.redis_url)
-    file = ReadyFile(ready_file) if ready_file is not None else None
+    file = ReadyFile(ready_file, observe) if ready_file is not None else None
     stack: Stack | None = None
 
     def relay(event: Event) -> None:
         observe(event)
-        if file is not None and stack is not None and isinstance(event, (Ended, Serving, Replaced)):
+        if file and stack and isinstance(event, (Ended, Serving, Replaced)):
             # The supervisor's own record is complete only when this call has returned.
-            asyncio.get_running_loop().call_soon(file.write, stack.shared, supervisor.running())
+            asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 
     supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=grace_s)
     try:
@@ -111,12 +111,19 @@ async def running_stack(
         )
         await _routable(stack)
         if file is not None:
-            file.write(shared, supervisor.running())
+            _write_first(file, shared, supervisor)
         yield stack
     finally:
         if file is not None:
             file.remove()
         await _stop(supervisor, stack, observe)
+
+
+def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:
+    try:
+        file.write(shared, supervisor.running())
+    except OSError as error:
+        raise BadOptions(f"--ready-file: cannot write {file.path}: {error.strerror}") from None
 
 
 async def _routable(stack: Stack) -> None:

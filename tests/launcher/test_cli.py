@@ -57,7 +57,9 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
         ("--block-size=0", "--block-size (DIPTYCH_BLOCK_SIZE): Input should be greater than"),
         ("--set=decode.max-batch=many", "--max-batch (DIPTYCH_MAX_BATCH): Input should be a valid integer"),
         ("--set=decode.max-batches=8", "unrecognized arguments: --max-batches 8"),
-        ("--ready-file=/nope/x.json", "--ready-file: cannot write /nope/x.json"),
+        ("--ready-file=/nope/x.json", "--ready-file: cannot write /nope/x.json: there is no folder /nope"),
+        ("--ready-file=/proc/x", "--ready-file: cannot write /proc/x: /proc takes no new file"),
+        ("--ready-file=/tmp", "--ready-file: cannot write /tmp: it is a folder"),
         ("--redis-url=foo", "--redis-url (DIPTYCH_REDIS_URL): must be like redis://"),
         (
             "--redis-url=redis://me:s3cret@127.0.0.1:1/0",

@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from launcher.events import Ended, Event, Loading, Serving, Stopping, Wrote
+from launcher.events import Ended, Event, Loading, Serving, Stale, Stopping, Wrote
 from launcher.progress import Progress
 from tests.launcher.specs import ROOT
 
@@ -17,6 +17,7 @@ EVENTS: tuple[Event, ...] = (
     Stopping(0, 8.0),
     Stopping(1, 8.0),
     Stopping(None, 8.0),
+    Stale("/tmp/[gone]/ready.json", "No such file or directory"),
 )
 
 
@@ -36,6 +37,7 @@ def test_tells_what_happened_one_line_each() -> None:
         "● decode-0 ended: killed by SIGKILL; starts again in 0.2 s",
         "stopping: 1 request may finish for 8 s; Ctrl-C again does not wait",
         "stopping: what runs may finish for 8 s; Ctrl-C again does not wait",
+        "● --ready-file: cannot change /tmp/[gone]/ready.json: No such file or directory",
     ]
 
 
