@@ -30,6 +30,10 @@ class Access:
     api_key: str | None = field(default=None, repr=False)
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        """A key that was read from a file ends in a new line, which no metadata may have."""
+        object.__setattr__(self, "api_key", (self.api_key or "").strip() or None)
+
     @classmethod
     def from_environment(cls) -> "Access":
         """Raises OSError for a file that cannot be read, and for files that are of no use without others."""
@@ -41,7 +45,7 @@ class Access:
         if chain and not ca_file:
             raise OSError("DIPTYCH_CLIENT_CERT_FILE is of no use without DIPTYCH_CA_FILE, which turns TLS on")
         credentials = tls_credentials(ca_file, chain=chain, key=key) if ca_file else None
-        return cls(os.environ.get("DIPTYCH_API_KEY") or None, credentials)
+        return cls(os.environ.get("DIPTYCH_API_KEY"), credentials)
 
     @property
     def metadata(self) -> Metadata:

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from gateway.access.key_file import read_key_file
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from runtime.settings import Port, ProgramSettings
-from runtime.tls import TlsFiles
+from runtime.tls import TlsFiles, require_readable
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
@@ -106,9 +106,18 @@ class GatewaySettings(ProgramSettings):
             read_key_file(path)
         return path
 
+    @field_validator("tls_cert")
+    @classmethod
+    def _certificate_can_be_read(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            require_readable(path)
+        return path
+
     @field_validator("tls_key")
     @classmethod
     def _certificate_and_key(cls, key: Path | None, others: ValidationInfo) -> Path | None:
+        if "tls_cert" not in others.data:
+            return key  # what is wrong with it has been said
         certificate = others.data.get("tls_cert")
         if (certificate is None) != (key is None):
             raise ValueError("goes with --tls-cert: give both or neither")
@@ -119,6 +128,8 @@ class GatewaySettings(ProgramSettings):
     @field_validator("tls_client_ca")
     @classmethod
     def _clients_need_tls(cls, client_ca: Path | None, others: ValidationInfo) -> Path | None:
+        if not {"tls_cert", "tls_key"} <= others.data.keys():
+            return client_ca  # what is wrong with these has been said
         certificate, key = others.data.get("tls_cert"), others.data.get("tls_key")
         if client_ca is not None and (certificate is None or key is None):
             raise ValueError("goes with --tls-cert and --tls-key")

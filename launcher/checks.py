@@ -12,17 +12,15 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError
 
 from decode_worker.config import DecodeSettings
-from gateway.access.key_file import BadKeyFile, read_key_file
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from launcher.child import Slot
 from launcher.options import StackOptions
 from launcher.ready_file import why_unwritable
-from launcher.stack import SharedSecrets, program_specs
+from launcher.stack import SharedSecrets, program_specs, switch
 from prefill_worker.config import PrefillSettings
 from runtime.bind_address import UnsafeBindError, require_safe_bind
 from runtime.directory.store import STORE_ERRORS, connect
 from runtime.settings import BadSettings, ProgramSettings, resolve_model
-from runtime.tls import BadTlsFiles, TlsFiles
 
 _SETTINGS: Mapping[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
@@ -44,22 +42,20 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> None
     try:
         resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
-        if options.api_keys_file is not None:
-            read_key_file(options.api_keys_file)
-        _check_tls(options)
-    except (FileNotFoundError, UnsafeBindError, BadKeyFile, BadTlsFiles) as error:
+    except (FileNotFoundError, UnsafeBindError) as error:
         raise BadOptions(str(error)) from None
+    _check_switches(options)
     _check_ready_file(ready_file)
     _check_ports(options)
     _check_settings(options)
 
 
-def _check_tls(options: StackOptions) -> None:
-    certificate, key = options.tls_cert, options.tls_key
-    if certificate is not None and key is not None:
-        TlsFiles(certificate, key, options.tls_client_ca).check()
-    elif certificate or key or options.tls_client_ca:
-        raise BadOptions("--tls-cert and --tls-key go together, and --tls-client-ca goes with both")
+def _check_switches(options: StackOptions) -> None:
+    """A program, whose switches take no value, could only say that there is a word too many."""
+    for role, flag, value in options.overrides:
+        field = _SETTINGS[role].model_fields.get(flag.replace("-", "_"))
+        if field is not None and field.annotation is bool and not isinstance(switch(value), bool):
+            raise BadOptions(f"--set {role}.{flag}={value}: takes true or false")
 
 
 def _check_ports(options: StackOptions) -> None:

@@ -62,7 +62,7 @@ def parse_override(text: str) -> tuple[str, str, str]:
     return role, flag, value
 
 
-def _switch(value: str) -> str | bool:
+def switch(value: str) -> str | bool:
     """The programs' flags of two states take no value: `--flag` and `--no-flag`."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
@@ -171,7 +171,7 @@ def _spec(
         "block-size": options.block_size,
         "log-level": options.log_level,
         **own,
-        **{flag: _switch(value) for target, flag, value in options.overrides if target == role},
+        **{flag: switch(value) for target, flag, value in options.overrides if target == role},
     }
     argv: list[str | Slot] = [sys.executable, "-m", _MODULES[role]]
     for flag, value in flags.items():

@@ -68,7 +68,7 @@ class ProgramSettings(BaseSettings):
     program: ClassVar[str] = "diptych"
     """Name in logs and telemetry (service.name is `diptych-<program>` for the three programs)."""
 
-    model: str = Field(
+    model: Annotated[str, Field(min_length=1)] = Field(
         BUNDLED_MODEL, description="GGUF file or Hugging Face folder; 'bundled' = the packaged model"
     )
     model_name: str | None = Field(None, description="name the model is served under")

@@ -28,6 +28,14 @@ class BadTlsFiles(CannotStart, ValueError):
     """The files cannot be served with; says which one and why."""
 
 
+def require_readable(path: Path) -> None:
+    """Raises `BadTlsFiles`."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise BadTlsFiles(f"cannot read {path}: {error.strerror}") from None
+
+
 @dataclass(frozen=True)
 class TlsFiles:
     """PEM files.
@@ -86,15 +94,10 @@ class TlsFiles:
         return grpc.ssl_server_certificate_configuration([chain], root_certificates=roots)
 
     def _context(self) -> ssl.SSLContext:
-        try:
-            if readable_by_all(self.key):
-                raise BadTlsFiles(
-                    f"{self.key} can be read by everybody on this machine: chmod o-r {self.key}"
-                )
-            for path in self._all:
-                path.read_bytes()
-        except OSError as error:
-            raise BadTlsFiles(f"cannot read {error.filename}: {error.strerror}") from None
+        for path in self._all:
+            require_readable(path)
+        if readable_by_all(self.key):
+            raise BadTlsFiles(f"{self.key} can be read by everybody on this machine: chmod o-r {self.key}")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(_ALPN)

@@ -89,11 +89,18 @@ class _Cursor:
 
 def read_header(path: Path) -> GgufHeader:
     """Read the header of `path`; the tensors' data stays in the file, mapped. Raises BadModelFile."""
+    try:
+        return _read(path)
+    except BadModelFile as error:
+        raise BadModelFile(f"{path.name}: {error}") from error
+
+
+def _read(path: Path) -> GgufHeader:
     if path.stat().st_size < 24:
-        raise BadModelFile(f"{path.name} is not a GGUF file")
+        raise BadModelFile("too short for a GGUF file")
     data = np.memmap(path, dtype=np.uint8, mode="r")
     if bytes(data[:4]) != b"GGUF":
-        raise BadModelFile(f"{path.name} is not a GGUF file")
+        raise BadModelFile("not a GGUF file")
     cursor = _Cursor(data)
     cursor.skip(4)
     version = cursor.take("I")

@@ -24,7 +24,7 @@ def read(folder: Path) -> TokenizerSource:
     """The tokenizer of the model in ``folder``. Raises `UnusableTokenizer` or `OSError`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UnusableTokenizer(f"{folder.name} has no tokenizer.json")
+        raise UnusableTokenizer(f"{folder} has no tokenizer.json")
     data = path.read_bytes()
     spec = _object(path.name, data)
     config = _optional(folder / "config.json")

@@ -12,6 +12,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from diptych.access import Access
 from diptych.client import AsyncClient, CallFailed, Client, chat
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
@@ -238,3 +239,12 @@ async def test_leaving_an_asynchronous_stream_cancels_it(aio: AsyncClient, servi
         async for _ in stream:
             break
     assert await asyncio.to_thread(service.cancelled.wait, 5)
+
+
+def test_a_key_that_was_read_from_a_file_ends_where_its_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC would call the new line invalid metadata."""
+    monkeypatch.setenv("DIPTYCH_API_KEY", "dk-1\n")
+    assert Access.from_environment().metadata == (("authorization", "Bearer dk-1"),)
+    assert Access(" dk-1\r\n") == Access("dk-1")
+    monkeypatch.setenv("DIPTYCH_API_KEY", " \n")
+    assert Access.from_environment().metadata == ()

@@ -65,7 +65,7 @@ def test_arrays_are_stepped_over(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_lie_are_refused(tmp_path: Path, tensors: list[bytes], message: str) -> None:
-    with pytest.raises(BadModelFile, match=message):
+    with pytest.raises(BadModelFile, match=rf"^model\.gguf: .*{message}"):
         header(tmp_path, [], tensors, bytes(64))
 
 
@@ -83,12 +83,12 @@ def test_tensors_that_lie_are_refused(tmp_path: Path, tensors: list[bytes], mess
     ],
 )
 def test_fields_that_lie_are_refused(tmp_path: Path, field: bytes, message: str) -> None:
-    with pytest.raises(BadModelFile, match=message):
+    with pytest.raises(BadModelFile, match=rf"^model\.gguf: .*{message}"):
         header(tmp_path, [field], [], bytes(64))
 
 
 def test_another_version_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0) + bytes(32))
-    with pytest.raises(BadModelFile, match="version 1"):
+    with pytest.raises(BadModelFile, match=r"model\.gguf: GGUF version 1"):
         read_header(path)

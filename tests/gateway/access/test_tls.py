@@ -206,7 +206,16 @@ async def test_with_tls_any_address(bundled: ServedModel, redis_url: str, files:
         (["--tls-client-ca", "{roots}"], "--tls-client-ca"),
         (["--tls-cert", "{cert}", "--tls-key", "{cert}"], "can be read by everybody"),
         (["--tls-cert", "{cert}", "--tls-key", "{other}"], "are not a certificate and its key"),
-        (["--tls-cert", "{cert}", "--tls-key", "{missing}"], "cannot read"),
+        (["--tls-cert", "{cert}", "--tls-key", "{missing}"], "--tls-key (DIPTYCH_TLS_KEY): cannot read /no:"),
+        (
+            ["--tls-cert", "{missing}", "--tls-key", "{key}"],
+            "--tls-cert (DIPTYCH_TLS_CERT): cannot read /no:",
+        ),
+        (
+            ["--tls-cert", "{cert}", "--tls-key", "{key}", "--tls-client-ca", "{folder}"],
+            "--tls-client-ca (DIPTYCH_TLS_CLIENT_CA): cannot read {folder}: Is a directory",
+        ),
+        (["--tls-cert", "{missing}", "--tls-client-ca", "{roots}", "--tls-key", "{key}"], "cannot read /no:"),
         (["--tls-cert", "{cert}", "--tls-key", "{key}", "--tls-client-ca", "{key}"], "--tls-client-ca"),
     ],
 )
@@ -217,7 +226,9 @@ def test_files_that_do_not_do(
     other.touch(0o600)
     trustme.CA().issue_cert("a").private_key_pem.write_to_path(other)
     paths = {"cert": files.cert, "key": files.key, "roots": files.roots, "other": other, "missing": "/no"}
+    paths["folder"] = tmp_path
     with pytest.raises(SystemExit) as caught:
         GatewaySettings.from_argv([flag.format(**paths) for flag in flags])
     assert caught.value.code == 2
-    assert told in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert told.format(**paths) in line
