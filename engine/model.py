@@ -141,5 +141,5 @@ def _make_backend(
         except NativeUnavailable as error:
             if choice == "native":
                 raise
-            _LOG.info("no native backend, torch computes: %s", error)
+            _LOG.warning("no native backend, torch computes, which is slower: %s", error)
     return TorchBackend(shape, weights, kv_scales), "torch"

@@ -10,6 +10,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from typer import Option
 
+from worker.config import MAX_THREADS
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -59,8 +61,12 @@ class StackOptions:
         Option(help="Clients need certificates that these sign."),
     ] = None
     redis_url: Annotated[str | None, Option(help="Use this server, start no Valkey.")] = None
-    prefill_threads: Annotated[int | None, Option(min=1, help="Per worker; default: a share.")] = None
-    decode_threads: Annotated[int | None, Option(min=1, help="Per worker; default: a share.")] = None
+    prefill_threads: Annotated[
+        int | None, Option(min=1, max=MAX_THREADS, help="Per worker; default: a share.")
+    ] = None
+    decode_threads: Annotated[
+        int | None, Option(min=1, max=MAX_THREADS, help="Per worker; default: a share.")
+    ] = None
     block_size: Annotated[int | None, Option(help="Tokens per KV block.")] = None
     prefill_chunk: Annotated[int | None, Option(help="Tokens per prefill step.")] = None
     kv_memory_mib: Annotated[int | None, Option(help="KV memory of each decode worker.")] = None

@@ -10,11 +10,16 @@ from pydantic_settings import CliSuppress
 
 from runtime.settings import ProgramSettings
 
+MAX_THREADS = 1024
+"""More than machines have cores: where a process gets no more threads, torch or OpenMP may crash it."""
+
 
 class WorkerSettings(ProgramSettings):
     """Base of the two workers' settings."""
 
-    threads: Annotated[int, Field(ge=0)] = Field(0, description="compute threads; 0 = one per core")
+    threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = Field(
+        0, description="compute threads; 0 = one per core"
+    )
     cores_fd: CliSuppress[int | None] = Field(
         None, description="file on whose bytes the workers of this machine lend each other cores"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 from engine.batch import SequenceStep
 from engine.kv_memory import KVMemory
 from engine.model import BackendChoice, Model, load_model
+from engine.native_backend import NativeUnavailable
 from engine.runner import Runner
 from engine.shape import UnsupportedModel
 
@@ -122,6 +124,20 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(backend: BackendChoic
         exact = oracle(torch.tensor([ids])).logits[0, -1]
         peer = oracle.bfloat16()(torch.tensor([ids])).logits[0, -1].float()
     assert (got - exact).norm() < 1.5 * (peer - exact).norm()
+
+
+def test_what_auto_falls_back_to_is_said_as_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise NativeUnavailable("Resource temporarily unavailable")
+
+    save(CONFIGS["llama"], tmp_path)
+    monkeypatch.setattr("engine.native_backend.NativeBackend", fail)
+    assert load_model(tmp_path, torch.float32).backend_name == "torch"
+    [said] = [record for record in caplog.records if record.name == "engine.model"]
+    assert said.levelno == logging.WARNING
+    assert "torch computes, which is slower: Resource temporarily unavailable" in said.getMessage()
 
 
 def test_sharded_folders_are_read(tmp_path: Path) -> None:

@@ -35,6 +35,17 @@ def test_prints_its_version() -> None:
     assert CliRunner().invoke(app, ["version"]).stdout.strip() == expected
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_more_threads_than_any_machine_has_cores_are_refused_by_the_flag(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    refused = CliRunner().invoke(app, ["up", f"--{role}-threads=100000"])
+    assert refused.exit_code == 2
+    assert f"--{role}-threads" in refused.stderr
+    assert "less than or equal to 1024" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "arguments", [["--set", "nonsense"], ["--prefill-workers", "0"], ["--grpc-port", "70000"]]
 )
@@ -64,6 +75,7 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
             "--tls-client-ca=/etc",
             "--tls-client-ca (DIPTYCH_TLS_CLIENT_CA): goes with --tls-cert and --tls-key",
         ),
+        ("--set=decode.threads=1025", "--threads (DIPTYCH_THREADS): Input should be less than or equal to"),
         ("--set=decode.max-batches=8", "unrecognized arguments: --max-batches 8"),
         ("--ready-file=/nope/x.json", "--ready-file: cannot write /nope/x.json: there is no folder /nope"),
         ("--ready-file=/proc/x", "--ready-file: cannot write /proc/x: /proc takes no new file"),
