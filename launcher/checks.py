@@ -37,8 +37,11 @@ class BadOptions(ValueError):
     """Options that no process could start with."""
 
 
-def check_options(options: StackOptions, ready_file: Path | None = None) -> None:
-    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading."""
+def check_options(options: StackOptions, ready_file: Path | None = None) -> list[ProgramSettings]:
+    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading.
+
+    Returns what each of them will be told.
+    """
     try:
         resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
@@ -47,7 +50,7 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> None
     _check_switches(options)
     _check_ready_file(ready_file)
     _check_ports(options)
-    _check_settings(options)
+    return _read_settings(options)
 
 
 def _check_switches(options: StackOptions) -> None:
@@ -88,19 +91,21 @@ def _check_ready_file(path: Path | None) -> None:
         raise BadOptions(f"--ready-file: cannot write {path}: {why}")
 
 
-def _check_settings(options: StackOptions) -> None:
+def _read_settings(options: StackOptions) -> list[ProgramSettings]:
     """Reads what each program will be started with, as it will: a fault of all is told once."""
     shared = SharedSecrets(options.redis_url or "", options.secret or "")
+    settings: list[ProgramSettings] = []
     faults: dict[str, None] = {}
     for spec in program_specs(options, shared, cores=1):
         argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[3:]]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:
-            _SETTINGS[spec.role].read_argv(argv)
+            settings.append(_SETTINGS[spec.role].read_argv(argv))
         except BadSettings as error:
             faults.update(dict.fromkeys(error.faults))
     if faults:
         raise BadOptions("\n".join(faults))
+    return settings
 
 
 async def check_directory(url: str) -> None:

@@ -75,6 +75,12 @@ class StackOptions:
         str | None, Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
     ] = None
     transport: Annotated[str | None, Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")] = None
+    drain_grace_s: Annotated[
+        float, Option(min=0, max=3600, help="Seconds that running requests get at the end.")
+    ] = 8.0
+    drain_s: Annotated[
+        float, Option(min=0, max=3600, help="The same of a worker that leaves alone, for a restart.")
+    ] = 8.0
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info"
     secret: str | None = None
     overrides: tuple[tuple[str, str, str], ...] = ()

@@ -16,7 +16,6 @@ _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode
 ROLES = tuple(_MODULES)
 
 _GPU_UTILIZATION = 0.9
-DRAIN_S = 8.0  # what runs may finish; shorter than the supervisor's patience, which ends in SIGKILL
 
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
 _OWNED_FLAGS = frozenset(
@@ -78,7 +77,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
-        "drain-s": DRAIN_S,
+        "drain-s": options.drain_s,
     }
     gateway = _spec(
         "gateway",
@@ -92,7 +91,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
-            "drain-grace-s": DRAIN_S,
+            "drain-grace-s": options.drain_grace_s,
             "share-ports": True,
             "await-workers-s": Slot("await_workers_s"),
         },

@@ -12,11 +12,12 @@ from typing import Any
 
 from launcher.checks import BadOptions, check_directory, check_options
 from launcher.child import ChildFailed
+from launcher.drain_times import drain_times
 from launcher.events import Ended, Event, Replaced, Serving, Stopping
 from launcher.options import StackOptions
 from launcher.probe import http_body, http_status, reachable
 from launcher.ready_file import ReadyFile
-from launcher.stack import DRAIN_S, SharedSecrets, program_specs
+from launcher.stack import SharedSecrets, program_specs
 from launcher.supervisor import Supervisor
 from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey
@@ -74,7 +75,6 @@ async def running_stack(
     *,
     ready_file: Path | None = None,
     ready_timeout_s: float = 300.0,
-    grace_s: float = 10.0,
 ) -> AsyncIterator[Stack]:
     """Starts everything, yields once the gateway can route a request, and stops everything at exit.
 
@@ -82,7 +82,7 @@ async def running_stack(
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
     current; BadOptions when it cannot be written the first time, which somebody may wait for.
     """
-    check_options(options, ready_file)
+    times = drain_times(check_options(options, ready_file))
     if options.redis_url is not None:
         await check_directory(options.redis_url)
     file = ReadyFile(ready_file, observe) if ready_file is not None else None
@@ -94,7 +94,7 @@ async def running_stack(
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 
-    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=grace_s)
+    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=times.patience_s)
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
         shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
@@ -116,7 +116,7 @@ async def running_stack(
     finally:
         if file is not None:
             file.remove()
-        await _stop(supervisor, stack, observe)
+        await _stop(supervisor, stack, observe, times.requests_s)
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:
@@ -137,7 +137,9 @@ async def _routable(stack: Stack) -> None:
         await asyncio.sleep(_ROUTABLE_PAUSE_S)
 
 
-async def _stop(supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None]) -> None:
+async def _stop(
+    supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
+) -> None:
     """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -149,7 +151,7 @@ async def _stop(supervisor: Supervisor, stack: Stack | None, observe: Callable[[
     async def stop() -> None:
         try:
             if stack is not None:
-                observe(Stopping(await stack.requests(), DRAIN_S))
+                observe(Stopping(await stack.requests(), grace_s))
         finally:
             await supervisor.stop(STOP_ORDER)
 

@@ -12,7 +12,7 @@ from launcher.cli import app
 from launcher.options import StackOptions, takes_stack_options
 from tests.launcher.specs import ROOT
 
-_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization")
+_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_s")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
