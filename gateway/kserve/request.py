@@ -11,7 +11,7 @@ from gateway import limits
 from gateway.kserve.parameters import boolean, gather, one_text, put_all
 from gateway.kserve.tensors import Tensor, read_inputs, refuse_parameters
 from gateway.request.json_members import integer, token_ids
-from runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
+from runtime.errors import DiptychError, FieldViolation, InvalidParameter, UnknownModel, UnsupportedFeature
 
 VERSION: Final = "1"
 OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}
@@ -78,12 +78,14 @@ def check_version(name: str, version: str) -> None:
 
 def in_the_clients_words(error: DiptychError, names: dict[str, str]) -> DiptychError:
     """The same error, with the field as the client wrote it."""
-    if not isinstance(error, InvalidParameter | UnsupportedFeature) or not error.violations:
-        return error
-    violation = error.violations[0]
-    for known, said in names.items():
-        if violation.field == known or violation.field.startswith((f"{known}[", f"{known}.")):
-            return type(error)(said, violation.description)
+    for violation in error.violations[:1]:
+        for known, said in names.items():
+            if violation.field == known or violation.field.startswith((f"{known}[", f"{known}.")):
+                if isinstance(
+                    error, InvalidParameter | UnsupportedFeature
+                ):  # whose message has the field too
+                    return type(error)(said, violation.description)
+                error.violations = (FieldViolation(said, violation.description),)
     return error
 
 

@@ -187,6 +187,12 @@ def test_errors_name_the_clients_field(
     assert field in error.message
 
 
+def test_a_prompt_that_is_too_long_is_named_as_its_tensor(bundled: ServedModel) -> None:
+    error = refusal(asking(max_tokens=10**6), bundled)
+    assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert [violation.field for violation in error.violations] == ["inputs[0]"]
+
+
 def test_another_model_or_version_is_not_found(bundled: ServedModel) -> None:
     for request in (changed(asking(), model_name="other"), changed(asking(), model_version="2")):
         with pytest.raises(DiptychError) as refused:
