@@ -97,7 +97,7 @@ def read_header(path: Path) -> GgufHeader:
 
 def _read(path: Path) -> GgufHeader:
     if path.stat().st_size < 24:
-        raise BadModelFile("too short for a GGUF file")
+        raise BadModelFile("not a GGUF file: it is too short")
     data = np.memmap(path, dtype=np.uint8, mode="r")
     if bytes(data[:4]) != b"GGUF":
         raise BadModelFile("not a GGUF file")

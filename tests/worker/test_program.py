@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
     ("module", "flags", "problem"),
     [
         ("prefill_worker", ("--model={folder}",), "no config.json in"),
-        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf is not a GGUF file"),
+        ("decode_worker", ("--model={folder}/model.gguf",), "model.gguf: not a GGUF file"),
         ("decode_worker", ("--device=cpu", "--dtype=fp16"), "dtype fp16 is not computed on cpu"),
         ("prefill_worker", ("--device=cpu", "--transport=nccl"), "--transport nccl needs blocks on a GPU"),
         (
