@@ -13,6 +13,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvtransfer.running_time import OwnStalls
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
@@ -65,7 +67,7 @@ class Lease:
         self.phase = LeasePhase.ALIVE
         self._heard_at = now
         self._moved_at = now
-        self._ticked_at = now
+        self._stalls = OwnStalls(now, self.times.interval_s)
         self._unlinked_at = now
         self._progress: int | None = None
         self._busy = False
@@ -94,7 +96,8 @@ class Lease:
 
     def link_up(self, now: float) -> None:
         """The same process came back. One that was fenced stays so."""
-        self._heard_at = self._moved_at = self._ticked_at = now
+        self._heard_at = self._moved_at = now
+        self._stalls.begin_at(now)
         self._busy = False
         self._late_s = 0.0
         if self.phase in (LeasePhase.UNLINKED, LeasePhase.SUSPECT):
@@ -126,9 +129,7 @@ class Lease:
 
     def _forgive(self, now: float) -> None:
         """Take the time that this process itself lost since the last tick off every timer."""
-        lost = now - self._ticked_at - self.times.interval_s
-        self._ticked_at = now
-        if lost > self.times.interval_s:
+        if lost := self._stalls.lost_s(now):
             self._heard_at = min(now, self._heard_at + lost)
             self._moved_at = min(now, self._moved_at + lost)
             self._unlinked_at = min(now, self._unlinked_at + lost)

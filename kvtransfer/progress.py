@@ -6,6 +6,8 @@ connections, or a communicator that hangs, leaves a commit waiting for blocks th
 
 from __future__ import annotations
 
+from kvtransfer.running_time import OwnStalls
+
 STALL_S = 10.0
 """A link on which nothing was acknowledged for so long, with blocks under way, is given up."""
 
@@ -15,16 +17,13 @@ class Progress:
 
     def __init__(self, now: float, interval_s: float, stall_s: float = STALL_S) -> None:
         """`interval_s` is how often `stalled` will be asked."""
-        self._interval_s, self._stall_s = interval_s, stall_s
-        self._moved_at = self._asked_at = now
+        self._stalls, self._stall_s = OwnStalls(now, interval_s), stall_s
+        self._moved_at = now
         self._acknowledged = 0
 
     def stalled(self, now: float, sent: int, acknowledged: int) -> bool:
         """Whether blocks are under way and none arrived for too long."""
-        lost = now - self._asked_at - self._interval_s
-        self._asked_at = now
-        if lost > self._interval_s:  # we did not run: the acknowledgements lie unread
-            self._moved_at = min(now, self._moved_at + lost)
+        self._moved_at = min(now, self._moved_at + self._stalls.lost_s(now))
         if sent == acknowledged or acknowledged != self._acknowledged:
             self._acknowledged, self._moved_at = acknowledged, now
         return now - self._moved_at >= self._stall_s

@@ -83,7 +83,7 @@ class HandoffServer:
         self._writers = Writers(self._receiver, self._pump, self._lease_times)
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
-        self._time = RunningTime(2 * self._lease_times.interval_s)
+        self._time = RunningTime(self._lease_times.interval_s)
         hooks = ReceiverHooks(
             dead=self._writers.dead,
             named=self._receiver.named,

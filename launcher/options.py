@@ -14,6 +14,9 @@ from worker.config import MAX_THREADS
 
 LOOPBACK = "127.0.0.1"
 
+# The variable is what the workers themselves call it.
+_THREADS = Option(min=1, max=MAX_THREADS, envvar="DIPTYCH_THREADS", help="Per worker; default: a share.")
+
 
 @dataclass(frozen=True)
 class StackOptions:
@@ -61,12 +64,8 @@ class StackOptions:
         Option(help="Clients need certificates that these sign."),
     ] = None
     redis_url: Annotated[str | None, Option(help="Use this server, start no Valkey.")] = None
-    prefill_threads: Annotated[
-        int | None, Option(min=1, max=MAX_THREADS, help="Per worker; default: a share.")
-    ] = None
-    decode_threads: Annotated[
-        int | None, Option(min=1, max=MAX_THREADS, help="Per worker; default: a share.")
-    ] = None
+    prefill_threads: Annotated[int | None, _THREADS] = None
+    decode_threads: Annotated[int | None, _THREADS] = None
     block_size: Annotated[int | None, Option(help="Tokens per KV block.")] = None
     prefill_chunk: Annotated[int | None, Option(help="Tokens per prefill step.")] = None
     kv_memory_mib: Annotated[int | None, Option(help="KV memory of each decode worker.")] = None
@@ -91,9 +90,8 @@ def _with_variable(name: str, hint: Any) -> Any:
     """The annotation of a flag, with the variables that it is read from as well."""
     kind, option = get_args(hint)
     option = copy.copy(option)
-    option.envvar = [f"DIPTYCH_{name.upper()}"]
-    if name.endswith("_threads"):  # as the workers themselves call it
-        option.envvar.append("DIPTYCH_THREADS")
+    others = [option.envvar] if option.envvar else []
+    option.envvar = [f"DIPTYCH_{name.upper()}", *others]
     return Annotated[kind, option]
 
 

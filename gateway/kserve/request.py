@@ -78,14 +78,15 @@ def check_version(name: str, version: str) -> None:
 
 def in_the_clients_words(error: DiptychError, names: dict[str, str]) -> DiptychError:
     """The same error, with the field as the client wrote it."""
-    for violation in error.violations[:1]:
-        for known, said in names.items():
-            if violation.field == known or violation.field.startswith((f"{known}[", f"{known}.")):
-                if isinstance(
-                    error, InvalidParameter | UnsupportedFeature
-                ):  # whose message has the field too
-                    return type(error)(said, violation.description)
-                error.violations = (FieldViolation(said, violation.description),)
+    if not error.violations:
+        return error
+    field, description = error.violations[0].field, error.violations[0].description
+    around = (said for known, said in names.items() if f"{field}.".startswith((f"{known}.", f"{known}[")))
+    if (said := next(around, None)) is None:
+        return error
+    if isinstance(error, InvalidParameter | UnsupportedFeature):  # whose message has the field too
+        return type(error)(said, description)
+    error.violations = (FieldViolation(said, description),)
     return error
 
 

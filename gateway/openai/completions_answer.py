@@ -60,7 +60,7 @@ class CompletionsAnswer(Answer):
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
         asked = self._asked
         echo = await self._echo(prompt, info, turns)
-        for index in range(asked.choices):
+        for index in range(asked.choices if asked.logprobs else 0):
             self._offsets[self._number(prompt, index)] = echo.offsets.copy()
         if not asked.echo and not asked.token_ids:
             return []

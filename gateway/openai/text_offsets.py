@@ -6,12 +6,7 @@ tokens one by one: their bytes have to be read as one text, as it is shown.
 
 from __future__ import annotations
 
-import codecs
-from typing import Final
-
-from gateway.output.detokenizer import REPLACEMENT
-
-_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
+from gateway.output.utf8_text import REPLACEMENT, Utf8Text
 
 
 class TextOffsets:
@@ -23,23 +18,17 @@ class TextOffsets:
     """
 
     def __init__(self, before: bytes = b"") -> None:
-        self._decoder = _Utf8Decoder("replace")
-        self._decoder.decode(before)
-        self._uncounted = REPLACEMENT if before else ""  # if the text begins with it
+        self._text = Utf8Text(before, REPLACEMENT if before else "")
         self._characters = 0
 
     def take(self, token: bytes) -> int:
         """Characters before this token; one that begins within a character begins where that does."""
         offset = self._characters
-        text = self._decoder.decode(token)
-        if text:
-            text, self._uncounted = text.removeprefix(self._uncounted), ""
-        self._characters += len(text)
+        self._characters += len(self._text.push(token))
         return offset
 
     def copy(self) -> TextOffsets:
         """The same place, for a text that goes on in several ways."""
         same = TextOffsets()
-        same._characters, same._uncounted = self._characters, self._uncounted
-        same._decoder.setstate(self._decoder.getstate())
+        same._text, same._characters = self._text.copy(), self._characters
         return same

@@ -12,14 +12,12 @@ that does not complete it begins with U+FFFD: both together are the text of all 
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Final
 
+from gateway.output.utf8_text import REPLACEMENT, Utf8Text
 from runtime.tokenizer.tokenizer import Tokenizer
 
-_Utf8Decoder: Final = codecs.getincrementaldecoder("utf-8")
-REPLACEMENT: Final = "\ufffd"
 _MOST_UNFINISHED: Final = 3  # bytes of a character that lacks at least its last one
 
 
@@ -30,9 +28,7 @@ def unfinished(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
         data = tokenizer.piece(token_id) + data
         if len(data) >= _MOST_UNFINISHED:
             break
-    decoder = _Utf8Decoder("replace")
-    decoder.decode(data[-_MOST_UNFINISHED:])
-    return decoder.getstate()[0]
+    return Utf8Text(data[-_MOST_UNFINISHED:]).unfinished
 
 
 class Detokenizer:
@@ -56,11 +52,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._shown = shown
-        self._decoder = _Utf8Decoder("replace")
-        self._decoder.decode(before)
-        self._left_out = _first_space(tokenizer)  # if the text begins with it
-        if before:
-            self._left_out = "" if after_prompt else REPLACEMENT
+        uncompleted = "" if after_prompt else REPLACEMENT
+        self._text = Utf8Text(before, uncompleted if before else _first_space(tokenizer))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` complete; possibly empty."""
@@ -68,19 +61,12 @@ class Detokenizer:
         if self._skip_special:
             shown = self._shown
             token_ids = [one for one in token_ids if not tokenizer.is_special(one) or one in shown]
-        return self._strip(self._decoder.decode(b"".join(map(tokenizer.piece, token_ids))))
+        return self._text.push(b"".join(map(tokenizer.piece, token_ids)))
 
     def flush(self) -> str:
         """The end of the output: bytes that stayed incomplete are U+FFFD. The detokenizer starts anew."""
-        text = self._strip(self._decoder.decode(b"", final=True))
-        self._decoder.reset()
-        self._left_out = _first_space(self._tokenizer)
-        return text
-
-    def _strip(self, text: str) -> str:
-        if not (self._left_out and text):
-            return text
-        text, self._left_out = text.removeprefix(self._left_out), ""
+        text = self._text.push(b"", final=True)
+        self._text = Utf8Text(left_out=_first_space(self._tokenizer))
         return text
 
 
