@@ -1,8 +1,8 @@
 """The worker's end of a gateway's long-lived stream: hello, messages both ways, loss.
 
-A gateway beats ten times a second. One that says nothing for three is gone, or stopped: a stopped process
-keeps its connections. Silence is counted in our own ticks, so that a pause of this process is not taken for
-the gateway's.
+A gateway beats four times a second. One that says nothing for three seconds is gone, or stopped: a stopped
+process keeps its connections. Silence is counted in our own ticks, so that a pause of this process is not
+taken for the gateway's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diptych.worker.v1 import work_pb2
 from runtime.links.stream import Refused, StreamLost
 from runtime.links.stream import Stream as Link
 
-SILENT_TICKS = 30
+SILENT_TICKS = 12
 """Of the worker's heartbeat."""
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from worker.kind import WorkerKind
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.1
+HEARTBEAT_S = 0.25
+"""On two cores that compute in step each wakeup stops both: ten a second cost prompts another hundredth."""
 STUCK_S = 60.0
 """A step that is so far past its own generous prediction will not end: somebody should end the process."""
 LAST_WORDS_S = 0.2
@@ -175,7 +176,7 @@ class WorkerShell:
         return load
 
     async def _beat(self) -> None:
-        """Say ten times a second that the engine moves, or how late its step is, and how loaded it is."""
+        """Say four times a second that the engine moves, or how late its step is, and how loaded it is."""
         while True:
             self._kind.gateways.tick()
             load = self._beat_once()

@@ -29,11 +29,11 @@ _LOSSES = (StreamLost, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """In seconds, but for the ticks: with the defaults 0.9 s of silence are suspicious, and 1.8 s a loss."""
+    """In seconds, but for the ticks: with the defaults 1 s of silence is suspicious, and 2 s are a loss."""
 
-    heartbeat_s: float = 0.1
-    suspect_ticks: int = 9
-    silence_ticks: int = 18
+    heartbeat_s: float = 0.25
+    suspect_ticks: int = 4
+    silence_ticks: int = 8
     suspect_late_s: float = 1.0
     late_s: float = 2.0
     connect_s: float = 3.0

@@ -1,8 +1,8 @@
 """One worker as this gateway knows it: its record, its link, its load, and what we gave it to do.
 
-A load report is a quarter of a second old at best. What this gateway dispatched since then is added, and
-what it has outstanding is a lower bound, so that a burst does not all go to the worker that was idle a
-moment ago.
+A load report is up to a quarter of a second old. What this gateway dispatched since then is added, what of
+its own has ended is taken off, and what it has outstanding is a lower bound, so that a burst does not all go
+to the worker that was idle a moment ago.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Worker:
     leaving: bool = False  # it said that it drains: when its link ends, it has not died
     outstanding: dict[tuple[str, int], Given] = field(default_factory=dict)
     fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report
+    over: Given = field(default_factory=lambda: Given(0, 0))  # what that report counts and has ended since
 
     @property
     def welcome(self) -> bool:
@@ -67,7 +68,11 @@ class Worker:
         given = self.outstanding.get((work_id, attempt))
         if given is None:
             return
-        given.choices -= given.choices if choices is None else choices
+        ended = given.choices if choices is None else choices
+        given.choices -= ended
+        if (work_id, attempt) not in self.fresh:
+            self.over.choices += ended
+            self.over.tokens += given.tokens if given.choices <= 0 else 0
         if given.choices <= 0:
             del self.outstanding[work_id, attempt]
             self.fresh.pop((work_id, attempt), None)
@@ -75,16 +80,21 @@ class Worker:
     def reported(self, load: Load) -> None:
         self.load = load
         self.leaving |= load.draining
-        self.fresh.clear()
+        self._count_anew()
 
     def lost(self) -> None:
         """The link is down: nothing we gave it is still there."""
         self.load = _recorded_load(self.record)
         self.outstanding.clear()
+        self._count_anew()
+
+    def _count_anew(self) -> None:
         self.fresh.clear()
+        self.over = Given(0, 0)
 
     def as_prefill(self) -> PrefillCandidate:
-        waiting = self.load.waiting_tokens + sum(given.tokens for given in self.fresh.values())
+        reported = max(self.load.waiting_tokens - self.over.tokens, 0)
+        waiting = reported + sum(given.tokens for given in self.fresh.values())
         outstanding = sum(given.tokens for given in self.outstanding.values())
         return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
 
@@ -92,7 +102,8 @@ class Worker:
         size = self.record.block_size
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
         promised = sum(-(-given.tokens // size) + given.choices - 1 for given in self.fresh.values())
-        sequences = self.load.running + self.load.waiting + sum(g.choices for g in self.fresh.values())
+        reported = max(self.load.running + self.load.waiting - self.over.choices, 0)
+        sequences = reported + sum(given.choices for given in self.fresh.values())
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,

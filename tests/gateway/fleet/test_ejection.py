@@ -16,7 +16,7 @@ def one_class(seconds: float, steps: int = 8, size_class: int = 0) -> list[StepT
 
 
 def reported(ejections: Ejections, times: dict[str, float], start: float, end: float) -> None:
-    """Every worker reports ten times a second."""
+    """Every worker reports several times a second."""
     for tick in range(round(start * 10), round(end * 10)):
         for worker, seconds in times.items():
             ejections.report(worker, "decode", one_class(seconds), tick / 10)
