@@ -21,7 +21,7 @@ A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). Fo
     except DiptychError as error:
         answer(error)
 
-What `GenerateResponse` messages look like is said in ``gateway/output/responses.py``. Messages of a stream
+What `GenerateResponse` messages look like is said in ``gateway/responses.py``. Messages of a stream
 belong to the door once written: the core keeps none of them.
 
 **The client leaves**: the door cancels the task that awaits the generator. CancelledError comes out again (do

@@ -16,24 +16,24 @@ from typing import NoReturn
 from diptych.v1 import inference_pb2 as pb
 from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
+from gateway.attempt.work import Job, TraceParent, work_id
 from gateway.call import REJECTIONS, Call
 from gateway.fleet.fleet import Fleet
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, unfinished
 from gateway.output.output import OutputStream
 from gateway.output.ranking import best
-from gateway.output.responses import Responses, add_account
 from gateway.output.stop_strings import StopStrings
 from gateway.request.parsed_request import ParsedRequest
+from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import resumable as can_resume
 from gateway.request_reader import RequestReader
 from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
+from gateway.responses import Responses, add_account
 from gateway.session.around import Recovery
 from gateway.session.conversation import Conversation
 from gateway.session.live_requests import LiveRequests
-from gateway.session.resume_token import ResumeTokens
 from gateway.session.session_events import Admitted
-from gateway.session.work import Job, TraceParent, work_id
 from runtime.errors import (
     DiptychError,
     Draining,

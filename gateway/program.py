@@ -17,6 +17,7 @@ from gateway.admin.door import AdminDoor
 from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission.admission import AdmissionQueue, Patience
 from gateway.admission.gate import AdmissionGate
+from gateway.attempt.words import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet.fleet import Fleet, FleetIdentity
@@ -26,13 +27,12 @@ from gateway.kserve.door import KServeDoor
 from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.openai.door import OpenAIDoor
+from gateway.request.resume_token import ResumeTokens
 from gateway.request_reader import RequestReader
 from gateway.service import SERVICE, add_inference_service
 from gateway.session.around import Recovery
 from gateway.session.live_requests import LiveRequests
-from gateway.session.resume_token import ResumeTokens
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session_events import Role
 from gateway.text_rpcs import TextRpcs
 from gateway.vllm_metrics import VllmMetrics
 from runtime.cannot_start import CannotStart

@@ -13,10 +13,10 @@ from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.parsed_request import ParsedRequest
+from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import refuse_several, resumed
 from gateway.request.validation import parse_request
 from gateway.request_report import RequestReport
-from gateway.session.resume_token import ResumeTokens
 from gateway.session.states import State
 from runtime.errors import DeadlineExceeded
 

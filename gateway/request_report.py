@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
-from gateway.output.responses import admission_s, decode_s
+from gateway.responses import admission_s, decode_s
 from gateway.session.conversation import Conversation
 from gateway.session.states import State
 from runtime.metrics import GatewayMetrics

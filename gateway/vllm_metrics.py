@@ -16,8 +16,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from gateway.attempt.words import Cause
 from gateway.fleet.worker import Worker
-from gateway.session.session_events import Cause
 from runtime.metrics import GatewayMetrics
 
 Labels = tuple[tuple[str, str], ...]

@@ -14,12 +14,12 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.v1 import admin_pb2 as pb
 from gateway.admin.survey import survey
 from gateway.admission.admission import AdmissionQueue
+from gateway.attempt.words import Role
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.wires import DecodeWire
 from gateway.fleet.worker import Worker
 from gateway.grpc_call import GrpcCall
 from gateway.model.model_card import ModelCard
-from gateway.session.session_events import Role
 from runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 
 FLUSH_TIMEOUT_S = 5.0

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
+from gateway.attempt.words import Role
+from gateway.attempt.work import Job
 from gateway.fleet.ejection import Ejections
 from gateway.fleet.flushes import Flushes
 from gateway.fleet.links import Link, LinkTiming
@@ -24,8 +26,6 @@ from gateway.fleet.roster import Roster
 from gateway.fleet.router import NoWorker, Route, RouteRequest, choose
 from gateway.fleet.wires import DecodeWire, Flushed, Load, News, PrefillWire, Wire
 from gateway.fleet.worker import Worker, new_worker
-from gateway.session.session_events import Role
-from gateway.session.work import Job
 from runtime.directory.records import WorkerRecord
 
 RECONCILE_S = 0.25

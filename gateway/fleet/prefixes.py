@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from gateway.attempt.work import Job
 from gateway.fleet.worker import Worker
-from gateway.session.work import Job
 from runtime.block_hash import block_keys, namespace_key
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gateway.admission.gate import Capacity
+from gateway.attempt.words import Role
 from gateway.fleet.links import LinkDown
 from gateway.fleet.worker import KV_FORMAT, Worker
-from gateway.session.session_events import Role
 
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
 UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit

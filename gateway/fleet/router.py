@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gateway.session.session_events import Role
+from gateway.attempt.words import Role
 
 QUEUED_TOKEN_COST = 1.0  # a token that waits before us is computed before us
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple, Protocol
 from google.protobuf.message import Message
 
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
-from gateway.session.phase_times import Phases, read_phases
-from gateway.session.session_events import (
+from gateway.attempt.phase_times import Phases, read_phases
+from gateway.attempt.words import Cause, FinishReason, Role, TokenScore
+from gateway.attempt.worker_events import (
     AttemptFailed,
-    Cause,
     DecodeFinished,
-    Event,
-    FinishReason,
     PrefillCommitted,
-    Role,
     TokensArrived,
-    TokenScore,
+    WorkerEvent,
 )
 from runtime.links.method import DECODE, PREFILL, LinkMethod
 
@@ -102,7 +99,7 @@ class News(NamedTuple):
 
     work_id: str
     attempt: int
-    event: Event | PromptScored
+    event: WorkerEvent | PromptScored
     last_word: bool = False  # nothing more comes of this choice (or attempt) from this worker
     choice: int = 0
     cached_tokens: int = 0
@@ -257,7 +254,7 @@ def _prompt_scores(said: prefill_pb2.PromptScores) -> News:
 
 def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
     attempt, outcome, choice = ended.id.attempt, ended.WhichOneof("outcome"), ended.choice
-    event: Event
+    event: WorkerEvent
     if outcome == "finished" and ended.finished in _FINISHES:
         event = DecodeFinished(attempt, _FINISHES[ended.finished], choice)
     elif outcome == "preempted":
@@ -277,7 +274,7 @@ def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
 
 def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> News:
     attempt = ended.id.attempt
-    event: Event
+    event: WorkerEvent
     if ended.WhichOneof("outcome") == "committed":
         event = PrefillCommitted(attempt)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway.model.chat_template import ChatTemplate
 from gateway.model.model_card import ModelCard
-from gateway.tools.support import ToolSupport
+from gateway.model.tool_support import ToolSupport
 from runtime.tokenizer.tokenizer import Tokenizer
 
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gateway.attempt.words import TokenScore
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopStrings
-from gateway.session.session_events import TokenScore
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
 from gateway.tools.tool import ToolCall
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.session.session_events import TokenScore
+from gateway.attempt.words import TokenScore
 
 
 class PromptScores:

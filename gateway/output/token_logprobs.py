@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.session.session_events import TokenScore
+from gateway.attempt.words import TokenScore
 from gateway.turns import Turns
 from runtime.tokenizer.tokenizer import Tokenizer
 

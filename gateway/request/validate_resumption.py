@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.request.parsed_request import ParsedRequest
-from gateway.session.resume_token import Opened
+from gateway.request.resume_token import Opened
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 FIELD = "received_token_ids"

@@ -9,9 +9,9 @@ from typing import Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.model.tool_support import ToolSupport
 from gateway.request.constraint import Constraint
 from gateway.request.validate_structured import check_size, read_schema
-from gateway.tools.support import ToolSupport
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 from runtime.errors import InvalidParameter, UnsupportedFeature
 from runtime.grammar.grammar import Grammar, Kind

@@ -1,1 +1,1 @@
-"""One request on its way: the state machines that own it, what they recover from, what workers are told."""
+"""One request on its way: the state machines that own it, and what they recover from."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.worker.v1 import work_pb2
+from gateway.attempt.words import Role
+from gateway.attempt.work import Job
 from gateway.fleet.placement import Placement
 from gateway.fleet.router import NoWorker, RouteRequest
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
-from gateway.session.session_events import Role
-from gateway.session.work import Job
 
 
 class Workers(Protocol):

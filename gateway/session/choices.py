@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from gateway.attempt.words import Cause, Role
+from gateway.attempt.work import Attempt
+from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, TokensArrived
 from gateway.session.recovery import WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session import Session
 from gateway.session.session_actions import (
     Action,
     Attach,
-    Attempt,
     Cancel,
     ChooseRoute,
     Dispatch,
@@ -29,18 +31,13 @@ from gateway.session.session_actions import (
     NeedRoute,
 )
 from gateway.session.session_events import (
-    AttemptFailed,
     Broken,
-    Cause,
-    DecodeFinished,
     Event,
     Launched,
     NoRoute,
     Restored,
-    Role,
     Routed,
     StopMatched,
-    TokensArrived,
     WaitOver,
     WorkerGone,
 )

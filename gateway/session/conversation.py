@@ -14,6 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from diptych.worker.v1 import work_pb2
+from gateway.attempt.phase_times import PhaseBook, Phases
+from gateway.attempt.words import FinishReason
+from gateway.attempt.work import Job, build_work
+from gateway.attempt.worker_events import DecodeFinished, PrefillCommitted, TokensArrived
 from gateway.fleet.links import LinkDown
 from gateway.fleet.router import NoWorker, RouteRequest
 from gateway.fleet.wires import News, PromptScored
@@ -22,7 +26,6 @@ from gateway.output.prompt_scores import PromptScores
 from gateway.session.around import Recovery, RouteChoice, Workers
 from gateway.session.choices import Choices
 from gateway.session.outgoing import Outgoing
-from gateway.session.phase_times import PhaseBook, Phases
 from gateway.session.session_actions import (
     Action,
     Attach,
@@ -38,21 +41,16 @@ from gateway.session.session_events import (
     Broken,
     ClientGone,
     DeadlinePassed,
-    DecodeFinished,
     Event,
-    FinishReason,
     NoRoute,
-    PrefillCommitted,
     Restored,
     Routed,
     StopMatched,
     TimeLimitReached,
-    TokensArrived,
     WaitOver,
     WorkerGone,
 )
 from gateway.session.whole_outputs import WholeOutputs
-from gateway.session.work import Job, build_work
 from runtime.errors import Internal
 
 _log = logging.getLogger(__name__)

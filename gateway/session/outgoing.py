@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.session.session_events import FinishReason
+from gateway.attempt.words import FinishReason
 from runtime.errors import DiptychError
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.session.session_events import Cause
+from gateway.attempt.words import Cause
 from runtime.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,

@@ -18,6 +18,8 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.choices`
 
 from __future__ import annotations
 
+from gateway.attempt.words import Cause, FinishReason, Role
+from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
 from gateway.session.recovery import (
     GiveUp,
     History,
@@ -32,24 +34,17 @@ from gateway.session.recovery import (
 from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
     Admitted,
-    AttemptFailed,
     Broken,
     CancelAsked,
-    Cause,
     ClientGone,
     DeadlinePassed,
-    DecodeFinished,
     Event,
-    FinishReason,
     Launched,
     NoRoute,
-    PrefillCommitted,
     Restored,
-    Role,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
-    TokensArrived,
     WaitOver,
     WorkerGone,
     WorkerUp,

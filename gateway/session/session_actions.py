@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.session.session_events import FinishReason, Role, TokenScore
+from gateway.attempt.words import FinishReason, Role, TokenScore
+from gateway.attempt.work import Attempt
 from runtime.errors import DiptychError
 
 
@@ -32,17 +33,6 @@ class ChooseRoute:
     token_ids: tuple[int, ...] = field(repr=False)  # prompt, then what was delivered
     avoid: frozenset[str]  # workers that refused this request, or failed it
     choices: tuple[int, ...] = (0,)  # that share the attempt
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """The work of one attempt, the same for both workers."""
-
-    number: int  # 1, 2, …
-    token_ids: tuple[int, ...] = field(repr=False)
-    reserve_worst_case: bool
-    choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
-    uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,51 +8,10 @@ its index; everything else concerns all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 
+from gateway.attempt.words import FinishReason, Role
+from gateway.attempt.worker_events import WorkerEvent
 from runtime.errors import DiptychError
-
-
-class Role(Enum):
-    """The two kinds of worker that share one request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Cause(Enum):
-    """Why an attempt ended without finishing the request."""
-
-    INTERNAL = "internal"
-    KV_TRANSFER_FAILED = "kv_transfer_failed"
-    PEER_LOST = "peer_lost"  # one worker says that the other one is gone
-    WORKER_LOST = "worker_lost"  # this gateway lost its link to a worker
-    DRAINING = "draining"
-    NEVER_FITS = "never_fits"
-    DEADLINE = "deadline"
-    INCOMPATIBLE = "incompatible"
-    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules leave no token
-    ROW_FAILED = "row_failed"  # the worker could not compute a token of it: an error, or logits not finite
-    PREEMPTED = "preempted"  # the decode worker ran out of blocks
-
-
-class FinishReason(Enum):
-    """How a request ends well (status OK)."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    TIME_LIMIT = "time_limit"
-    CANCELLED = "cancelled"  # by CancelRequest: the caller's own cancel ends the RPC instead
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """What the model thought of a token; natural logarithms, see ``diptych.worker.v1.Score``."""
-
-    logprob: float
-    rank: int  # 1 = the likeliest
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,52 +43,6 @@ class Launched:
     attempt: int
     prefill_id: str
     decode_id: str
-
-
-class TokensArrived(NamedTuple):
-    """Tokens of a choice's output from ``position`` on. Positions count over all attempts.
-
-    ``scores``: one for each token, or none at all. (A NamedTuple: it is made for every token, four times as
-    fast as a frozen dataclass.)
-    """
-
-    attempt: int
-    position: int
-    token_ids: tuple[int, ...]
-    choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"TokensArrived({self.attempt}, {self.position}, {len(self.token_ids)} ids, {self.choice})"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCommitted:
-    """The prefill worker's last word: the decode worker has everything."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFinished:
-    """The decode worker's last word on a choice that is complete."""
-
-    attempt: int
-    reason: FinishReason
-    choice: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptFailed:
-    """The last word of the worker in ``role``: it cannot complete this attempt. Preemption comes here too.
-
-    A decode worker says it of each choice; a prefill worker (``choice`` None) of the whole attempt.
-    """
-
-    attempt: int
-    role: Role
-    cause: Cause
-    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +128,7 @@ Event = (
     | Routed
     | NoRoute
     | Launched
-    | TokensArrived
-    | PrefillCommitted
-    | DecodeFinished
-    | AttemptFailed
+    | WorkerEvent
     | WorkerGone
     | WorkerUp
     | Restored

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from gateway.attempt.words import Cause, Role
 from gateway.session.recovery import History, Retry
-from gateway.session.session_events import Cause, Role
 from gateway.session.tally import Tally
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gateway.attempt.worker_events import DecodeFinished, TokensArrived
 from gateway.fleet.wires import News
-from gateway.session.session_events import DecodeFinished, TokensArrived
 
 
 class WholeOutputs:

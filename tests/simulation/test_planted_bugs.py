@@ -11,10 +11,10 @@ from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.attempts import Attempts
 from engine.block_pool import BlockPool
 from gateway.admission.admission import AdmissionQueue
+from gateway.attempt.work import build_work
+from gateway.attempt.worker_events import TokensArrived
 from gateway.session.session import Session
 from gateway.session.session_actions import Emit
-from gateway.session.session_events import TokensArrived
-from gateway.session.work import build_work
 from kvtransfer.attempt_book import AttemptBook
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import tcp

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.attempt.words import Role
 from gateway.fleet.router import DecodeCandidate, NoWorker, PrefillCandidate, Route, RouteRequest, choose
-from gateway.session.session_events import Role
 
 PREFILL = PrefillCandidate("p1", "f", waiting_tokens=0)
 DECODE = DecodeCandidate("d1", "f", block_size=16, max_tokens=16_000, free_blocks=1000, sequences=0)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.attempt.words import TokenScore
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output import Delta, OutputStream
 from gateway.output.stop_strings import StopStrings
-from gateway.session.session_events import TokenScore
 
 TEXT = "Once upon a time, in Málaga 😀😃, a naïve robot said: stop here! And then it went on."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.attempt.words import TokenScore
 from gateway.output.prompt_scores import PromptScores
-from gateway.session.session_events import TokenScore
 
 SCORES = [TokenScore(-float(i), i) for i in range(1, 10)]  # of positions 1 to 9
 

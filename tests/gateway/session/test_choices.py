@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gateway.attempt.words import Cause, FinishReason, Role
+from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
 from gateway.session.choices import Choices
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_actions import (
@@ -24,23 +26,16 @@ from gateway.session.session_actions import (
 )
 from gateway.session.session_events import (
     Admitted,
-    AttemptFailed,
     Broken,
     CancelAsked,
-    Cause,
     ClientGone,
     DeadlinePassed,
-    DecodeFinished,
     Event,
-    FinishReason,
     NoRoute,
-    PrefillCommitted,
-    Role,
     Routed,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
-    TokensArrived,
     WaitOver,
     WorkerGone,
     WorkerUp,

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.attempt.words import Cause, FinishReason, Role
+from gateway.attempt.worker_events import AttemptFailed, TokensArrived
 from gateway.session.casualties import Casualties
 from gateway.session.recovery import LOSSES_RECOVERED, REFUSALS_REROUTED, WAIT_FOR_WORKER_S
 from gateway.session.retry_budget import RetryBudget
@@ -13,14 +15,9 @@ from gateway.session.session import Session
 from gateway.session.session_actions import Action, AwaitWorker, Cancel, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
     Admitted,
-    AttemptFailed,
-    Cause,
-    FinishReason,
     Launched,
     NoRoute,
     Restored,
-    Role,
-    TokensArrived,
     WaitOver,
     WorkerGone,
     WorkerUp,

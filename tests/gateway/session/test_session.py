@@ -9,27 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gateway.attempt.words import Cause, FinishReason, Role, TokenScore
+from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
 from gateway.session.session import Session
 from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
     Admitted,
-    AttemptFailed,
     CancelAsked,
-    Cause,
     ClientGone,
     DeadlinePassed,
-    DecodeFinished,
     Event,
-    FinishReason,
     Launched,
     NoRoute,
-    PrefillCommitted,
-    Role,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
-    TokensArrived,
-    TokenScore,
     WaitOver,
     WorkerGone,
     WorkerUp,

@@ -9,10 +9,10 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.model.tool_support import ToolSupport
 from gateway.request.constraint import Constraint
 from gateway.request.validate_tools import constraint_of, tool_call_id, tool_calls, toolbox
 from gateway.tools.formats import FORMATS
-from gateway.tools.support import ToolSupport
 from gateway.tools.tool import Mode
 from runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
 from runtime.grammar.grammar import Grammar, Kind

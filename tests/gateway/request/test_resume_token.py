@@ -16,7 +16,7 @@ from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from gateway.output.output import OutputStream
 from gateway.request.parsed_request import ParsedRequest, Sampling
-from gateway.session.resume_token import LIFETIME_S, ResumeTokens
+from gateway.request.resume_token import LIFETIME_S, ResumeTokens
 from gateway.tools.tool import Tool, Toolbox
 from runtime.errors import InvalidParameter
 from tests.gateway.failing_calls import told

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.session.phase_times import PhaseBook, Phases
+from gateway.attempt.phase_times import PhaseBook, Phases
 
 
 def test_a_choice_has_its_own_reports_and_its_neighbours_prefill() -> None:

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from gateway.model.chat_template import ChatTemplate
 from gateway.model.served_model import ServedModel
-from gateway.tools.support import ToolSupport
+from gateway.model.tool_support import ToolSupport
 from gateway.tools.tool import Mode, Tool, Toolbox
 from runtime.tokenizer.control_tokens import ControlToken
 from runtime.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from diptych.worker.v1 import work_pb2
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
-from gateway.session.session_actions import Attempt
 from runtime.grammar.grammar import Kind
 
 _KINDS = {
@@ -54,6 +53,17 @@ class Job:
     @property
     def worst_case_tokens(self) -> int:
         return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The work of one attempt, the same for both workers."""
+
+    number: int  # 1, 2, …
+    token_ids: tuple[int, ...] = field(repr=False)
+    reserve_worst_case: bool
+    choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
+    uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
 
 
 def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -> work_pb2.Work:

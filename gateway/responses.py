@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.duration_pb2 import Duration
 
 from diptych.v1 import inference_pb2 as pb
+from gateway.attempt.phase_times import Phases
+from gateway.attempt.words import Cause, FinishReason, TokenScore
 from gateway.output.output import StopMatch
 from gateway.output.token_logprobs import TokenLogprobs
 from gateway.session.conversation import Conversation
-from gateway.session.phase_times import Phases
-from gateway.session.session_events import Cause, FinishReason, TokenScore
 from gateway.turns import Turns
 from runtime.tokenizer.tokenizer import Tokenizer
 
