@@ -1,4 +1,4 @@
-"""What the README shows first, as its reader runs it."""
+"""What the README shows first, and what the documents tell an operator to type, as their reader runs it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gateway.access.key_file import BadKeyFile, read_key_file
 from tests.end_to_end.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+OPERATING = ROOT / "docs" / "operating.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_first_python_block_answers_and_ends(bundled: Stack) -> None:
-    code = blocks("python")[0]
+    code = blocks(README, "python")[0]
     assert '"127.0.0.1:50051"' in code
     assert code.count("max_tokens=") == 2  # a story may run to the end of the context, or into its deadline
     done = subprocess.run(
@@ -38,7 +39,7 @@ def test_the_first_python_block_answers_and_ends(bundled: Stack) -> None:
 
 @pytest.mark.parametrize("umask", ["022", "002"])
 def test_the_recipe_for_keys_makes_a_file_that_a_gateway_takes(umask: str, tmp_path: Path) -> None:
-    [recipe] = [block for block in blocks("sh") if "diptych key new" in block]
+    [recipe] = [block for block in blocks(OPERATING, "sh") if "diptych key new" in block]
     diptych = f"PYTHONPATH={ROOT} {sys.executable} -m launcher"
     for _ in range(2):
         subprocess.run(
@@ -52,3 +53,19 @@ def test_the_recipe_for_keys_makes_a_file_that_a_gateway_takes(umask: str, tmp_p
     os.chmod(tmp_path / "keys.jsonl", 0o644)
     with pytest.raises(BadKeyFile):
         read_key_file(tmp_path / "keys.jsonl")
+
+
+def test_links_within_the_documents_lead_somewhere() -> None:
+    """Files that exist, and headings as GitHub names them."""
+    documents = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            if "://" in target:
+                continue
+            path, _, heading = target.partition("#")
+            file = (document.parent / path).resolve() if path else document
+            assert file.exists(), f"{document.name}: {target}"
+            if heading:
+                lines = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                names = [re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines]
+                assert heading in names, f"{document.name}: {target}"
