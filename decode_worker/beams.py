@@ -21,6 +21,8 @@ from engine.sampling.sample import NOTHING_LEFT
 from worker.grammar import GrammarState
 from worker.scored_tokens import candidate_of
 
+_Found = list[Candidate] | SampleFailure
+
 
 class Beams(Gang):
     """One search; `choices` are the ranks that the gateway wants of its result."""
@@ -33,9 +35,9 @@ class Beams(Gang):
         )
 
     @staticmethod
-    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[list[Candidate] | SampleFailure]:
+    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[_Found]:
         """What each beam may go on with."""
-        picked: list[list[Candidate] | SampleFailure] = []
+        picked: list[_Found] = []
         for number, (gang, sequence) in enumerate(rows):
             attempt = gang.request.attempt
             count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
@@ -50,9 +52,10 @@ class Beams(Gang):
         self.rows = [root]
         return self._fork(self._search.first([candidate_of(token) for token in first_tokens]))
 
-    def take(self, picked: Sequence[list[Candidate] | SampleFailure]) -> Outcome | None:
+    def take(self, picked: Sequence[Sequence[_Found] | SampleFailure]) -> Outcome | None:
         of_beams: list[list[Candidate]] = []
-        for found in picked:
+        for results in picked:
+            found = results if isinstance(results, SampleFailure) else results[0]
             if not isinstance(found, SampleFailure):
                 of_beams.append(found)
             elif found.by_request:

@@ -25,14 +25,20 @@ class Choice(Gang):
         self._place = place
 
     @staticmethod
-    def draws(sequence: DecodeSequence) -> SampleRow | None:
-        """Its row, unless rules, a mask or scores need a look at the logits."""
-        return drawable(sequence.next_row)
+    def draws(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
+        """Its rows, unless rules, a mask or scores need a look at the logits."""
+        return [drawable(row) for row in sequence.sample_rows()]
+
+    def draftable(self, sequence: DecodeSequence) -> int:
+        """As many as there will be, where nothing but the logits decides a token."""
+        if drawable(sequence.next_row) is None:
+            return 0
+        return self.request.attempt.max_tokens - len(sequence.output_ids) - 1
 
     @staticmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Sampled | SampleFailure]:
-        """One token for each choice."""
-        return sample(logits, [sequence.next_row for _, sequence in rows])
+        """One token for each row of logits."""
+        return sample(logits, [row for _, sequence in rows for row in sequence.sample_rows()])
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
         """The first token goes out before any step."""
@@ -48,9 +54,17 @@ class Choice(Gang):
             return self._finished(reason)
         return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
 
-    def take(self, picked: Sequence[Sampled | SampleFailure]) -> Outcome | None:
-        (sampled,) = picked
-        return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
+    def take(self, picked: Sequence[Sequence[Sampled | SampleFailure] | SampleFailure]) -> Outcome | None:
+        """Tokens follow one another as long as each is the one that the next was computed after."""
+        (found,) = picked
+        draft, self.rows[0].draft = self.rows[0].draft, []
+        for place, sampled in enumerate([found] if isinstance(found, SampleFailure) else found):
+            if isinstance(sampled, SampleFailure):
+                return self.failed(sampled)
+            outcome = self._accept(sampled)
+            if outcome is not None or place == len(draft) or draft[place] != sampled.token_id:
+                return outcome
+        return None
 
     def goes_on(self, unknown: int) -> bool:
         return len(self.rows[0].output_ids) + unknown < self.request.attempt.max_tokens

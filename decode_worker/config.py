@@ -30,6 +30,14 @@ class DecodeSettings(WorkerSettings):
         description="while prompts queue for cores that they share with this worker, a step begins this many "
         "times its length after the one before, and prefill has the cores in between; 1 = at once",
     )
+    speculative_tokens: Annotated[int, Field(ge=0, le=15)] = Field(
+        0,
+        description="speculative decoding: tokens that a step drafts for each sequence from its own text "
+        "(prompt lookup), and that change no output; 0 = none",
+    )
+    speculative_rows: Annotated[int, Field(ge=1, le=1024)] = Field(
+        8, description="tokens of a step, drafts included, up to which sequences get drafts"
+    )
     max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 
     def num_blocks(self, bytes_per_block: int) -> int:

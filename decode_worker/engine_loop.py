@@ -18,6 +18,7 @@ from decode_worker.pace import Pace
 from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
+from decode_worker.speculation import Speculation
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
@@ -34,8 +35,8 @@ NOTHING_UNKNOWN: Mapping[int, int] = {}
 class EngineLoop:
     """Continuous batching over one block pool.
 
-    A finished sequence leaves and a ready one joins at the next step; every step computes one token for
-    each sequence in the batch.
+    A finished sequence leaves and a ready one joins at the next step; every step gives one token for
+    each sequence in the batch, or several where drafts were right (speculation.py).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineLoop:
         max_context: int,
         listeners: Listeners,
         pace: Pace | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._runner = runner
         self._memory = memory
@@ -66,6 +68,7 @@ class EngineLoop:
             plan_ahead=self._plan_ahead,
             apply=self._apply,
             let_go=self.attempts.let_go,
+            speculation=speculation,
         )
         self.steps = 0  # grows with every step: the heartbeat's progress
         self._idle_since = 0.0

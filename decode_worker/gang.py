@@ -40,14 +40,18 @@ class Gang(ABC):
         self.ended = False
 
     @staticmethod
-    def draws(sequence: DecodeSequence) -> SampleRow | None:
-        """What a device may draw for a row in place of `pick`; None: the row wants its logits."""
-        return None
+    def draws(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
+        """What a device may draw in place of `pick`, one a row of logits; None: its logits are wanted."""
+        return [None] * sequence.logit_rows
+
+    def draftable(self, sequence: DecodeSequence) -> int:
+        """How many tokens may be drafted after the one that the next step gives in any case."""
+        return 0
 
     @staticmethod
     @abstractmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Any]:
-        """On the engine's thread: what each row makes of its logits, `[rows, vocab]`."""
+        """On the engine's thread: what is made of logits `[rows of logits, vocab]`, all those of each row."""
 
     @abstractmethod
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
@@ -55,7 +59,7 @@ class Gang(ABC):
 
     @abstractmethod
     def take(self, picked: Sequence[Any]) -> Outcome | None:
-        """The step's results, one a row: what `pick` gave, or a SampleFailure. As `start` otherwise."""
+        """The step's results, one a row: what `pick` gave, as a list, or a SampleFailure. As `start` else."""
 
     @abstractmethod
     def candidate(self, unknown: int = 0) -> Candidate:
@@ -100,15 +104,24 @@ class Gang(ABC):
         return "failed"
 
 
-def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
-    """What each row makes of a step: its token if one was drawn; else of its logits, one kind together."""
-    left = [number for number, token in enumerate(drawn.tokens) if token is None]
+def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[list[Any]]:
+    """What each row makes of a step: the tokens drawn for it, else of its logits; one kind together."""
+    picked: list[list[Any]] = []
     kinds: dict[Picker, list[int]] = {}
-    for place, number in enumerate(left):
-        kinds.setdefault(rows[number][0].pick, []).append(place)
-    picked: list[Any] = list(drawn.tokens)
-    for picker, places in kinds.items():
-        logits = drawn.logits if len(places) == len(left) else drawn.logits[places]
-        for place, result in zip(places, picker(logits, [rows[left[p]] for p in places]), strict=True):
-            picked[left[place]] = result
+    begin, places = 0, list[int]()  # of each row's logits among those that were not drawn
+    undrawn = 0
+    for number, (gang, sequence) in enumerate(rows):
+        end = begin + sequence.logit_rows
+        picked.append(list(drawn.tokens[begin:end]))
+        places.append(undrawn)
+        if picked[-1][0] is None:  # then all of them
+            kinds.setdefault(gang.pick, []).append(number)
+            undrawn += sequence.logit_rows
+        begin = end
+    for picker, numbers in kinds.items():
+        taken = [places[n] + i for n in numbers for i in range(len(picked[n]))]
+        logits = drawn.logits if len(taken) == undrawn else drawn.logits[taken]
+        results = iter(picker(logits, [rows[n] for n in numbers]))
+        for number in numbers:
+            picked[number] = [next(results) for _ in picked[number]]
     return picked

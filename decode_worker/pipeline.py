@@ -21,6 +21,7 @@ from typing import Any
 from decode_worker.completions import Completions
 from decode_worker.gang import Gang, Row, pick_all
 from decode_worker.sequence import DecodeSequence
+from decode_worker.speculation import Speculation
 from engine.batch import AbortWords, SequenceStep
 from engine.drawn import Drawn, Launched
 from engine.kv_memory import KVMemory
@@ -56,6 +57,7 @@ class Pipeline:
         plan_ahead: Callable[[Sequence[Gang]], Sequence[Gang]],
         apply: Callable[[Sequence[Gang], Sequence[Any]], None],
         let_go: Callable[[Gang], None],
+        speculation: Speculation | None = None,
     ) -> None:
         """`plan_ahead` gives the batch after one that is being computed, its blocks included; none: nothing
         can be planned. `apply` hears of every step's results, `let_go` of gangs that ended during a step
@@ -67,6 +69,7 @@ class Pipeline:
         self._plan_ahead = plan_ahead
         self._apply = apply
         self._let_go = let_go
+        self._speculation = speculation
         self._begun: list[_Step] = []  # launched and not collected
         self._completions = None if runner.completions is None else Completions(runner.completions)
 
@@ -86,6 +89,7 @@ class Pipeline:
                 present.flight,
                 present.rows,
                 partial(self._compute, present, following),
+                tokens=len(present.draws),
                 computed=partial(self._computed, present, following),
             )
             self._thread.end(present.flight)
@@ -98,8 +102,10 @@ class Pipeline:
     def _lay_out(self, batch: Sequence[Gang], before: dict[int, int]) -> _Step:
         """A step of `batch`; `before` says which row of the present step a sequence (by id) has."""
         rows = [(gang, row) for gang in batch for row in gang.rows]
+        if self._speculation is not None and not before:
+            self._speculation.draft(rows)
         sequences = [self._sequence(row, before.get(id(row))) for _, row in rows]
-        draws = [gang.draws(row) for gang, row in rows]
+        draws = _draws(rows)
         flight = self._thread.begin([gang for gang, _ in rows])
         return _Step(batch, rows, sequences, draws, flight)
 
@@ -109,14 +115,17 @@ class Pipeline:
             memory=self._memory,
             block_table=row.block_ids,
             start=row.num_tokens - 1 + unknown,
-            token_ids=row.output_ids[-1:],
+            token_ids=row.output_ids[-1:] + row.draft,
             wants_logits=True,
+            trailing=row.logit_rows,
             follows=follows,
         )
 
     def _following(self, present: _Step) -> _Step | None:
         """The step after `present`, if it can be known by now."""
         if not all(draw is not None and self._runner.draws_itself(draw) for draw in present.draws):
+            return None
+        if self._speculation is not None and self._speculation.waits(present.rows):
             return None
         batch = self._plan_ahead(present.batch)
         before = {id(row): number for number, (_, row) in enumerate(present.rows)}
@@ -149,7 +158,7 @@ class Pipeline:
             if following is not None:
                 self._drop(following)
             sequences = [self._sequence(row, None) for _, row in rows]
-            draws = [gang.draws(row) for gang, row in rows]
+            draws = _draws(rows)
             return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)
         self._launch_both(present, following)
         if present.launched is None:
@@ -188,6 +197,11 @@ class Pipeline:
         except Exception:
             _log.exception("a step that is dropped failed")
         step.launched = None
+
+
+def _draws(rows: Sequence[Row]) -> Sequence[SampleRow | None]:
+    """One a row of logits."""
+    return [draw for gang, row in rows for draw in gang.draws(row)]
 
 
 def _picked(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:

@@ -9,9 +9,11 @@ from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.pace import Pace
 from decode_worker.pool import make_pool
+from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State
 from decode_worker.service import gateway_links
 from decode_worker.spans import attempt_span
+from decode_worker.speculation import Speculation
 from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockPool
 from kvtransfer.server import HandoffServer
@@ -52,6 +54,7 @@ class DecodeWorker:
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
             pace=Pace(settings.itl_stretch),
+            speculation=self._speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
@@ -74,6 +77,13 @@ class DecodeWorker:
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
+
+    def _speculation(self, settings: DecodeSettings, block_size: int) -> Speculation | None:
+        most, rows = settings.speculative_tokens, settings.speculative_rows
+        if most == 0:
+            return None
+        drafter = PromptLookup(most, self._drafted)
+        return Speculation(drafter, most=most, rows=rows, block_size=block_size)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; the exit status."""
@@ -108,6 +118,10 @@ class DecodeWorker:
 
     def _utilization(self) -> float:
         return 1 - self._pool.available() / self._pool.total
+
+    def _drafted(self, drafted: int, accepted: int) -> None:
+        self._metrics.draft_tokens.inc(drafted)
+        self._metrics.accepted_tokens.inc(accepted)
 
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
         self._shell.prefix_changed(added, removed)

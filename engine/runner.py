@@ -113,11 +113,12 @@ class Runner:
         self._check(sequences, abort)
         self.own()
         self._use(self._cores())
-        alone = 0.0 if len(sequences) > 1 else self._help_worth.wanted()
+        tokens = sum(len(step.token_ids) for step in sequences)
+        alone = 0.0 if tokens > 1 else self._help_worth.wanted()
         if self._assisted is not None:
             self._assisted.welcome(alone)
         launched = self._launching.launch(sequences, draws, abort)
-        return None if launched is None else _Timed(launched, partial(self._ended, len(sequences), alone))
+        return None if launched is None else _Timed(launched, partial(self._ended, tokens, alone))
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Take the memory of decode steps of up to `max_batch` rows; how many will be recorded, on a backend
@@ -172,10 +173,10 @@ class Runner:
         if abort is not None and len(abort.words) != len(sequences):
             raise ValueError("one abort word a sequence")
 
-    def _ended(self, sequences: int, alone: float, started: float) -> None:
+    def _ended(self, tokens: int, alone: float, started: float) -> None:
         """A launched step is over."""
-        seconds = self._tell(started, sequences)
-        if sequences == 1:
+        seconds = self._tell(started, tokens)
+        if tokens == 1:
             self._help_worth.lasted(alone, seconds)
 
     def _tell(self, started: float, tokens: int) -> float:

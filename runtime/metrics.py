@@ -173,6 +173,12 @@ class DecodeMetrics(WorkerMetrics):
             "Age of the oldest one",
             registry=registry,
         )
+        self.draft_tokens = Counter(
+            "diptych_spec_decode_draft_tokens", "Tokens drafted by speculative decoding", registry=registry
+        )
+        self.accepted_tokens = Counter(
+            "diptych_spec_decode_accepted_tokens", "Of these, those that were right", registry=registry
+        )
         self.prefix_cache_queries = Counter(
             "diptych_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
         )

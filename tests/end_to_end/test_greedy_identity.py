@@ -72,6 +72,17 @@ def test_a_few_prompts_over_a_world_of_two_equal_transformers() -> None:
     assert moved > 0
 
 
+def test_drafted_tokens_change_nothing() -> None:
+    """Alone and beside each other, in steps that leave room for drafts; some drafts have to be right."""
+    prompts = [prompt for prompt in reference.short_prompts() if len(prompt) <= 260]
+    with running_stack("--dtype", "fp32", "--set", "decode.speculative-tokens=4") as stack:
+        answers = asyncio.run(many_greedy(stack.address, prompts, MAX_TOKENS, at_a_time=2))
+        drafted = stack.metric("decode", "diptych_spec_decode_draft_tokens_total")
+        accepted = stack.metric("decode", "diptych_spec_decode_accepted_tokens_total")
+    assert differing(prompts, answers) == []
+    assert 0 < accepted <= drafted
+
+
 def test_chats_equal_transformers_and_answer_the_question(bundled: Stack) -> None:
     async def ask(address: str) -> list[tuple[int, ...]]:
         async with AsyncClient(address) as client:

@@ -211,6 +211,7 @@ class Cluster:
                 "kv_blocks": shape.blocks,
                 "max_batch": shape.max_batch,
                 "transport": shape.transport,
+                "speculative_tokens": 3 * (self.scenario.network % 5 < 2),
             }
         )
         telemetry = Telemetry.start("decode", machine.host.name)

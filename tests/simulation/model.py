@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from decode_worker.sequence import DecodeSequence
 from engine.batch import AbortWords, SequenceStep, check_batch
 from engine.drawn import Drawn
 from engine.kv_memory import KVLayout, KVMemory
@@ -129,8 +130,8 @@ class SimulatedRunner:
             _write(sequence, entries)
             if entries.startswith(_POISONED):
                 self._poisoned()
-            if sequence.wants_logits:
-                rows.append(xxh3_64_intdigest(entries))
+            ends = range(len(entries) - ENTRY * (sequence.logit_rows - 1), len(entries) + 1, ENTRY)
+            rows += [xxh3_64_intdigest(entries[:end]) for end in ends if sequence.wants_logits]
         return rows
 
 
@@ -165,6 +166,29 @@ def _draw(digest: int, row: SampleRow) -> int:
     while (token := FIRST_TOKEN + drawn % TOKENS) in row.suppress:
         drawn += 1
     return token
+
+
+class SimulatedDrafter:
+    """Stands where `decode_worker.prompt_lookup.PromptLookup` stands: it knows, and errs in a third."""
+
+    def __init__(self, most: int, told: Callable[[int, int], None]) -> None: ...
+
+    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+        """What the model will say; a wrong token changes what is right after it, as everywhere."""
+        row, text = sequence.next_row, bytearray()
+        _extend(text, [*row.prompt_ids, *row.output_ids])
+        draft: list[int] = []
+        while len(draft) < count:
+            digest = xxh3_64_intdigest(text)
+            output = [*row.output_ids, *draft]
+            token = _draw(digest, SampleRow(row.params, row.prompt_ids, output))
+            draft.append(token if digest % 3 else FIRST_TOKEN)
+            _extend(text, draft[-1:])
+        return draft
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        """Never."""
+        return False
 
 
 @dataclass(frozen=True)

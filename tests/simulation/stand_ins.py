@@ -87,6 +87,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ),
         "decode_worker.pool.allocate_pool": _pool_memory,
         "decode_worker.worker.BlockPool": cluster.decode_pool,
+        "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "decode_worker.choices.sample": model.sample,
         "prefill_worker.chunk_step.sample": model.sample,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.attempts import Attempts
+from decode_worker.choices import Choice
 from engine.block_pool import BlockPool
+from engine.sampling import Sampled
 from gateway.admission.admission import AdmissionQueue
 from gateway.attempt.work import build_work
 from gateway.attempt.worker_events import TokensArrived
@@ -66,6 +68,20 @@ def digests_are_not_looked_at(patch: Patch) -> None:
         return b"0" * 16
 
     patch.setattr(tcp, "block_digest", believed)
+
+
+def drafts_are_believed(patch: Patch) -> None:
+    """What was drafted counts as what the model said."""
+
+    def take(self: Choice, picked: Sequence[Any]) -> Any:
+        (found,) = picked
+        if isinstance(found, list):
+            draft = [Sampled(token) for token in self.rows[0].draft]
+            picked = [[*draft, found[-1]]]
+        return real(self, picked)
+
+    real = Choice.take
+    patch.setattr(Choice, "take", take)
 
 
 def tokens_come_twice(patch: Patch) -> None:
@@ -178,6 +194,7 @@ def a_place_is_not_given_back(patch: Patch) -> None:
 
 
 PLANTED: list[Any] = [
+    (drafts_are_believed, "everything", 40),
     (quarantine_ends_by_itself, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
     pytest.param(a_lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),

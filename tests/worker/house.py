@@ -15,6 +15,7 @@ from decode_worker.attempts import Listeners
 from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.pace import Pace
 from decode_worker.request import DecodeRequest
+from decode_worker.speculation import Drafter, Speculation
 from engine.batch import SequenceStep
 from engine.block_pool import BlockPool
 from engine.core_share import CoreShare
@@ -50,6 +51,7 @@ SHAPE = shape_of(
 )
 TICK_S = 0.02
 MAX_BATCH = 8
+DRAFT_ROWS = 12
 
 
 @cache
@@ -171,12 +173,14 @@ async def house(
     chunk: int = 8,
     backend: str = "torch",
     stretch: float | None = None,
+    drafter: Drafter | None = None,
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
     With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
     these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
-    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.pace`).
+    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.pace`). A
+    `drafter` drafts for steps of up to DRAFT_ROWS tokens.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -188,7 +192,8 @@ async def house(
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = Runner(MODELS[backend](), 1, next(shares))
-            made.decodes.append(await _decode(stack, transport, number, blocks, runner, Pace(stretch or 1.0)))
+            pace = Pace(stretch or 1.0)
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, pace, drafter))
         for number in range(prefills):
             runner = Runner(MODELS[backend](), 1, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
@@ -211,12 +216,21 @@ def _fingerprint() -> Fingerprint:
 
 
 async def _decode(
-    stack: AsyncExitStack, transport: str, number: int, blocks: int, runner: Runner, pace: Pace
+    stack: AsyncExitStack,
+    transport: str,
+    number: int,
+    blocks: int,
+    runner: Runner,
+    pace: Pace,
+    drafter: Drafter | None,
 ) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
     ended: list[DecodeRequest] = []
     runner.plan_decode(MAX_BATCH, BLOCK)
     runner.prepare_decode(memory.memory)
+    speculation = None
+    if drafter is not None:
+        speculation = Speculation(drafter, most=3, rows=DRAFT_ROWS, block_size=BLOCK)
     loop = DecodeLoop(
         runner,
         memory.memory,
@@ -225,6 +239,7 @@ async def _decode(
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
         pace=pace,
+        speculation=speculation,
     )
     handoff = HandoffServer(
         worker_id=f"decode-{number}",

@@ -1,0 +1,93 @@
+"""What a text says comes next, and how much of that is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.prompt_lookup import LONGEST_REST, PromptLookup
+from decode_worker.sequence import DecodeSequence
+from engine.sampling import SampleRow, SamplingParams
+
+
+def sequence(prompt: Sequence[int], output: Sequence[int]) -> DecodeSequence:
+    written = list(output)
+    return DecodeSequence(len(prompt), written, SampleRow(SamplingParams(), prompt, written))
+
+
+class Told:
+    """Sums of what became of drafts."""
+
+    def __init__(self) -> None:
+        self.drafted = self.accepted = 0
+
+    def __call__(self, drafted: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+def test_what_followed_the_longest_end_at_its_latest_place() -> None:
+    lookup = PromptLookup(4, Told())
+    #                          3 4 | after 1 2 3:        | after 9 2 3:
+    text = sequence([1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 8, 8, 8, 1, 2], [3])
+    assert lookup.draft(text, 4) == [4, 5, 6, 7]
+    assert lookup.draft(sequence([5, 6, 2, 3, 7, 2, 3, 8, 0, 2], [3]), 2) == [8, 0]  # two places: the later
+
+
+def test_nothing_is_said_of_what_was_not_there() -> None:
+    lookup = PromptLookup(4, Told())
+    assert lookup.draft(sequence([1, 2, 3], [4]), 4) == []
+    assert lookup.draft(sequence([], [4]), 4) == []
+
+
+def test_what_repeats_itself_goes_on() -> None:
+    assert PromptLookup(5, Told()).draft(sequence([7, 8, 7, 8, 7], [8]), 5) == [7, 8, 7, 8, 7]
+
+
+def test_drafts_get_shorter_and_long_again() -> None:
+    told = Told()
+    lookup, text = PromptLookup(4, told), sequence([1, 2] * 20, [1])
+    assert lookup.draft(text, 4) == [2, 1, 2, 1]
+    text.output_ids += [2, 9]  # one of four was right
+    assert lookup.draft(text, 4) == []
+    assert (told.drafted, told.accepted) == (4, 1)
+    text.output_ids += [1, 2]
+    assert lookup.draft(text, 4) == [9]
+    text.output_ids += [9]
+    assert lookup.draft(text, 4) == [1, 2]
+    text.output_ids += [1, 2]
+    assert lookup.draft(text, 4) == [9, 1, 2, 9]
+    assert (told.drafted, told.accepted) == (7, 4)
+
+
+def test_who_is_always_wrong_rests_for_longer_and_longer() -> None:
+    lookup, text = PromptLookup(4, Told()), sequence([1, 2] * 20, [1])
+    offered = []
+    for token in range(100, 1100):
+        if not lookup.rests(text) and lookup.draft(text, 4):
+            offered.append(len(text.output_ids))
+        text.output_ids += [token, 1, 2]  # after 1 and 2 came another token each time
+    gaps = [later - earlier for earlier, later in pairwise(offered)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 10
+    assert LONGEST_REST <= gaps[-1] < LONGEST_REST + 6
+
+
+TOKENS = st.integers(0, 3)
+
+
+@given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, min_size=1, max_size=30), st.integers(1, 9))
+def test_a_draft_is_what_the_text_says_or_nothing(prompt: list[int], output: list[int], count: int) -> None:
+    """Read off the whole text: some end of two or more tokens is followed by this elsewhere."""
+    draft = list(PromptLookup(9, Told()).draft(sequence(prompt, output), count))
+    assert len(draft) <= count
+    text = prompt + output
+    there = [text[at - 2 : at] == text[-2:] for at in range(2, len(text))]
+    assert bool(draft) == (len(text) > 2 and any(there))
+    if draft:
+        starts = [at for at, same in zip(range(2, len(text)), there, strict=True) if same]
+        whole = text + draft
+        assert any(whole[at : at + len(draft)] == draft for at in starts)
