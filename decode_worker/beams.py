@@ -21,7 +21,7 @@ from engine.sampling.sample import NOTHING_LEFT
 from worker.grammar import GrammarState
 from worker.scored_tokens import candidate_of
 
-_Found = list[Candidate] | SampleFailure
+_Candidates = list[Candidate] | SampleFailure
 
 
 class Beams(Gang):
@@ -35,9 +35,9 @@ class Beams(Gang):
         )
 
     @staticmethod
-    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[_Found]:
+    def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[_Candidates]:
         """What each beam may go on with."""
-        picked: list[_Found] = []
+        picked: list[_Candidates] = []
         for number, (gang, sequence) in enumerate(rows):
             attempt = gang.request.attempt
             count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
@@ -52,7 +52,7 @@ class Beams(Gang):
         self.rows = [root]
         return self._fork(self._search.first([candidate_of(token) for token in first_tokens]))
 
-    def take(self, picked: Sequence[Sequence[_Found] | SampleFailure]) -> Outcome | None:
+    def take(self, picked: Sequence[Sequence[_Candidates] | SampleFailure]) -> Outcome | None:
         of_beams: list[list[Candidate]] = []
         for results in picked:
             found = results if isinstance(results, SampleFailure) else results[0]

@@ -58,11 +58,15 @@ class Choice(Gang):
         """Tokens follow one another as long as each is the one that the next was computed after."""
         (found,) = picked
         draft, self.rows[0].draft = self.rows[0].draft, []
+        self.request.drafted += len(draft)
         for place, sampled in enumerate([found] if isinstance(found, SampleFailure) else found):
             if isinstance(sampled, SampleFailure):
                 return self.failed(sampled)
             outcome = self._accept(sampled)
-            if outcome is not None or place == len(draft) or draft[place] != sampled.token_id:
+            if place == len(draft) or draft[place] != sampled.token_id:
+                return outcome
+            self.request.accepted += 1
+            if outcome is not None:
                 return outcome
         return None
 

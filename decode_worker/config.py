@@ -33,10 +33,10 @@ class DecodeSettings(WorkerSettings):
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = Field(
         0,
         description="speculative decoding: tokens that a step drafts for each sequence from its own text "
-        "(prompt lookup), and that change no output; 0 = none",
+        "(prompt lookup) and checks; 0 = none",
     )
-    speculative_rows: Annotated[int, Field(ge=1, le=1024)] = Field(
-        8, description="tokens of a step, drafts included, up to which sequences get drafts"
+    speculative_step_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(
+        8, description="tokens of a step, drafts included, up to which its sequences get drafts"
     )
     max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 

@@ -58,6 +58,7 @@ class EngineLoop:
         self._pace = pace if pace is not None else Pace(1.0)
         self._step: StepThread[Gang] = StepThread(computes=not runner.launches)
         self._wake = asyncio.Event()
+        pool.on_released = self._wake.set  # who sat out a step for want of blocks looks again
         self.attempts = Attempts(
             memory, pool, self._step, max_context=max_context, listeners=listeners, wake=self._wake.set
         )
@@ -110,8 +111,7 @@ class EngineLoop:
         """
         if len(self.attempts):
             self._idle_since = now
-            # Blocks come back from quarantine without a word to us: who sat out for want of them looks again.
-            self._wake.set()
+            self._wake.set()  # blocks come back in many ways, and not all of them are told
         elif self._checked_steps != self.steps and now - self._idle_since > IDLE_CHECK_S:
             self._pool.invariants()
             self._checked_steps = self.steps

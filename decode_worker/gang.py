@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -59,7 +60,7 @@ class Gang(ABC):
 
     @abstractmethod
     def take(self, picked: Sequence[Any]) -> Outcome | None:
-        """The step's results, one a row: what `pick` gave, as a list, or a SampleFailure. As `start` else."""
+        """As `start`, with the step's results: of each row a list of what `pick` gave, or a SampleFailure."""
 
     @abstractmethod
     def candidate(self, unknown: int = 0) -> Candidate:
@@ -107,21 +108,19 @@ class Gang(ABC):
 def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[list[Any]]:
     """What each row makes of a step: the tokens drawn for it, else of its logits; one kind together."""
     picked: list[list[Any]] = []
-    kinds: dict[Picker, list[int]] = {}
-    begin, places = 0, list[int]()  # of each row's logits among those that were not drawn
-    undrawn = 0
+    left: dict[Picker, list[tuple[int, range]]] = {}  # rows by number, and where their logits are
+    begin = undrawn = 0
     for number, (gang, sequence) in enumerate(rows):
         end = begin + sequence.logit_rows
         picked.append(list(drawn.tokens[begin:end]))
-        places.append(undrawn)
         if picked[-1][0] is None:  # then all of them
-            kinds.setdefault(gang.pick, []).append(number)
-            undrawn += sequence.logit_rows
+            left.setdefault(gang.pick, []).append((number, range(undrawn, undrawn + end - begin)))
+            undrawn += end - begin
         begin = end
-    for picker, numbers in kinds.items():
-        taken = [places[n] + i for n in numbers for i in range(len(picked[n]))]
-        logits = drawn.logits if len(taken) == undrawn else drawn.logits[taken]
-        results = iter(picker(logits, [rows[n] for n in numbers]))
-        for number in numbers:
-            picked[number] = [next(results) for _ in picked[number]]
+    for picker, some in left.items():
+        places = [place for _, of_row in some for place in of_row]
+        logits = drawn.logits if len(places) == undrawn else drawn.logits[places]
+        results = iter(picker(logits, [rows[number] for number, _ in some]))
+        for number, of_row in some:
+            picked[number] = list(islice(results, len(of_row)))
     return picked

@@ -7,7 +7,8 @@ after it, as those of a sequence that is cancelled during a step are.
 
 Only what needs no decision is launched ahead: every row of the present step is drawn by the device, and every
 sequence finds its blocks without anything being taken from anybody. Else the next step waits for the present
-one, as it does on devices that launch nothing: there this is one step after the other.
+one, as it does on devices that launch nothing: there this is one step after the other. Drafts follow tokens
+that are known: a step that may have some (speculation.py) waits as well.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class Pipeline:
         if rows is not present.rows:  # on the engine's thread, always
             if following is not None:
                 self._drop(following)
+            for _, row in rows:
+                row.draft = []  # it may be what this failed of
             sequences = [self._sequence(row, None) for _, row in rows]
             draws = _draws(rows)
             return _picked(self._runner.step_and_draw(sequences, draws, abort), rows)

@@ -2,29 +2,32 @@
 
 Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding): answers that quote, edit
 or repeat say much that is there already. It costs a look into a table. A sequence whose drafts are wrong gets
-shorter ones, then none for a while.
+shorter ones; then, and where nothing is found, none for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from decode_worker.sequence import DecodeSequence
 
 LENGTHS = (3, 2)
 """Of the ends of a text that are looked up, the longest first."""
+PROMPT_TOKENS = 4096
+"""The last ones of a prompt are looked at: to enter so many takes two milliseconds, once."""
 LONGEST_REST = 64
 """Tokens for which a sequence gets no draft after many wrong ones."""
+LONGEST_PAUSE = 16
+"""The same after many looks that found nothing."""
 
 
 class PromptLookup:
     """The drafter of all sequences of a worker."""
 
-    def __init__(self, most: int, told: Callable[[int, int], None]) -> None:
-        """At most `most` tokens a draft; `told(drafted, accepted)` hears what became of each."""
+    def __init__(self, most: int) -> None:
+        """At most `most` tokens a draft."""
         self._most = most
-        self._told = told
         self._texts: WeakKeyDictionary[DecodeSequence, _Text] = WeakKeyDictionary()
 
     def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
@@ -32,8 +35,7 @@ class PromptLookup:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text(sequence.next_row.prompt_ids, self._most)
-        if drafted := len(text.drafted):
-            self._told(drafted, text.judge(sequence.output_ids))
+        text.judge(sequence.output_ids)
         text.catch_up(sequence.output_ids)
         return text.draft(count)
 
@@ -46,31 +48,34 @@ class PromptLookup:
 class _Text:
     """One sequence's tokens, where each end of them was followed by something, and how its drafts did."""
 
-    def __init__(self, prompt_ids: Iterable[int], most: int) -> None:
+    def __init__(self, prompt_ids: Sequence[int], most: int) -> None:
         self._tokens: list[int] = []
         self._followed: dict[tuple[int, ...], int] = {}  # the ends, and where the next token stands
         self._output = 0  # tokens of the output among them
         self._most, self._length = most, most  # of the next draft
-        self._misses = 0  # drafts in a row of which nothing was right
-        self.drafted: list[int] = []
+        self._wrong = self._barren = 0  # drafts in a row of which nothing was right; looks that found nothing
+        self._drafted: list[int] = []
         self.rests_until = 0  # tokens of the output
-        for token in prompt_ids:
+        for token in prompt_ids[-PROMPT_TOKENS:]:
             self._append(token)
 
-    def judge(self, output_ids: Sequence[int]) -> int:
-        """How many tokens of the last draft are in the output that came of it; the next one goes by that."""
-        came = output_ids[self._output : self._output + len(self.drafted)]
+    def judge(self, output_ids: Sequence[int]) -> None:
+        """See what came of the last draft; the next one goes by that."""
+        drafted, self._drafted = self._drafted, []
+        if not drafted:
+            return
         right = 0
-        while right < len(came) and came[right] == self.drafted[right]:
+        for token, came in zip(drafted, output_ids[self._output :], strict=False):
+            if token != came:
+                break
             right += 1
-        self._length = min(2 * self._length, self._most) if right == len(self.drafted) else max(right, 1)
-        self._misses = 0 if right else self._misses + 1
-        if self._misses:
-            self.rests_until = len(output_ids) + min(2**self._misses, LONGEST_REST)
-        self.drafted = []
-        return right
+        self._length = min(2 * self._length, self._most) if right == len(drafted) else max(right, 1)
+        self._wrong = 0 if right else self._wrong + 1
+        if self._wrong:
+            self.rests_until = len(output_ids) + min(2**self._wrong, LONGEST_REST)
 
     def catch_up(self, output_ids: Sequence[int]) -> None:
+        """Take in what is new of the output."""
         for token in output_ids[self._output :]:
             self._append(token)
         self._output = len(output_ids)
@@ -80,12 +85,17 @@ class _Text:
         if self._output < self.rests_until:
             return ()
         at = self._where()
-        if at is not None:
-            text, end = list(self._tokens[at:]), min(count, self._length)
-            while len(text) < end:
-                text.append(text[len(text) - (len(self._tokens) - at)])
-            self.drafted = text[:end]
-        return self.drafted
+        if at is None:
+            self._barren += 1
+            self.rests_until = self._output + min(self._barren // 2, LONGEST_PAUSE)
+            return ()
+        self._barren = 0
+        period, length = len(self._tokens) - at, min(count, self._length)
+        draft = self._tokens[at : at + length]
+        while len(draft) < length:
+            draft.append(draft[len(draft) - period])
+        self._drafted = draft
+        return draft
 
     def _where(self) -> int | None:
         """The place after the latest earlier occurrence of the longest end that has one."""

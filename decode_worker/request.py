@@ -62,6 +62,8 @@ class DecodeRequest:
     grammar: GrammarState | None = None  # after the tokens delivered so far
     compiling: asyncio.Task[GrammarState] | None = None  # until that is there
     decoded: int = 0  # tokens of all choices in this attempt
+    drafted: int = 0  # tokens of steps that may have been expected rightly
+    accepted: int = 0  # of these, those that were
     state: State = State.ATTACHED
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)

@@ -10,11 +10,14 @@ sequences.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 from decode_worker.gang import Row
 from decode_worker.sequence import DecodeSequence
+
+_log = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
@@ -32,11 +35,11 @@ class Drafter(Protocol):
 class Speculation:
     """How much of a step drafts may be."""
 
-    def __init__(self, drafter: Drafter, *, most: int, rows: int, block_size: int) -> None:
-        """`most` tokens a sequence; `rows` tokens a step, those that are no drafts included."""
+    def __init__(self, drafter: Drafter, *, most: int, tokens: int, block_size: int) -> None:
+        """`most` drafted tokens a sequence; `tokens` a step, those that are no drafts included."""
         self._drafter = drafter
         self._most = most
-        self._rows = rows
+        self._tokens = tokens
         self._block_size = block_size
 
     def draft(self, rows: Sequence[Row]) -> None:
@@ -44,7 +47,7 @@ class Speculation:
         room = self._room(len(rows))
         for gang, sequence in rows:
             count = min(room, gang.draftable(sequence), self._lanes_left(sequence))
-            sequence.draft = list(self._drafter.draft(sequence, count)) if count > 0 else []
+            sequence.draft = self._draft(sequence, count) if count > 0 else []
 
     def waits(self, rows: Sequence[Row]) -> bool:
         """Whether the step after one of `rows` has to know their tokens: they have drafts, or will have."""
@@ -54,8 +57,17 @@ class Speculation:
             gang.draftable(sequence) > 0 and not self._drafter.rests(sequence) for gang, sequence in rows
         )
 
-    def _room(self, rows: int) -> int:
-        return min(self._most, max(self._rows // rows - 1, 0))
+    def _draft(self, sequence: DecodeSequence, count: int) -> list[int]:
+        """A drafter that fails costs its drafts and nothing else."""
+        try:
+            return list(self._drafter.draft(sequence, count))[:count]
+        except Exception:
+            _log.exception("a sequence of %d tokens got no draft", sequence.num_tokens)
+            return []
+
+    def _room(self, sequences: int) -> int:
+        """Tokens that each of so many may have drafted."""
+        return min(self._most, max(self._tokens // sequences - 1, 0))
 
     def _lanes_left(self, sequence: DecodeSequence) -> int:
         """Drafts stay in the block that the last token is written to: they need no memory of their own."""

@@ -54,7 +54,7 @@ class DecodeWorker:
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
             pace=Pace(settings.itl_stretch),
-            speculation=self._speculation(settings, memory.memory.layout.block_size),
+            speculation=_speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(
             worker_id=settings.worker_id,
@@ -77,13 +77,6 @@ class DecodeWorker:
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
-
-    def _speculation(self, settings: DecodeSettings, block_size: int) -> Speculation | None:
-        most, rows = settings.speculative_tokens, settings.speculative_rows
-        if most == 0:
-            return None
-        drafter = PromptLookup(most, self._drafted)
-        return Speculation(drafter, most=most, rows=rows, block_size=block_size)
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; the exit status."""
@@ -119,10 +112,6 @@ class DecodeWorker:
     def _utilization(self) -> float:
         return 1 - self._pool.available() / self._pool.total
 
-    def _drafted(self, drafted: int, accepted: int) -> None:
-        self._metrics.draft_tokens.inc(drafted)
-        self._metrics.accepted_tokens.inc(accepted)
-
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
         self._shell.prefix_changed(added, removed)
 
@@ -130,6 +119,8 @@ class DecodeWorker:
         """Count and trace an attempt that is over."""
         times, metrics = request.times, self._metrics
         metrics.preemptions.inc(request.outcomes.count("preempted"))
+        metrics.draft_tokens.inc(request.drafted)
+        metrics.accepted_tokens.inc(request.accepted)
         if State.READY in request.entered:
             transport = request.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
@@ -141,3 +132,10 @@ class DecodeWorker:
                 metrics.phase_duration.labels(phase).observe(seconds)
         if self._telemetry.enabled and (span := attempt_span(request)) is not None:
             self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])
+
+
+def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:
+    most, tokens = settings.speculative_tokens, settings.speculative_step_tokens
+    if most == 0:
+        return None
+    return Speculation(PromptLookup(most), most=most, tokens=tokens, block_size=block_size)

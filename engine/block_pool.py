@@ -13,7 +13,7 @@ One thread owns a pool; there are no locks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.prefix_cache import PrefixCache
 
@@ -48,6 +48,8 @@ class BlockPool:
         self._removed: dict[bytes, None] = {}
         self.distrusted = 0
         """How often keys were forgotten because their content cannot be trusted."""
+        self.on_released: Callable[[], None] | None = None
+        """Told when blocks come back from quarantine."""
 
     # -- counts
 
@@ -210,6 +212,8 @@ class BlockPool:
                 raise BlockMisuse(f"block {block} is not in quarantine")
             self._quarantine.remove(block)
             self._free.append(block)
+        if self.on_released is not None:
+            self.on_released()
 
     # -- checks
 

@@ -94,7 +94,7 @@ class GatewayLinks(Generic[Stream]):
         """Call it with every heartbeat: ends the streams of gateways that fell silent."""
         for gateway, stream in list(self.streams.items()):
             stream.silent_ticks += 1
-            if stream.silent_ticks > SILENT_TICKS:
+            if stream.silent_ticks >= SILENT_TICKS:
                 _log.warning("a gateway says nothing any more; its stream ends")
                 stream.writer.cancel()
                 del self.streams[gateway]

@@ -210,7 +210,7 @@ class Fleet:
     def attach(self, worker_id: str, work: work_pb2.Work) -> None:
         worker = self.roster.listed(worker_id)
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
-        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), len(work.choices))
+        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
     def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
         worker, target = self.roster.listed(worker_id), self.roster.listed(decode_id).record
@@ -224,7 +224,7 @@ class Fleet:
                 )
             )
         )
-        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids))
+        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
     def cancel(
         self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int] = ()
@@ -235,7 +235,7 @@ class Fleet:
         worker = self.roster.get(worker_id)
         if worker is None:
             return
-        worker.done(work_id, attempt, len(choices) or None)
+        worker.done(work_id, attempt, choices)
         if worker.link.up:
             worker.link.send(self._wires[role.value].cancel(work_id, attempt, choices))
 
@@ -279,7 +279,8 @@ class Fleet:
         worker = self.roster.get(worker_id)
         for item in news:
             if item.last_word and worker is not None:
-                worker.done(item.work_id, item.attempt, 1)
+                whole = worker.record.role == Role.PREFILL.value  # its last word is on all choices
+                worker.done(item.work_id, item.attempt, () if whole else (item.choice,))
             if item.detail:
                 _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
         self._listener.deliver(news)

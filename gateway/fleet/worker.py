@@ -1,12 +1,13 @@
 """One worker as this gateway knows it: its record, its link, its load, and what we gave it to do.
 
-A load report is up to a quarter of a second old. What this gateway dispatched since then is added, what of
-its own has ended is taken off, and what it has outstanding is a lower bound, so that a burst does not all go
-to the worker that was idle a moment ago.
+A load report is up to a quarter of a second old. What this gateway dispatched since then is added, and
+what it has outstanding is a lower bound, so that a burst does not all go to the worker that was idle a
+moment ago.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from gateway.fleet.links import Link
@@ -20,10 +21,10 @@ KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
 
 @dataclass(slots=True)
 class Given:
-    """An attempt that a worker has: tokens to compute, and how many of its choices had no last word yet."""
+    """An attempt that a worker has: tokens to compute, and which of its choices had no last word yet."""
 
     tokens: int
-    choices: int
+    choices: set[int]
 
 
 @dataclass(slots=True)
@@ -37,7 +38,6 @@ class Worker:
     leaving: bool = False  # it said that it drains: when its link ends, it has not died
     outstanding: dict[tuple[str, int], Given] = field(default_factory=dict)
     fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report
-    over: Given = field(default_factory=lambda: Given(0, 0))  # what that report counts and has ended since
 
     @property
     def welcome(self) -> bool:
@@ -59,58 +59,48 @@ class Worker:
         """What it can hold: all but the blocks that a writer may still write to."""
         return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
 
-    def given(self, work_id: str, attempt: int, tokens: int, choices: int = 1) -> None:
+    def given(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
         """An attempt went to this worker; ``tokens`` is what it costs there."""
-        self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = Given(tokens, choices)
+        self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = Given(tokens, set(choices))
 
-    def done(self, work_id: str, attempt: int, choices: int | None = None) -> None:
-        """So many choices of the attempt had their last word or were cancelled; None is all of them."""
+    def done(self, work_id: str, attempt: int, choices: Collection[int] = ()) -> None:
+        """These choices of the attempt had their last word, or were cancelled, or both; none named: all."""
         given = self.outstanding.get((work_id, attempt))
         if given is None:
             return
-        ended = given.choices if choices is None else choices
-        given.choices -= ended
-        if (work_id, attempt) not in self.fresh:
-            self.over.choices += ended
-            self.over.tokens += given.tokens if given.choices <= 0 else 0
-        if given.choices <= 0:
+        given.choices -= set(choices or given.choices)
+        if not given.choices:
             del self.outstanding[work_id, attempt]
             self.fresh.pop((work_id, attempt), None)
 
     def reported(self, load: Load) -> None:
         self.load = load
         self.leaving |= load.draining
-        self._count_anew()
+        self.fresh.clear()
 
     def lost(self) -> None:
         """The link is down: nothing we gave it is still there."""
         self.load = _recorded_load(self.record)
         self.outstanding.clear()
-        self._count_anew()
-
-    def _count_anew(self) -> None:
         self.fresh.clear()
-        self.over = Given(0, 0)
 
     def as_prefill(self) -> PrefillCandidate:
-        reported = max(self.load.waiting_tokens - self.over.tokens, 0)
-        waiting = reported + sum(given.tokens for given in self.fresh.values())
+        waiting = self.load.waiting_tokens + sum(given.tokens for given in self.fresh.values())
         outstanding = sum(given.tokens for given in self.outstanding.values())
         return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
 
     def as_decode(self, cached_blocks: int) -> DecodeCandidate:
         size = self.record.block_size
         # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
-        promised = sum(-(-given.tokens // size) + given.choices - 1 for given in self.fresh.values())
-        reported = max(self.load.running + self.load.waiting - self.over.choices, 0)
-        sequences = reported + sum(given.choices for given in self.fresh.values())
+        promised = sum(-(-given.tokens // size) + len(given.choices) - 1 for given in self.fresh.values())
+        sequences = self.load.running + self.load.waiting + sum(len(g.choices) for g in self.fresh.values())
         return DecodeCandidate(
             self.record.worker_id,
             self.kv_format,
             block_size=size,
             max_tokens=self.max_tokens,
             free_blocks=max(self.load.free_blocks - promised, 0),
-            sequences=max(sequences, sum(given.choices for given in self.outstanding.values())),
+            sequences=max(sequences, sum(len(given.choices) for given in self.outstanding.values())),
             cached_blocks=cached_blocks,
         )
 

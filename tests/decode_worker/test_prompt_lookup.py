@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.prompt_lookup import LONGEST_REST, PromptLookup
+from decode_worker.prompt_lookup import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from decode_worker.sequence import DecodeSequence
 from engine.sampling import SampleRow, SamplingParams
 
@@ -18,19 +18,8 @@ def sequence(prompt: Sequence[int], output: Sequence[int]) -> DecodeSequence:
     return DecodeSequence(len(prompt), written, SampleRow(SamplingParams(), prompt, written))
 
 
-class Told:
-    """Sums of what became of drafts."""
-
-    def __init__(self) -> None:
-        self.drafted = self.accepted = 0
-
-    def __call__(self, drafted: int, accepted: int) -> None:
-        self.drafted += drafted
-        self.accepted += accepted
-
-
 def test_what_followed_the_longest_end_at_its_latest_place() -> None:
-    lookup = PromptLookup(4, Told())
+    lookup = PromptLookup(4)
     #                          3 4 | after 1 2 3:        | after 9 2 3:
     text = sequence([1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 8, 8, 8, 1, 2], [3])
     assert lookup.draft(text, 4) == [4, 5, 6, 7]
@@ -38,33 +27,54 @@ def test_what_followed_the_longest_end_at_its_latest_place() -> None:
 
 
 def test_nothing_is_said_of_what_was_not_there() -> None:
-    lookup = PromptLookup(4, Told())
-    assert lookup.draft(sequence([1, 2, 3], [4]), 4) == []
-    assert lookup.draft(sequence([], [4]), 4) == []
+    lookup = PromptLookup(4)
+    assert list(lookup.draft(sequence([1, 2, 3], [4]), 4)) == []
+    assert list(lookup.draft(sequence([], [4]), 4)) == []
+
+
+def test_who_finds_nothing_looks_more_and_more_rarely() -> None:
+    """So that its steps, and those of others, are launched ahead again."""
+    lookup, text = PromptLookup(4), sequence([1, 2, 3], [4])
+    looks = []
+    for token in range(100, 600):
+        if not lookup.rests(text):
+            looks.append(token)
+            assert list(lookup.draft(text, 4)) == []
+        text.output_ids.append(token)
+    gaps = [later - earlier for earlier, later in pairwise(looks)]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1]) == (1, LONGEST_PAUSE)
+    text.output_ids += [100, 101]
+    while lookup.rests(text):
+        text.output_ids.append(text.output_ids[-1] + 1)
+    assert list(lookup.draft(text, 2)) == [text.output_ids[-1] + 1, text.output_ids[-1] + 2]
+
+
+def test_of_a_very_long_prompt_the_end_is_looked_at() -> None:
+    prompt = [7, 8, 9, *range(100, 100 + PROMPT_TOKENS), 7]
+    assert list(PromptLookup(4).draft(sequence(prompt, [8]), 4)) == []
+    assert list(PromptLookup(4).draft(sequence(prompt, [8, 300, 301]), 2)) == [302, 303]
 
 
 def test_what_repeats_itself_goes_on() -> None:
-    assert PromptLookup(5, Told()).draft(sequence([7, 8, 7, 8, 7], [8]), 5) == [7, 8, 7, 8, 7]
+    assert PromptLookup(5).draft(sequence([7, 8, 7, 8, 7], [8]), 5) == [7, 8, 7, 8, 7]
 
 
 def test_drafts_get_shorter_and_long_again() -> None:
-    told = Told()
-    lookup, text = PromptLookup(4, told), sequence([1, 2] * 20, [1])
+    lookup, text = PromptLookup(4), sequence([1, 2] * 20, [1])
     assert lookup.draft(text, 4) == [2, 1, 2, 1]
     text.output_ids += [2, 9]  # one of four was right
-    assert lookup.draft(text, 4) == []
-    assert (told.drafted, told.accepted) == (4, 1)
+    assert list(lookup.draft(text, 4)) == []
     text.output_ids += [1, 2]
     assert lookup.draft(text, 4) == [9]
     text.output_ids += [9]
     assert lookup.draft(text, 4) == [1, 2]
     text.output_ids += [1, 2]
     assert lookup.draft(text, 4) == [9, 1, 2, 9]
-    assert (told.drafted, told.accepted) == (7, 4)
 
 
 def test_who_is_always_wrong_rests_for_longer_and_longer() -> None:
-    lookup, text = PromptLookup(4, Told()), sequence([1, 2] * 20, [1])
+    lookup, text = PromptLookup(4), sequence([1, 2] * 20, [1])
     offered = []
     for token in range(100, 1100):
         if not lookup.rests(text) and lookup.draft(text, 4):
@@ -82,7 +92,7 @@ TOKENS = st.integers(0, 3)
 @given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, min_size=1, max_size=30), st.integers(1, 9))
 def test_a_draft_is_what_the_text_says_or_nothing(prompt: list[int], output: list[int], count: int) -> None:
     """Read off the whole text: some end of two or more tokens is followed by this elsewhere."""
-    draft = list(PromptLookup(9, Told()).draft(sequence(prompt, output), count))
+    draft = list(PromptLookup(9).draft(sequence(prompt, output), count))
     assert len(draft) <= count
     text = prompt + output
     there = [text[at - 2 : at] == text[-2:] for at in range(2, len(text))]

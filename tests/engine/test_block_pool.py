@@ -153,7 +153,10 @@ def test_quarantine_counts_apart_and_refuses_shared_blocks() -> None:
     pool.insert(two, b"k", b"")
     with pytest.raises(BlockMisuse):
         pool.release([one])
+    told: list[int] = []
+    pool.on_released = lambda: told.append(pool.free())
     pool.release_quarantined([one])
+    assert told == [pool.free()]
     with pytest.raises(BlockMisuse):
         pool.release_quarantined([one])
     assert pool.available() == 3

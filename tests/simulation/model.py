@@ -171,7 +171,7 @@ def _draw(digest: int, row: SampleRow) -> int:
 class SimulatedDrafter:
     """Stands where `decode_worker.prompt_lookup.PromptLookup` stands: it knows, and errs in a third."""
 
-    def __init__(self, most: int, told: Callable[[int, int], None]) -> None: ...
+    def __init__(self, most: int) -> None: ...
 
     def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
         """What the model will say; a wrong token changes what is right after it, as everywhere."""

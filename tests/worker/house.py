@@ -51,7 +51,7 @@ SHAPE = shape_of(
 )
 TICK_S = 0.02
 MAX_BATCH = 8
-DRAFT_ROWS = 12
+DRAFT_TOKENS = 12
 
 
 @cache
@@ -180,7 +180,7 @@ async def house(
     With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
     these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
     has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.pace`). A
-    `drafter` drafts for steps of up to DRAFT_ROWS tokens.
+    `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -230,7 +230,7 @@ async def _decode(
     runner.prepare_decode(memory.memory)
     speculation = None
     if drafter is not None:
-        speculation = Speculation(drafter, most=3, rows=DRAFT_ROWS, block_size=BLOCK)
+        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS, block_size=BLOCK)
     loop = DecodeLoop(
         runner,
         memory.memory,

@@ -10,10 +10,14 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from decode_worker.sequence import DecodeSequence
+from engine.batch import SequenceStep
+from engine.decode_graphs import DecodeGraphs
+from engine.drawn import Launched
 from tests.worker import test_random_choices, test_random_interleavings
 from tests.worker.asker import Gateway, work
 from tests.worker.house import MODELS, VOCABULARY, greedy, house
@@ -78,6 +82,64 @@ async def test_what_ends_an_output_within_a_draft_ends_it_there(place: int) -> N
         assert tuple(heard.tokens) == greedy(longer, 8)
         assert await made.empty() == []
         await gateway.close()
+
+
+class Failing:
+    """Drafts what cannot be computed, more than was asked for, or nothing but an error."""
+
+    def __init__(self, drafts: Sequence[int] | None) -> None:
+        self._drafts = drafts
+
+    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+        if self._drafts is None:
+            raise ValueError("no draft")
+        return self._drafts
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("drafts", [None, [1] * 30, [VOCABULARY + 5], [-1]], ids=str)
+async def test_a_drafter_that_fails_costs_nobody_a_token(backend: str, drafts: Sequence[int] | None) -> None:
+    """What a step failed of is not tried again with it."""
+    async with house("shared_memory", backend=backend, drafter=Failing(drafts)) as made:
+        gateway = Gateway(made)
+        requests = [work((f"r{number}", 1), (*PROMPT, number), 12) for number in range(3)]
+        heard = [gateway.start(made.decodes[0], made.prefills[0], request) for request in requests]
+        for number, one in enumerate(heard):
+            await one.ended.wait()
+            assert tuple(one.tokens) == greedy((*PROMPT, number), 12)
+        assert await made.empty() == []
+        await gateway.close()
+
+
+class Silent(Failing):
+    """Says nothing, and rests."""
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("drafter", "following"), [(Silent([]), True), (Failing([]), False)], ids=["rests", "looks"]
+)
+async def test_steps_are_launched_ahead_while_the_drafter_rests(
+    drafter: Failing, following: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[bool] = []
+    launch = DecodeGraphs.launch
+
+    def noting(self: DecodeGraphs, sequences: Sequence[SequenceStep], *rest: Any) -> Launched:
+        followed.extend(step.follows is not None for step in sequences)
+        return launch(self, sequences, *rest)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", noting)
+    async with house("shared_memory", backend="device", drafter=drafter) as made:
+        gateway = Gateway(made)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 20))
+        await heard.ended.wait()
+        await gateway.close()
+    assert any(followed) == following
 
 
 async def test_what_more_than_logits_decides_gets_no_drafts() -> None:

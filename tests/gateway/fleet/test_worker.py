@@ -38,30 +38,29 @@ def worker() -> Worker:
     return new_worker(record, link)
 
 
-def test_what_ended_since_the_report_is_no_load_any_more() -> None:
-    """Prompts of another gateway (700 tokens) stay counted."""
+def test_what_was_given_since_the_report_is_added_and_what_is_outstanding_is_the_least() -> None:
     one = worker()
-    one.given("a", 1, 1000)
-    one.given("b", 1, 300)
+    one.given("a", 1, 1000, [0])
+    assert one.as_prefill().waiting_tokens == 1000
     one.reported(Load(waiting=3, waiting_tokens=2000))
-    assert one.as_prefill().waiting_tokens == 2000
+    one.given("b", 1, 50, [0])
+    assert one.as_prefill().waiting_tokens == 2050
+    one.done("b", 1)
+    one.reported(Load())
+    assert one.as_prefill().waiting_tokens == 1000
     one.done("a", 1)
-    assert one.as_prefill().waiting_tokens == 1000
-    one.given("c", 1, 50)
-    assert one.as_prefill().waiting_tokens == 1050
-    one.done("c", 1)  # which no report has counted
-    assert one.as_prefill().waiting_tokens == 1000
-    one.reported(Load(waiting=1, waiting_tokens=700))
-    assert one.as_prefill().waiting_tokens == 700
+    assert one.as_prefill().waiting_tokens == 0
 
 
-def test_choices_that_ended_since_the_report_do_not_run_any_more() -> None:
+def test_a_choice_ends_once_however_often_that_is_said() -> None:
+    """It is cancelled while its last word is on the way; the other one goes on."""
     one = worker()
-    one.given("a", 1, 100, choices=3)
-    one.reported(Load(running=5))
-    one.done("a", 1, 1)
-    assert one.as_decode(0).sequences == 4
-    one.done("a", 1)
-    assert one.as_decode(0).sequences == 2
-    one.lost()
+    one.given("a", 1, 100, [0, 1])
+    one.reported(Load(running=2))
+    one.done("a", 1, [1])
+    one.done("a", 1, [1])
+    assert one.as_decode(0).sequences == 2  # as reported
+    one.reported(Load(running=0))
+    assert one.as_decode(0).sequences == 1  # it is still outstanding
+    one.done("a", 1, [0])
     assert one.as_decode(0).sequences == 0
