@@ -137,7 +137,7 @@ class GatewayStream:
 
     def flushed(self, request_id: int, blocks: int) -> None:
         """Answer a FlushPrefixCache."""
-        self._outbox.put(Response(flushed=decode_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
+        self._outbox.put(Response(flushed=work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
 
     def close(self) -> None:
         self._outbox.close()

@@ -153,6 +153,10 @@ class HandoffClient:
         peer.attach(link, memory, copying, heard=lambda response: _hear(lease, response), progress=progress)
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
+    def flush_prefix_cache(self) -> int:
+        """Forget what own blocks hold of prompts; held ones stay with who holds them. How many keys went."""
+        return 0 if self._scratch is None else self._scratch.flush()
+
     def _own_scratch(self) -> Scratch:
         if self._scratch is None:
             if self._make_scratch is None:

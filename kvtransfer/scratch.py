@@ -71,6 +71,10 @@ class Scratch:
         """A row that read them failed: nobody else is to read them, or what was built on them."""
         self._pool.forget(blocks.keys[:1])
 
+    def flush(self) -> int:
+        """Forget every cached prefix; how many keys went."""
+        return self._pool.clear_cache()
+
     def _serve(self) -> None:
         while self._queue:
             waiting = self._queue[0]

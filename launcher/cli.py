@@ -209,10 +209,10 @@ def restart(
 
 @app.command()
 def flush(
-    worker_id: Annotated[str, typer.Argument(help="Empty: every decode worker.")] = "",
+    worker_id: Annotated[str, typer.Argument(help="Empty: every worker.")] = "",
     address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
-    """Let decode workers forget the cached prefixes that no running request holds."""
+    """Let workers forget the cached prefixes that no running request holds."""
     from launcher.operate import flush_prefix_cache
 
     raise typer.Exit(flush_prefix_cache(address, worker_id))

@@ -52,7 +52,7 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
 
 
 def flush_prefix_cache(address: str, worker_id: str) -> int:
-    """Exit status 1 when there is no such decode worker, or the gateway cannot be asked."""
+    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         request = pb.FlushPrefixCacheRequest(worker_id=worker_id)

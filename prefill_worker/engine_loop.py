@@ -196,6 +196,10 @@ class EngineLoop:
             self._runner.set_backlog(self.waiting_tokens > tokens)
             self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
+    def flush_prefix_cache(self) -> int:
+        """Forget the prefixes of the own copies, where there are some. How many keys went."""
+        return self.handoff.flush_prefix_cache()
+
     def close(self) -> None:
         self._step.close()
         self._runner.rest()

@@ -35,6 +35,11 @@ class GatewayStream:
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(heartbeat=beat))
 
+    def flushed(self, request_id: int, blocks: int) -> None:
+        """Answer a FlushPrefixCache."""
+        flushed = work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)
+        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(flushed=flushed))
+
     @property
     def unsaid(self) -> bool:
         """What ends a prompt is said at once."""

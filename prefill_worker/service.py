@@ -24,6 +24,8 @@ def gateway_links(
                 loop.dispatch(message.dispatch, gateway)
             case "cancel":
                 loop.cancel(key_of(message.cancel.id), message.cancel.choices)
+            case "flush":
+                gateway.flushed(message.flush.id, loop.flush_prefix_cache())
             case "drain":
                 drain(drain_grace_s(message.drain))
 

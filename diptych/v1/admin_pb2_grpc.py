@@ -94,7 +94,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Decode workers forget the cached prefixes that no running request holds.
+        """Workers forget the cached prefixes that no running request holds: decode workers, and prefill workers that
+        have copies of their own because they do not compute in place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

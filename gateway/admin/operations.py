@@ -14,9 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.v1 import admin_pb2 as pb
 from gateway.admin.survey import survey
 from gateway.admission.admission import AdmissionQueue
-from gateway.attempt.words import Role
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.wires import DecodeWire
 from gateway.fleet.worker import Worker
 from gateway.grpc_call import GrpcCall
 from gateway.model.model_card import ModelCard
@@ -97,27 +95,21 @@ class Operations:
         return pb.DrainWorkerResponse()
 
     async def flush_prefix_cache(self, request: pb.FlushPrefixCacheRequest) -> pb.FlushPrefixCacheResponse:
-        """Of one decode worker, or of all that are linked."""
+        """Of one worker, or of all that are linked."""
         if request.worker_id:
-            worker = self._find(request.worker_id)
-            if worker.record.role != Role.DECODE.value:
-                raise InvalidParameter("worker_id", "is a prefill worker's: only decode workers have a cache")
-            chosen = [self._linked(worker)]
+            chosen = [self._linked(self._find(request.worker_id))]
         else:
-            chosen = [w for w in self._fleet.roster.linked() if w.record.role == Role.DECODE.value]
+            chosen = list(self._fleet.roster.linked())
         counts = await asyncio.gather(*(self._flush(worker) for worker in chosen))
         return pb.FlushPrefixCacheResponse(blocks=sum(counts))
 
     async def _flush(self, worker: Worker) -> int:
-        wire = worker.link.wire
-        if not isinstance(wire, DecodeWire):
-            raise TypeError("a decode worker speaks the decode wire")
         number, answer = self._fleet.flushes.ask(worker.record.worker_id)
-        worker.link.send(wire.flush(number))
+        worker.link.send(worker.link.wire.flush(number))
         try:
             return await asyncio.wait_for(answer, FLUSH_TIMEOUT_S)
         except TimeoutError:
-            raise NoReadyWorker(Role.DECODE.value) from None
+            raise NoReadyWorker(worker.record.role) from None
 
     def _survey(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Flushes of prefix caches that decode workers were asked for and have not answered yet."""
+"""Flushes of prefix caches that workers were asked for and have not answered yet."""
 
 from __future__ import annotations
 

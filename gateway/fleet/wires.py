@@ -118,7 +118,7 @@ Heard = Greeting | Beat | Flushed | list[News]
 
 
 class Wire(Protocol):
-    """One role's protocol."""
+    """One role's protocol. A `flush` is answered by `Flushed` with the same number."""
 
     @property
     def role(self) -> Role: ...
@@ -128,6 +128,7 @@ class Wire(Protocol):
     def heartbeat(self, progress: int) -> Message: ...
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message: ...
     def drain(self, grace_s: float | None) -> Message: ...
+    def flush(self, request: int) -> Message: ...
     def read(self, message: Any) -> Heard: ...
 
 
@@ -152,12 +153,17 @@ class PrefillWire:
     def drain(self, grace_s: float | None) -> Message:
         return prefill_pb2.PrefillServiceLinkRequest(drain=_drain(grace_s))
 
+    def flush(self, request: int) -> Message:
+        return prefill_pb2.PrefillServiceLinkRequest(flush=work_pb2.FlushPrefixCache(id=request))
+
     def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
         if kind == "ended":
             return [_prefill_ended(message.ended)]
         if kind == "prompt_scores":
             return [_prompt_scores(message.prompt_scores)]
+        if kind == "flushed":
+            return Flushed(message.flushed.id, message.flushed.blocks)
         return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
 
 
@@ -183,8 +189,7 @@ class DecodeWire:
         return decode_pb2.DecodeServiceLinkRequest(drain=_drain(grace_s))
 
     def flush(self, request: int) -> Message:
-        """Forget the cached prefixes; answered by `Flushed` with the same number."""
-        return decode_pb2.DecodeServiceLinkRequest(flush=decode_pb2.FlushPrefixCache(id=request))
+        return decode_pb2.DecodeServiceLinkRequest(flush=work_pb2.FlushPrefixCache(id=request))
 
     def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")

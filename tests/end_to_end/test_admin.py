@@ -86,6 +86,25 @@ def test_a_flush_makes_the_next_prompt_cold(admin: admin_pb2_grpc.AdminServiceSt
         assert client.generate(PREFIX, max_tokens=1).usage.cached_prompt_tokens == 0
 
 
+def test_a_flush_reaches_the_copies_that_prefill_workers_push_from(bundled_tcp: Stack) -> None:
+    """Whoever flushes because something is wrong with what is cached wants none of it used again."""
+    decode_id = bundled_tcp.account["decode"][0]["worker_id"]
+    with (
+        grpc.insecure_channel(bundled_tcp.admin_address) as channel,
+        Client(bundled_tcp.address) as client,
+    ):
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+
+        def cached() -> int:
+            return client.generate(PREFIX, max_tokens=1).usage.cached_prompt_tokens
+
+        cached()
+        assert admin.FlushPrefixCache(pb.FlushPrefixCacheRequest(worker_id=decode_id)).blocks > 0
+        assert cached() > 0, "the prefill worker should have had a copy: this test shows nothing"
+        assert admin.FlushPrefixCache(pb.FlushPrefixCacheRequest()).blocks > 0
+        assert cached() == 0
+
+
 @pytest.mark.parametrize(
     ("rpc", "request_", "code", "reason", "field"),
     [

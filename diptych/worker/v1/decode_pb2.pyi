@@ -20,8 +20,8 @@ class DecodeServiceLinkRequest(_message.Message):
     cancel: _work_pb2.Cancel
     heartbeat: _work_pb2.Heartbeat
     drain: _work_pb2.Drain
-    flush: FlushPrefixCache
-    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[FlushPrefixCache, _Mapping]] = ...) -> None: ...
+    flush: _work_pb2.FlushPrefixCache
+    def __init__(self, hello: _Optional[_Union[_work_pb2.GatewayHello, _Mapping]] = ..., attach: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., cancel: _Optional[_Union[_work_pb2.Cancel, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[_work_pb2.Drain, _Mapping]] = ..., flush: _Optional[_Union[_work_pb2.FlushPrefixCache, _Mapping]] = ...) -> None: ...
 
 class DecodeServiceLinkResponse(_message.Message):
     __slots__ = ("hello", "step", "heartbeat", "flushed")
@@ -32,22 +32,8 @@ class DecodeServiceLinkResponse(_message.Message):
     hello: _work_pb2.WorkerHello
     step: StepBatch
     heartbeat: _work_pb2.Heartbeat
-    flushed: PrefixCacheFlushed
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., flushed: _Optional[_Union[PrefixCacheFlushed, _Mapping]] = ...) -> None: ...
-
-class FlushPrefixCache(_message.Message):
-    __slots__ = ("id",)
-    ID_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
-
-class PrefixCacheFlushed(_message.Message):
-    __slots__ = ("id", "blocks")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    blocks: int
-    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    flushed: _work_pb2.PrefixCacheFlushed
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., step: _Optional[_Union[StepBatch, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("tokens", "ended")

@@ -290,3 +290,17 @@ class StepTime(_message.Message):
     steps: int
     median: _duration_pb2.Duration
     def __init__(self, size_class: _Optional[int] = ..., steps: _Optional[int] = ..., median: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class FlushPrefixCache(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class PrefixCacheFlushed(_message.Message):
+    __slots__ = ("id", "blocks")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    blocks: int
+    def __init__(self, id: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
