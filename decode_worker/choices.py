@@ -27,6 +27,8 @@ class Choice(Gang):
     @staticmethod
     def draws(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
         """Its rows, unless rules, a mask or scores need a look at the logits."""
+        if not sequence.draft:
+            return (drawable(sequence.next_row),)
         return [drawable(row) for row in sequence.sample_rows()]
 
     def draftable(self, sequence: DecodeSequence) -> int:
@@ -55,11 +57,19 @@ class Choice(Gang):
         return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
 
     def take(self, picked: Sequence[Sequence[Sampled | SampleFailure] | SampleFailure]) -> Outcome | None:
-        """Tokens follow one another as long as each is the one that the next was computed after."""
         (found,) = picked
+        if isinstance(found, SampleFailure):
+            return self.failed(found)
+        if self.rows[0].draft:
+            return self._take_drafted(found)
+        (sampled,) = found
+        return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
+
+    def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
+        """Tokens follow one another as long as each is the one that the next was computed after."""
         draft, self.rows[0].draft = self.rows[0].draft, []
         self.request.drafted += len(draft)
-        for place, sampled in enumerate([found] if isinstance(found, SampleFailure) else found):
+        for place, sampled in enumerate(found):
             if isinstance(sampled, SampleFailure):
                 return self.failed(sampled)
             outcome = self._accept(sampled)

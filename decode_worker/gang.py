@@ -107,6 +107,8 @@ class Gang(ABC):
 
 def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[list[Any]]:
     """What each row makes of a step: the tokens drawn for it, else of its logits; one kind together."""
+    if len(drawn.tokens) == len(rows) and None not in drawn.tokens:
+        return [[token] for token in drawn.tokens]  # most steps of most servers
     picked: list[list[Any]] = []
     left: dict[Picker, list[tuple[int, range]]] = {}  # rows by number, and where their logits are
     begin = undrawn = 0

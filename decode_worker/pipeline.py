@@ -118,7 +118,7 @@ class Pipeline:
             start=row.num_tokens - 1 + unknown,
             token_ids=row.output_ids[-1:] + row.draft,
             wants_logits=True,
-            trailing=row.logit_rows,
+            trailing=1 + len(row.draft),
             follows=follows,
         )
 

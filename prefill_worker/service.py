@@ -21,13 +21,13 @@ def gateway_links(
     def heard(message: Request, gateway: GatewayStream) -> None:
         match message.WhichOneof("message"):
             case "dispatch":
-                loop.dispatch(message.dispatch, gateway)
+                loop.attempts.dispatch(message.dispatch, gateway)
             case "cancel":
-                loop.cancel(key_of(message.cancel.id), message.cancel.choices)
+                loop.attempts.cancel(key_of(message.cancel.id), message.cancel.choices)
             case "flush":
                 gateway.flushed(message.flush.id, loop.flush_prefix_cache())
             case "drain":
                 drain(drain_grace_s(message.drain))
 
     greeting = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
-    return GatewayLinks(greeting, GatewayStream, heard, loop.gateway_lost)
+    return GatewayLinks(greeting, GatewayStream, heard, loop.attempts.gateway_lost)

@@ -59,12 +59,12 @@ class PrefillWorker:
             transports=registry.chosen(settings.transport, engine.model.device),
             device=engine.model.device,
             scratch=self._scratch,
-            on_abort=self._loop.on_abort,
-            on_peer_lost=self._loop.on_peer_lost,
+            on_abort=self._loop.attempts.on_abort,
+            on_peer_lost=self._loop.attempts.on_peer_lost,
             beat=lambda: beat_of(self._loop),
         )
-        self._loop.handoff = self._handoff
-        self._loop.grammars = Grammars(settings.model_path)
+        self._loop.attempts.handoff = self._handoff
+        self._loop.attempts.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
         self._shell = WorkerShell(settings, engine, self._kind())

@@ -107,8 +107,8 @@ async def test_a_choice_cancelled_before_the_hand_over_never_speaks():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED)
         heard = gateway.start(decode, prefill, message)
-        for loop in (decode.loop.attempts, prefill.loop):
-            loop.cancel(("r", 1), [0])
+        for attempts in (decode.loop.attempts, prefill.loop.attempts):
+            attempts.cancel(("r", 1), [0])
         await until(lambda: bool(heard.words[1] and heard.words[2]))
         assert heard.outputs[0] == []
         assert heard.outputs[2] == ids(oracle.choices(PROMPT, 3, 6, **SAMPLED)[2])
@@ -123,7 +123,7 @@ async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
         gateway.start(decode, prefill, work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED))
         for choice in range(3):
             decode.loop.attempts.cancel(("r", 1), [choice])
-            prefill.loop.cancel(("r", 1), [choice])
+            prefill.loop.attempts.cancel(("r", 1), [choice])
         assert decode.loop.num_waiting == 0
         decode.pool.release(kept)
         assert await made.empty() == []
@@ -140,7 +140,7 @@ async def test_what_ends_before_the_hand_over_ends_every_choice():
         heard = gateway.start(decode, prefill, work(("r", 2), PROMPT, 6, choices=range(2)))
         await heard.ended.wait()
         assert heard.words == {0: ["decode FAILURE_REASON_DRAINING"], 1: ["decode FAILURE_REASON_DRAINING"]}
-        prefill.loop.cancel(("r", 2))
+        prefill.loop.attempts.cancel(("r", 2))
         assert await made.empty() == []
         await gateway.close()
 

@@ -20,7 +20,7 @@ from gateway.session.session_actions import Emit
 from kvtransfer.attempt_book import AttemptBook
 from kvtransfer.receiver import Receiver
 from kvtransfer.transports import tcp
-from prefill_worker.engine_loop import EngineLoop as PrefillLoop
+from prefill_worker.attempts import Attempts as PrefillAttempts
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -125,7 +125,7 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
 def a_lost_gateway_leaks(patch: Patch) -> None:
     """Attempts outlive the gateway that attached them, for as long as their grants are not asked for."""
     patch.setattr(Attempts, "gateway_lost", lambda self, gateway: gateway.close())
-    patch.setattr(PrefillLoop, "gateway_lost", lambda self, gateway: gateway.close())
+    patch.setattr(PrefillAttempts, "gateway_lost", lambda self, gateway: gateway.close())
 
 
 def shared_blocks_are_written(patch: Patch) -> None:

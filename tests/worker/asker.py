@@ -108,7 +108,7 @@ class Gateway:
         """Attach and dispatch."""
         heard = self.heard.setdefault(_key(message.id), Heard(tuple(message.choices)))
         decode.loop.attempts.attach(message, self._decode_streams[id(decode)])
-        prefill.loop.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
+        prefill.loop.attempts.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
         return heard
 
     def lose(self) -> None:
@@ -117,7 +117,7 @@ class Gateway:
         for decode in self.house.decodes:
             decode.loop.attempts.gateway_lost(self._decode_streams[id(decode)])
         for prefill in self.house.prefills:
-            prefill.loop.gateway_lost(self._prefill_streams[id(prefill)])
+            prefill.loop.attempts.gateway_lost(self._prefill_streams[id(prefill)])
 
     async def close(self) -> None:
         self.lose()

@@ -290,10 +290,10 @@ def _prefill(
         layout=layout(),
         transports=[transport],
         scratch=lambda: (memory, pool),
-        on_abort=loop.on_abort,
-        on_peer_lost=loop.on_peer_lost,
+        on_abort=loop.attempts.on_abort,
+        on_peer_lost=loop.attempts.on_peer_lost,
     )
-    loop.handoff = client
+    loop.attempts.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
     return Prefill(loop, client, pool, memory, ended)

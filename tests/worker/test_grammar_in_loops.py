@@ -80,7 +80,7 @@ def alone(text: str, count: int) -> tuple[int, ...]:
 def grammars_of(made: House) -> tuple[LetterGrammars, LetterGrammars]:
     """The prefill worker's and the decode worker's."""
     ours = LetterGrammars(), LetterGrammars()
-    made.prefills[0].loop.grammars = ours[0]
+    made.prefills[0].loop.attempts.grammars = ours[0]
     made.decodes[0].loop.attempts.grammars = ours[1]
     return ours
 
@@ -197,7 +197,7 @@ async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> N
         await until(lambda: decode.pool.available() < decode.pool.total)
         await asyncio.sleep(0.1)  # by now the hand-over is complete, if it can be
         decode.loop.attempts.cancel(("r1", 1))
-        made.prefills[0].loop.cancel(("r1", 1))
+        made.prefills[0].loop.attempts.cancel(("r1", 1))
         waiting.may_compile.set()
         await gateway.close()
         assert await made.empty() == []

@@ -117,7 +117,7 @@ async def test_a_flush_forgets_every_prefix_and_says_how_many(held):
             call = decode_pb2_grpc.DecodeServiceStub(channel).Link()
             Request = decode_pb2.DecodeServiceLinkRequest
             await call.write(Request(hello=HELLO))
-            await call.write(Request(flush=decode_pb2.FlushPrefixCache(id=7)))
+            await call.write(Request(flush=work_pb2.FlushPrefixCache(id=7)))
             async for message in call:
                 if message.WhichOneof("message") == "flushed":
                     break

@@ -80,9 +80,9 @@ class Walk:
         return self.gateway.start(self.house.decodes[0], prefill, message), key
 
     def cancel(self, key: tuple[str, int], choices: list[int]) -> None:
-        loops = [self.house.decodes[0].loop.attempts, *(prefill.loop for prefill in self.house.prefills)]
-        for loop in self.rng.sample(loops, len(loops)):
-            loop.cancel(key, choices)
+        workers = [self.house.decodes[0], *self.house.prefills]
+        for worker in self.rng.sample(workers, len(workers)):
+            worker.loop.attempts.cancel(key, choices)
 
     async def choices(self, name: str) -> None:
         prompt, count = self.rng.choice(PROMPTS), self.rng.randint(1, 5)

@@ -126,7 +126,7 @@ class Walk:
         raise AssertionError(f"{planned.name} was preempted again and again")
 
     async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
-        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.cancel], 2)
+        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.attempts.cancel], 2)
         first(key)
         await asyncio.sleep(planned.late_s)
         second(key)
