@@ -68,6 +68,7 @@ def targets(servers: Sequence[Server], summary: Summary, limits: Limits | None, 
         *_one_and_eight(servers, summary, path),
         *_prefill(servers, summary, limits, path),
         *_streams(servers, summary, path),
+        *_hand_over(summary, path),
         *_start(summary, path),
     ]
 
@@ -136,6 +137,13 @@ def _streams(servers: Sequence[Server], summary: Summary, path: str) -> Iterator
             _of(summary, path, load, _P99_BESIDE),
             None if fastest is None else _of(summary, fastest.server, load, _P99_BESIDE),
         )
+
+
+def _hand_over(summary: Summary, path: str) -> Iterator[Target]:
+    for figure, limit in (("median", 3.0), ("p99", 10.0)):
+        ours = _of(summary, path, closed_loop(16), f"{figure}_handover_ms")
+        what = f"C=16 hand-over {figure} of ours / {limit:.0f} ms"
+        yield Target(what, "at most", 1.0, ours, Best("limit", limit))
 
 
 def _start(summary: Summary, path: str) -> Iterator[Target]:
