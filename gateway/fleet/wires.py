@@ -5,9 +5,9 @@ Protobuf of ``diptych.worker.v1`` ends here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
@@ -132,29 +132,42 @@ class Wire(Protocol):
     def read(self, message: Any) -> Heard: ...
 
 
-class PrefillWire:
-    """Gateway ↔ prefill worker."""
+class _RoleWire:
+    """What both protocols have in common: messages of the same names, in requests of different types."""
 
-    role = Role.PREFILL
-    method = PREFILL
+    _request: ClassVar[Callable[..., Message]]
 
     def __init__(self, gateway_id: str, incarnation: int) -> None:
         self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
 
     def hello(self) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(hello=self._hello)
+        return self._request(hello=self._hello)
 
     def heartbeat(self, progress: int) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
+        return self._request(heartbeat=work_pb2.Heartbeat(progress=progress))
 
     def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
+        return self._request(cancel=_cancel(work_id, attempt, choices))
 
     def drain(self, grace_s: float | None) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(drain=_drain(grace_s))
+        return self._request(drain=_drain(grace_s))
 
     def flush(self, request: int) -> Message:
-        return prefill_pb2.PrefillServiceLinkRequest(flush=work_pb2.FlushPrefixCache(id=request))
+        return self._request(flush=work_pb2.FlushPrefixCache(id=request))
+
+    @staticmethod
+    def _read_common(kind: str | None, message: Any) -> Heard:
+        if kind == "flushed":
+            return Flushed(message.flushed.id, message.flushed.blocks)
+        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+
+
+class PrefillWire(_RoleWire):
+    """Gateway ↔ prefill worker."""
+
+    role = Role.PREFILL
+    method = PREFILL
+    _request = prefill_pb2.PrefillServiceLinkRequest
 
     def read(self, message: prefill_pb2.PrefillServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
@@ -162,43 +175,22 @@ class PrefillWire:
             return [_prefill_ended(message.ended)]
         if kind == "prompt_scores":
             return [_prompt_scores(message.prompt_scores)]
-        if kind == "flushed":
-            return Flushed(message.flushed.id, message.flushed.blocks)
-        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+        return self._read_common(kind, message)
 
 
-class DecodeWire:
+class DecodeWire(_RoleWire):
     """Gateway ↔ decode worker."""
 
     role = Role.DECODE
     method = DECODE
-
-    def __init__(self, gateway_id: str, incarnation: int) -> None:
-        self._hello = work_pb2.GatewayHello(gateway_id=gateway_id, incarnation=incarnation)
-
-    def hello(self) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(hello=self._hello)
-
-    def heartbeat(self, progress: int) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(heartbeat=work_pb2.Heartbeat(progress=progress))
-
-    def cancel(self, work_id: str, attempt: int, choices: Sequence[int]) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(cancel=_cancel(work_id, attempt, choices))
-
-    def drain(self, grace_s: float | None) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(drain=_drain(grace_s))
-
-    def flush(self, request: int) -> Message:
-        return decode_pb2.DecodeServiceLinkRequest(flush=work_pb2.FlushPrefixCache(id=request))
+    _request = decode_pb2.DecodeServiceLinkRequest
 
     def read(self, message: decode_pb2.DecodeServiceLinkResponse) -> Heard:
         kind = message.WhichOneof("message")
         if kind == "step":
             step = message.step
             return [*map(_tokens, step.tokens), *map(_decode_ended, step.ended)]
-        if kind == "flushed":
-            return Flushed(message.flushed.id, message.flushed.blocks)
-        return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
+        return self._read_common(kind, message)
 
 
 def _cancel(work_id: str, attempt: int, choices: Sequence[int]) -> work_pb2.Cancel:

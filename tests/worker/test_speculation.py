@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from engine.drawn import Launched
 from tests.worker import test_random_choices, test_random_interleavings
 from tests.worker.asker import Gateway, work
 from tests.worker.house import MODELS, VOCABULARY, greedy, house
+from tests.worker.test_launched_ahead import complaints
 
 PROMPT = (5, 9, 2)
 
@@ -188,9 +188,3 @@ async def test_drawn_choices_and_beams_in_random_order(
     assert walk.outcomes["decode finished"] > 10, walk.outcomes
     assert walk.outcomes["decode preempted"] > 0, walk.outcomes
     assert drafter.drafted > 100
-
-
-def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What steps that fail would log."""
-    said = Counter(r.getMessage() for r in caplog.records if r.name.startswith(("decode_worker", "worker")))
-    return list(said)
