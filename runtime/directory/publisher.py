@@ -27,7 +27,7 @@ from runtime.directory.prefix_index import PrefixEvent
 from runtime.directory.records import Lease, WorkerLoad, WorkerRecord
 
 _RENEW_S = 1.0
-_COALESCE_S = 0.02
+_COALESCE_S = 0.1
 _BATCH_KEYS = 512
 _MAX_PENDING = 100_000
 _RETRY_S = (0.1, 0.2, 0.5, 1.0)
@@ -81,7 +81,7 @@ class DirectoryPublisher:
         self._load = WorkerLoad(running, waiting, waiting_tokens, free_blocks)
 
     def prefix_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Notes blocks that entered and left the prefix cache; they go out some 20 ms later, together."""
+        """Notes blocks that entered and left the prefix cache; they go out some 100 ms later, together."""
         for key in removed:
             self._pending.pop(key, None)
             self._pending[key] = False
