@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -69,6 +70,15 @@ def cpu_ticks(pid: int, proc: Path = _PROC) -> int:
     """The same in clock ticks."""
     fields = _stat_of(pid, proc)
     return int(fields[11]) + int(fields[12])
+
+
+def thread_cpu_s(pid: int, proc: Path = _PROC) -> dict[int, float]:
+    """The same by thread; the one whose id is the process's own is the main thread."""
+    used: dict[int, float] = {}
+    for entry in (proc / str(pid) / "task").glob("[0-9]*"):
+        with suppress(OSError):  # it ended while we looked
+            used[int(entry.name)] = cpu_ticks(int(entry.name), entry.parent) * _TICK_S
+    return used
 
 
 def family_of(pid: int, proc: Path = _PROC) -> list[int]:

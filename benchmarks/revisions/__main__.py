@@ -12,7 +12,8 @@ from pathlib import Path
 
 import benchmarks.revisions as package
 from benchmarks.peers.process import RunningServer, StartFailed
-from benchmarks.revisions.measure import Size, by_turns
+from benchmarks.closed_turn import Size
+from benchmarks.revisions.measure import by_turns
 from benchmarks.revisions.report import markdown
 from benchmarks.revisions.tree import NoSuchRevision, unpacked
 

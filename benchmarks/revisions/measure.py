@@ -8,26 +8,11 @@ from dataclasses import dataclass
 
 import uvloop
 
-from benchmarks.backends.asking import Asking
-from benchmarks.backends.grpc import GrpcBackend
+from benchmarks.closed_turn import Size, closed_turn, tokens_of
 from benchmarks.cpu_time import cpu_s, family_of
-from benchmarks.datasets.synthetic import RandomLengths
-from benchmarks.drive import Run, drive
-from benchmarks.load import Load
 from benchmarks.peers.process import RunningServer
 
-TIMEOUT_S = 300.0
 WARM_UP_SEED = 1
-
-
-@dataclass(frozen=True)
-class Size:
-    """Of one turn: ``clients`` in a closed loop, each of them with so many requests."""
-
-    clients: int = 16
-    per_client: int = 4
-    input_len: int = 128
-    output_len: int = 64
 
 
 @dataclass(frozen=True)
@@ -45,7 +30,7 @@ def by_turns(
     """For each round, a turn of each system. Raises RuntimeError if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for system in systems:
-            runner.run(_load(system, size, WARM_UP_SEED))
+            runner.run(closed_turn(system, size, WARM_UP_SEED))
         return [_round(runner, systems, size, number, tell) for number in range(rounds)]
 
 
@@ -66,20 +51,7 @@ def _round(
 def _turn(runner: asyncio.Runner, system: RunningServer, size: Size, seed: int) -> Turn:
     processes = family_of(system.pid)
     before = sum(map(cpu_s, processes))
-    run = runner.run(_load(system, size, seed))
+    run = runner.run(closed_turn(system, size, seed))
     used = sum(map(cpu_s, processes)) - before
-    tokens = sum(outcome.reply.output_tokens for outcome in run.outcomes if outcome.reply is not None)
+    tokens = tokens_of(run)
     return Turn(tokens / run.duration, 1000 * used / tokens, run.steal_share)
-
-
-async def _load(system: RunningServer, size: Size, seed: int) -> Run:
-    requests = RandomLengths(size.input_len, size.output_len).requests(size.clients * size.per_client, seed)
-    backend = GrpcBackend(system.address, Asking(ignore_eos=True, timeout_s=TIMEOUT_S))
-    try:
-        run = await drive(backend, Load(max_concurrency=size.clients), requests, seed)
-    finally:
-        await backend.close()
-    failed = next((one.error for one in run.outcomes if one.error is not None), None)
-    if failed is not None:
-        raise RuntimeError(f"{system.server.name}: {failed}")
-    return run
