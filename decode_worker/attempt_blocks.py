@@ -95,7 +95,7 @@ class AttemptBlocks:
     def publish(self, sequence: DecodeSequence) -> None:
         """Enter the blocks that are full by now into the prefix cache."""
         computed = sequence.num_tokens - 1
-        if self._trusted and computed // self._block_size > len(sequence.block_keys):
+        if computed // self._block_size > len(sequence.block_keys) and self._trusted:
             output = sequence.output_ids
             self._prefixes.publish(
                 self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys

@@ -23,7 +23,7 @@ from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockMisuse, BlockPool
 from engine.kv_memory import KVMemory
 from kvtransfer.messages import Expected, Key
-from kvtransfer.ready import HandoffStats, Ready
+from kvtransfer.ready import Ready
 from kvtransfer.wire import attempt_id
 from runtime.block_hash import block_keys
 from runtime.failpoints import reach
@@ -41,7 +41,8 @@ class Grants(Protocol):
     def cancel(self, key: Key) -> None: ...
     def blocks_freed(self) -> None: ...
     def abort_newest_grant(self) -> Key | None: ...
-    def stats(self) -> HandoffStats: ...
+    @property
+    def num_grants(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class EngineLoop:
             candidates,
             free_blocks=self._pool.available(),
             max_batch=self._max_batch,
-            grants=self.attempts.grants.stats().grants,
+            grants=self.attempts.grants.num_grants,
             quarantined=self._pool.quarantined(),
         )
 

@@ -84,10 +84,11 @@ def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
             raise BatchError(f"row {row}: starts before position 0")
         if not 0 <= step.logit_rows <= len(step.token_ids):
             raise BatchError(f"row {row}: {step.trailing} rows of logits of {len(step.token_ids)} tokens")
-        if layout.blocks_for(end) > len(step.block_table):
+        blocks = layout.blocks_for(end)
+        if blocks > len(step.block_table):
             raise BatchError(f"row {row}: {end} tokens do not fit into {len(step.block_table)} blocks")
         if min(step.token_ids) < 0 or max(step.token_ids) >= vocab_size:
             raise BatchError(f"row {row}: a token id outside the vocabulary of {vocab_size}")
-        used = step.block_table[: layout.blocks_for(end)]
+        used = step.block_table[:blocks]
         if min(used) < 0 or max(used) >= step.memory.num_blocks:
             raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")

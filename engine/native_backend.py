@@ -82,6 +82,7 @@ class NativeBackend:
         self._positions = 0
         self._reach(min(_FIRST_POSITIONS, shape.max_context))
         self._ahead: deque[_LaunchedStep] = deque()
+        self._no_logits = torch.empty((0, shape.vocab_size))
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` cores from the next step on."""
@@ -156,8 +157,7 @@ class NativeBackend:
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        nothing = torch.empty((0, self._shape.vocab_size))
-        return Drawn([_drawn(token) for token in step.batch.likeliest], nothing)
+        return Drawn([_drawn(token) for token in step.batch.likeliest], self._no_logits)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None

@@ -37,11 +37,12 @@ def native_batch(
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
+    memories = list({id(step.memory): step.memory for step in sequences}.values())
+    # The native side knows one block size and one element size; a memory of another layout would be addressed
+    # wrongly.
+    if layout.dtype != dtype or any(memory.layout != layout for memory in memories):
+        raise NativeError("all memories of a batch must have the model's layout")
     for step in sequences:
-        # The native side knows one block size and one element size; a memory of another layout would be
-        # addressed wrongly.
-        if step.memory.layout != layout or layout.dtype != dtype:
-            raise NativeError("all memories of a batch must have the model's layout")
         tokens.extend(step.token_ids)
         tables.extend(step.block_table)
     arrays = {
@@ -62,7 +63,7 @@ def native_batch(
         abort_words=None if abort is None else abort.words.ctypes.data,
         **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )
-    alive = [*arrays.values(), follows, abort, [step.memory for step in sequences]]
+    alive = [*arrays.values(), follows, abort, memories]
     some = any(step.follows is not None for step in sequences)
     address = follows.buffer_info()[0] if some else None
     return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address)

@@ -96,11 +96,16 @@ class AttemptBook:
         """What is out of use because this writer might still write to it."""
         return [a.held for a in self.table if a.phase is Phase.QUARANTINED and a.writer == writer]
 
+    @property
+    def num_grants(self) -> int:
+        """Open ones that are not in quarantine."""
+        return sum(attempt.phase is not Phase.QUARANTINED for attempt in self.table)
+
     def stats(self, now: float) -> ReceiverStats:
         """The numbers of this moment."""
         quarantined = [a for a in self.table if a.phase is Phase.QUARANTINED]
         return ReceiverStats(
-            grants=len(self.table) - len(quarantined),
+            grants=self.num_grants,
             waiting_asks=len(self.queue),
             quarantined_blocks=self._pool.quarantined(),
             quarantine_age_s=max((now - a.since for a in quarantined if a.since is not None), default=0.0),

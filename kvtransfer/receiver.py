@@ -239,6 +239,11 @@ class Receiver:
         """Whether blocks are out of use only because this writer might still write to them."""
         return bool(self._book.quarantined_by(writer))
 
+    @property
+    def num_grants(self) -> int:
+        """Those that are being filled; what is in quarantine is none of them."""
+        return self._book.num_grants
+
     def stats(self) -> ReceiverStats:
         """The numbers of this moment."""
         return self._book.stats(self._now)

@@ -136,6 +136,11 @@ class HandoffServer:
         self._pump.run(actions)
         return key
 
+    @property
+    def num_grants(self) -> int:
+        """Grants that prefill workers are filling."""
+        return self._receiver.num_grants
+
     def stats(self) -> HandoffStats:
         """The numbers of this moment."""
         stats = self._receiver.stats()

@@ -40,19 +40,17 @@ class StepClock:
         self._steps: dict[int, deque[tuple[float, float]]] = {}  # by class: (end, seconds)
         self._running: tuple[float, int] | None = None  # (begin, class)
         self._failed = False  # the running step, before it was begun again
-        self._due = 0.0
+        self._since = 0.0  # what is being computed of it
 
     def begin(self, tokens: int, now: float) -> None:
         """A step of so many tokens begins."""
         kind = size_class(tokens)
-        self._running, self._failed = (now, kind), False
-        self._due = now + self._predicted_s(kind)
+        self._running, self._failed, self._since = (now, kind), False, now
 
     def again(self, now: float) -> None:
         """The running step failed, and a part of it begins: it is due when the whole was. Any thread."""
         if self._running is not None:
-            self._failed = True
-            self._due = now + self._predicted_s(self._running[1])
+            self._failed, self._since = True, now
 
     def end(self, now: float) -> None:
         """It is over. How long one took that failed says nothing about others."""
@@ -66,7 +64,9 @@ class StepClock:
 
     def late_s(self, now: float) -> float:
         """By how much the running step is past its predicted end; 0 while it is not, and between steps."""
-        return 0.0 if self._running is None else max(now - self._due, 0.0)
+        if self._running is None:
+            return 0.0
+        return max(now - self._since - self._predicted_s(self._running[1]), 0.0)
 
     def times(self, now: float) -> list[StepTime]:
         """What the last seconds' steps took, for comparison with other workers."""
