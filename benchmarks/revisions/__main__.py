@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import benchmarks.revisions as package
-from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.closed_turn import Size
+from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.revisions.measure import by_turns
 from benchmarks.revisions.report import markdown
 from benchmarks.revisions.tree import NoSuchRevision, unpacked

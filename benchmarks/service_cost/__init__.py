@@ -1,4 +1,4 @@
-"""What a whole system costs beside the bare engine: tokens a second of both, and whose CPU time a token takes.
+"""What a whole system costs beside the bare engine: tokens a second of both, and whose CPU time a token has.
 
     python -m benchmarks.service_cost [--clients 16] [--rounds 6] [--dtype auto]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.datasets.synthetic import RandomLengths
 from benchmarks.precisions import load_precision

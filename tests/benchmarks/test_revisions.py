@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.process import RunningServer
-from benchmarks.revisions import tree
 from benchmarks.closed_turn import Size
 from benchmarks.cpu_time import family_of
+from benchmarks.peers.process import RunningServer
+from benchmarks.revisions import tree
 from benchmarks.revisions.measure import Turn, by_turns
 from benchmarks.revisions.report import markdown
 from benchmarks.revisions.tree import NoSuchRevision, Tree, unpacked
