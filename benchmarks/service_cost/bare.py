@@ -1,6 +1,6 @@
 """The bare engine in a process of its own: a round for every line on standard input, its seconds as answer.
 
-    python -m benchmarks.service_cost.bare MODEL DTYPE THREADS CLIENTS INPUT OUTPUT
+python -m benchmarks.service_cost.bare MODEL DTYPE THREADS CLIENTS INPUT OUTPUT
 """
 
 from __future__ import annotations

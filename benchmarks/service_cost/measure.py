@@ -100,9 +100,7 @@ def by_turns(
     return measured
 
 
-def _round(
-    runner: asyncio.Runner, bare: BareEngine, system: RunningServer, size: Size, number: int
-) -> Round:
+def _round(runner: asyncio.Runner, bare: BareEngine, system: RunningServer, size: Size, number: int) -> Round:
     """Who is first in one round is last in the next. Bare there are half as many prompts."""
     first = WARM_UP_SEED + 1 + number * size.per_client
     seeds = range(first, first + max(size.per_client // 2, 1))
