@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -62,7 +61,7 @@ def busy_now() -> float:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process, all its threads. Raises OSError when it has ended."""
+    """User and system time of a process, ended threads included. Raises OSError when it has ended itself."""
     return cpu_ticks(pid) * _TICK_S
 
 
@@ -72,13 +71,9 @@ def cpu_ticks(pid: int, proc: Path = _PROC) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def thread_cpu_s(pid: int, proc: Path = _PROC) -> dict[int, float]:
-    """The same by thread; the one whose id is the process's own is the main thread."""
-    used: dict[int, float] = {}
-    for entry in (proc / str(pid) / "task").glob("[0-9]*"):
-        with suppress(OSError):  # it ended while we looked
-            used[int(entry.name)] = cpu_ticks(int(entry.name), entry.parent) * _TICK_S
-    return used
+def main_thread_cpu_s(pid: int) -> float:
+    """Of these threads the main one's alone."""
+    return cpu_ticks(pid, _PROC / str(pid) / "task") * _TICK_S
 
 
 def family_of(pid: int, proc: Path = _PROC) -> list[int]:

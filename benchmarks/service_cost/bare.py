@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.datasets.synthetic import RandomLengths
-from benchmarks.precisions import load_precision
+from benchmarks.precisions import PRECISIONS, load_precision
 from engine.batch import SequenceStep
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
@@ -58,7 +58,8 @@ class BareEngine:
 
 
 def main(argv: Sequence[str]) -> int:
-    model, dtype, *sizes = argv
+    model, name, *sizes = argv
+    dtype = next(precision for precision in PRECISIONS if precision == name)
     threads, clients, input_len, output_len = map(int, sizes)
     runner = Runner(load_precision(resolve_model(model), dtype), threads)
     engine = BareEngine(runner, clients, input_len, output_len)

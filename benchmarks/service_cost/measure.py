@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.closed_turn import Size, closed_turn, tokens_of
-from benchmarks.cpu_time import family_of, thread_cpu_s
+from benchmarks.cpu_time import cpu_s, family_of, main_thread_cpu_s
 from benchmarks.peers.process import RunningServer
 
 WARM_UP_SEED = 1
@@ -122,9 +122,9 @@ def _cpu_of(pid: int) -> dict[Part, float]:
     used: dict[Part, float] = {}
     for member in (*family_of(pid), os.getpid()):
         process = GENERATOR if member == os.getpid() else name_of(member)
-        for thread, seconds in thread_cpu_s(member).items():
-            part = process, EVENT_LOOP if thread == member else OTHERS
-            used[part] = used.get(part, 0.0) + seconds
+        event_loop = main_thread_cpu_s(member)
+        for threads, seconds in ((EVENT_LOOP, event_loop), (OTHERS, cpu_s(member) - event_loop)):
+            used[process, threads] = used.get((process, threads), 0.0) + seconds
     return used
 
 
