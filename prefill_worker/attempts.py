@@ -179,6 +179,20 @@ class Attempts:
         reach("prefill.granted")
         self._wake()
 
+    def say_first(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
+        """The client need not wait for the hand-over: whatever becomes of it, these are the tokens.
+
+        There are none where candidates of beams go on, or where all that is lost is the word of the end.
+        """
+        attempt, delivered = request.attempt, request.attempt.delivered_ids
+        if attempt.beam_width:
+            return
+        if delivered and attempt.finish_reason(delivered[-1], len(delivered), request.grammar) is not None:
+            return
+        by_choice = zip(attempt.choices, tokens, strict=True)
+        wanted = {choice: token for choice, token in by_choice if choice in request.wanted}
+        request.gateway.first_tokens(request.key, len(delivered), wanted, request.times())
+
     def stop(self, request: PrefillRequest, stop: Stop) -> None:
         """Decide that the request ends without a commit; carried out when no step writes any more."""
         if request.stop is not None:

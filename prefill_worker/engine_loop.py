@@ -164,6 +164,7 @@ class EngineLoop:
             request.steps += 1
             if chunk.last:
                 request.computed_at = now
+                self.attempts.say_first(request, computed.first_tokens)
             else:
                 reach("prefill.chunk")
             request.news.put_nowait(ChunkDone(request.computed, computed.first_tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from kvtransfer.messages import Key
@@ -28,6 +28,23 @@ class GatewayStream:
         """Scores of the prompt's tokens from `first_position` on."""
         message = prefill_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(prompt_scores=message))
+
+    def first_tokens(
+        self, key: Key, index: int, tokens: Mapping[int, work_pb2.SampledToken], times: work_pb2.PhaseTimes
+    ) -> None:
+        """By choice; `index` is their place in its output, `times` the phases until now."""
+        message = prefill_pb2.FirstTokens()
+        for choice, token in tokens.items():
+            message.tokens.add(
+                id=attempt_id(key),
+                index=index,
+                token_ids=(token.token_id,),
+                choice=choice,
+                scores=(token.score,) if token.HasField("score") else (),
+                cached_tokens=times.cached_tokens,
+                times=times,
+            )
+        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(first_tokens=message))
 
     def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))

@@ -11,8 +11,9 @@ from gateway.attempt.words import Cause, FinishReason, Role, TokenScore
 class TokensArrived(NamedTuple):
     """Tokens of a choice's output from ``position`` on. Positions count over all attempts.
 
-    ``scores``: one for each token, or none at all. (A NamedTuple: it is made for every token, four times as
-    fast as a frozen dataclass.)
+    ``scores``: one for each token, or none at all. ``early``: the prefill worker says so, before the decode
+    worker has taken over. (A NamedTuple: it is made for every token, four times as fast as a frozen
+    dataclass.)
     """
 
     attempt: int
@@ -20,6 +21,7 @@ class TokensArrived(NamedTuple):
     token_ids: tuple[int, ...]
     choice: int = 0
     scores: tuple[TokenScore, ...] = ()
+    early: bool = False
 
     def __repr__(self) -> str:
         return f"TokensArrived({self.attempt}, {self.position}, {len(self.token_ids)} ids, {self.choice})"

@@ -6,8 +6,9 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.choices`
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
 3. PREFILLING: the decode worker was told to expect the attempt, and the prefill worker to compute it.
-4. DECODING: tokens of this attempt have come. Each goes to the client exactly once: what was delivered
-   already is dropped by its index, and a gap is a bug that ends the request.
+   The prefill worker may say the first token already, which changes nothing but what the client has.
+4. DECODING: the decode worker has said tokens of this attempt. Each goes to the client exactly once: what was
+   delivered already is dropped by its index, and a gap is a bug that ends the request.
 5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt hand-over)
    leads back to ROUTING when `recovery.decide` says so; the client sees nothing of it. If no worker can take
    the next attempt, or none may because it seems to have killed two, the choice stays there for a while.
@@ -75,6 +76,7 @@ class Session:
         self._tally = tally
         self._working: dict[Role, str] = {}  # who has not said the last word on the current attempt
         self._had_by: dict[Role, str] = {}  # who has, or had, the current attempt
+        self._early = 0  # tokens of the current attempt that the client has from its prefill worker
 
     @property
     def over(self) -> bool:
@@ -189,6 +191,7 @@ class Session:
         self.setbacks.waits, self.setbacks.waiting_for = False, None
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
         self._had_by = dict(self._working)
+        self._early = 0
         return []
 
     def _restore(self, token_ids: tuple[int, ...], reason: FinishReason | None, now: float) -> list[Action]:
@@ -205,9 +208,11 @@ class Session:
         fresh = event.token_ids[skip:] if skip else event.token_ids
         if have + len(fresh) > self._tally.max_tokens:
             return self._fail(Internal(), now)
-        if self.state is not State.DECODING:
+        if event.early:
+            self._early += len(fresh)
+        elif self.state is not State.DECODING:
             self.move(State.DECODING, now)
-            if fresh:
+            if fresh or self._early:
                 self.setbacks.got_on()
         if not fresh:
             return []

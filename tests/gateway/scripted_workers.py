@@ -156,6 +156,11 @@ class ScriptedPrefill(ScriptedWorker):
         if kind == "dispatch" and not self.idle:
             self.committed(message.work)
 
+    def first(self, work: work_pb2.Work, token_id: int, cached_tokens: int = 0) -> None:
+        token = work_pb2.Tokens(id=work.id, index=delivered(work), token_ids=[token_id])
+        token.cached_tokens = cached_tokens
+        self.say(first_tokens=prefill_pb2.FirstTokens(tokens=[token]))
+
     def committed(self, work: work_pb2.Work) -> None:
         self.say(ended=prefill_pb2.PrefillEnded(id=work.id, committed=prefill_pb2.Committed()))
 
@@ -190,7 +195,7 @@ class ScriptedDecode(ScriptedWorker):
     def tokens(self, work: work_pb2.Work, index: int, ids: list[int], **more: Any) -> None:
         self.say(
             step=decode_pb2.StepBatch(
-                tokens=[decode_pb2.Tokens(id=work.id, index=index, token_ids=ids, **more)]
+                tokens=[work_pb2.Tokens(id=work.id, index=index, token_ids=ids, **more)]
             )
         )
 

@@ -112,6 +112,24 @@ async def test_generate_gives_one_message(bundled: ServedModel, redis_url: str, 
     assert response.timings.HasField("total")
 
 
+async def test_the_first_token_need_not_wait_for_the_hand_over(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
+    prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
+    async with running(bundled, redis_url, prefill, decode) as stack:
+        call = stack.stub.StreamGenerate(stack.request())
+        (dispatch,) = await prefill.wait_for("dispatch")
+        prefill.first(dispatch.work, answer[0], cached_tokens=1)
+        first = await call.read()
+        assert list(first.outputs[0].token_ids) == answer[:1]
+        assert first.prompt.cached_token_count == 1
+        prefill.committed(dispatch.work)
+        await answering(answer)(decode, dispatch.work)
+        rest = await collect(call)
+    assert text_of([first, *rest]) == ANSWER
+    assert rest[-1].usage.completion_tokens == len(answer)
+
+
 async def test_client_cancel_reaches_both_workers(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:

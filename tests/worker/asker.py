@@ -52,6 +52,9 @@ class Heard:
 
     choices: tuple[int, ...] = (0,)
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    early: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # the prefill worker's word on what they begin with
     scores: dict[int, list[work_pb2.Score]] = field(default_factory=dict)
     words: dict[int, list[str]] = field(default_factory=dict)
     reasons: dict[int, work_pb2.FinishReason] = field(default_factory=dict)
@@ -62,6 +65,7 @@ class Heard:
     def __post_init__(self) -> None:
         for choice in self.choices:
             self.outputs[choice], self.scores[choice], self.words[choice] = [], [], []
+            self.early[choice] = []
             self.over[choice] = asyncio.Event()
 
     @property
@@ -74,6 +78,11 @@ class Heard:
     def last_words(self) -> list[str]:
         """Of all choices."""
         return [word for words in self.words.values() for word in words]
+
+    def agree(self, choice: int) -> None:
+        """What both workers said of an output must be the same; any of them may be the faster one."""
+        both = zip(self.early[choice], self.outputs[choice], strict=False)
+        assert all(early == later for early, later in both)
 
     def end(self, choice: int, word: str) -> None:
         self.words[choice].append(word)
@@ -136,6 +145,7 @@ class Gateway:
         for tokens in message.step.tokens:
             heard = self.heard[_key(tokens.id)]
             heard.outputs[tokens.choice] += tokens.token_ids
+            heard.agree(tokens.choice)
             heard.scores[tokens.choice] += tokens.scores
         for ended in message.step.ended:
             how = ended.WhichOneof("outcome")
@@ -150,6 +160,10 @@ class Gateway:
             assert message.prompt_scores.first_position == len(heard.prompt_scores) + 1
             heard.prompt_scores += message.prompt_scores.scores
             return
+        for tokens in message.first_tokens.tokens:
+            heard = self.heard[_key(tokens.id)]
+            heard.early[tokens.choice] += tokens.token_ids
+            heard.agree(tokens.choice)
         ended = message.ended
         if ended.WhichOneof("outcome") == "failure":
             word = f"prefill {work_pb2.FailureReason.Name(ended.failure.reason)}"

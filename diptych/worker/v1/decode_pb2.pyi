@@ -39,27 +39,9 @@ class StepBatch(_message.Message):
     __slots__ = ("tokens", "ended")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedCompositeFieldContainer[Tokens]
+    tokens: _containers.RepeatedCompositeFieldContainer[_work_pb2.Tokens]
     ended: _containers.RepeatedCompositeFieldContainer[DecodeEnded]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
-
-class Tokens(_message.Message):
-    __slots__ = ("id", "index", "token_ids", "cached_tokens", "times", "choice", "scores")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TIMES_FIELD_NUMBER: _ClassVar[int]
-    CHOICE_FIELD_NUMBER: _ClassVar[int]
-    SCORES_FIELD_NUMBER: _ClassVar[int]
-    id: _work_pb2.AttemptId
-    index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    cached_tokens: int
-    times: _work_pb2.PhaseTimes
-    choice: int
-    scores: _containers.RepeatedCompositeFieldContainer[_work_pb2.Score]
-    def __init__(self, id: _Optional[_Union[_work_pb2.AttemptId, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[_work_pb2.PhaseTimes, _Mapping]] = ..., choice: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[_work_pb2.Score, _Mapping]]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_work_pb2.Tokens, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
 
 class DecodeEnded(_message.Message):
     __slots__ = ("id", "finished", "preempted", "failure", "times", "choice")

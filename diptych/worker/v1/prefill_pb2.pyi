@@ -36,18 +36,26 @@ class Dispatch(_message.Message):
     def __init__(self, work: _Optional[_Union[_work_pb2.Work, _Mapping]] = ..., decode_worker_id: _Optional[str] = ..., decode_address: _Optional[str] = ..., decode_incarnation: _Optional[int] = ...) -> None: ...
 
 class PrefillServiceLinkResponse(_message.Message):
-    __slots__ = ("hello", "ended", "heartbeat", "prompt_scores", "flushed")
+    __slots__ = ("hello", "ended", "heartbeat", "prompt_scores", "flushed", "first_tokens")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     FLUSHED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hello: _work_pb2.WorkerHello
     ended: PrefillEnded
     heartbeat: _work_pb2.Heartbeat
     prompt_scores: PromptScores
     flushed: _work_pb2.PrefixCacheFlushed
-    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ...) -> None: ...
+    first_tokens: FirstTokens
+    def __init__(self, hello: _Optional[_Union[_work_pb2.WorkerHello, _Mapping]] = ..., ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., heartbeat: _Optional[_Union[_work_pb2.Heartbeat, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., flushed: _Optional[_Union[_work_pb2.PrefixCacheFlushed, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[_work_pb2.Tokens]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_work_pb2.Tokens, _Mapping]]] = ...) -> None: ...
 
 class PromptScores(_message.Message):
     __slots__ = ("id", "first_position", "scores")

@@ -183,6 +183,24 @@ class Alternative(_message.Message):
     logprob: float
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
+class Tokens(_message.Message):
+    __slots__ = ("id", "index", "token_ids", "cached_tokens", "times", "choice", "scores")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    id: AttemptId
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    cached_tokens: int
+    times: PhaseTimes
+    choice: int
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, id: _Optional[_Union[AttemptId, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., times: _Optional[_Union[PhaseTimes, _Mapping]] = ..., choice: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
 class SampledToken(_message.Message):
     __slots__ = ("token_id", "score", "beam_logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

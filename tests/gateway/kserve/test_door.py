@@ -267,7 +267,7 @@ def saying_letters(bundled: ServedModel) -> Script:
         for index in range(2):
             alive = [choice for choice in work.choices if choice >= index]
             tokens = [
-                decode_pb2.Tokens(id=work.id, choice=choice, index=index, token_ids=[ids[choice + index]])
+                work_pb2.Tokens(id=work.id, choice=choice, index=index, token_ids=[ids[choice + index]])
                 for choice in alive
             ]
             length = work_pb2.FINISH_REASON_LENGTH

@@ -48,6 +48,11 @@ class Request:
         have = len(self.session.output_ids)
         self.session.handle(TokensArrived(self.attempts, have, (have,)), 2.0)
 
+    def first_token(self) -> None:
+        """The prefill worker says it."""
+        have = len(self.session.output_ids)
+        self.session.handle(TokensArrived(self.attempts, have, (have,), early=True), 2.0)
+
     def gone(self, worker: str, *, left: bool = False, now: float = 3.0) -> list[Action]:
         return self.session.handle(WorkerGone(worker, left), now)
 
@@ -327,3 +332,24 @@ def test_the_hint_of_the_budget_is_true() -> None:
     wait = budget.wait_s(5.0)
     assert not budget.spend(5.0 + wait - 0.01)
     assert budget.spend(5.0 + wait + 0.01)
+
+
+def test_a_token_that_no_decode_worker_took_over_is_no_progress() -> None:
+    """Else a hand-over that never succeeds would be tried again for each token of the output."""
+    request = Request()
+    for lost in range(LOSSES_RECOVERED + 1):
+        request.launch()
+        request.first_token()
+        actions = request.fails(Cause.PEER_LOST, Role.PREFILL)
+        assert (actions[-1] == NeedRoute(0)) == (lost < LOSSES_RECOVERED)
+    assert error_of(actions).reason == "WORKER_LOST"
+
+
+def test_one_that_was_taken_over_is() -> None:
+    request = Request(max_tokens=50)
+    for _ in range(3 * LOSSES_RECOVERED):
+        request.launch()
+        request.first_token()
+        have = len(request.session.output_ids)
+        request.session.handle(TokensArrived(request.attempts, have - 1, (have - 1,)), 2.0)
+        assert request.fails(Cause.PEER_LOST, Role.PREFILL)[-1] == NeedRoute(0)

@@ -68,6 +68,33 @@ def test_an_error_counts_what_all_choices_delivered() -> None:
     assert failed.error.metadata == {"tokens_emitted": "2"}
 
 
+def test_a_first_token_of_the_prefill_worker_goes_out_and_changes_nothing_else() -> None:
+    """Where the request is, and so what a failure means, is for the decode worker to say."""
+    session = started()
+    assert session.handle(TokensArrived(1, 0, (10,), early=True), 3.0) == [Emit(0, (10,), 0)]
+    assert session.state is State.PREFILLING
+    assert session.handle(TokensArrived(1, 0, (10,)), 4.0) == []  # the same one
+    assert session.state is State.DECODING
+    assert session.handle(TokensArrived(1, 1, (11,)), 5.0) == [Emit(1, (11,), 0)]
+
+
+def test_a_first_token_of_a_prefill_worker_that_was_slower_is_no_news() -> None:
+    session = started()
+    assert session.handle(TokensArrived(1, 0, (10, 11)), 3.0) == [Emit(0, (10, 11), 0)]
+    assert session.handle(TokensArrived(1, 0, (10,), early=True), 4.0) == []
+    assert session.output_ids == [10, 11]
+
+
+def test_an_attempt_that_fails_after_its_first_token_goes_on_behind_it() -> None:
+    session = started()
+    session.handle(TokensArrived(1, 0, (10,), early=True), 3.0)
+    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 4.0)[-1] == NeedRoute(0)
+    session.handle(Launched(2, "p", "d"), 5.0)
+    assert session.handle(TokensArrived(1, 0, (10,)), 6.0) == []  # of the attempt that is over
+    assert session.handle(TokensArrived(2, 1, (11,), early=True), 7.0) == [Emit(1, (11,), 0)]
+    assert session.output_ids == [10, 11]
+
+
 def test_scores_go_with_their_tokens() -> None:
     session = started()
     scores = tuple(TokenScore(-1.0, rank) for rank in range(4))

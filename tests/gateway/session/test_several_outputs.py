@@ -24,16 +24,16 @@ def answers(bundled: ServedModel) -> list[list[int]]:
 
 
 def step(
-    worker: ScriptedDecode, work: work_pb2.Work, tokens: list[decode_pb2.Tokens], ended: object = ()
+    worker: ScriptedDecode, work: work_pb2.Work, tokens: list[work_pb2.Tokens], ended: object = ()
 ) -> None:
     for item in tokens:
         item.id.CopyFrom(work.id)
     worker.say(step=decode_pb2.StepBatch(tokens=tokens, ended=ended))  # type: ignore[arg-type]
 
 
-def said(choice: int, index: int, ids: list[int], logprob: float | None = None) -> decode_pb2.Tokens:
+def said(choice: int, index: int, ids: list[int], logprob: float | None = None) -> work_pb2.Tokens:
     scores = [] if logprob is None else [score(logprob)] * len(ids)
-    return decode_pb2.Tokens(choice=choice, index=index, token_ids=ids, scores=scores)
+    return work_pb2.Tokens(choice=choice, index=index, token_ids=ids, scores=scores)
 
 
 def score(logprob: float, *top: tuple[int, float]) -> work_pb2.Score:
@@ -240,9 +240,7 @@ async def test_logprobs_come_with_their_tokens_and_end_where_the_output_ends(
         assert work.sampling.logprobs == 2
         scores = [score(-0.5 * i, *top) for i in range(len(ids))]
         for i in range(0, len(ids), 3):
-            tokens = decode_pb2.Tokens(
-                id=work.id, index=i, token_ids=ids[i : i + 3], scores=scores[i : i + 3]
-            )
+            tokens = work_pb2.Tokens(id=work.id, index=i, token_ids=ids[i : i + 3], scores=scores[i : i + 3])
             worker.say(step=decode_pb2.StepBatch(tokens=[tokens]))
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
