@@ -29,6 +29,8 @@ class Prefixes:
         self._secret = secret
         self._model_digest = model_digest
         self._named = functools.lru_cache(maxsize=1024)(self._make_namespace)
+        self._last: tuple[bytes, int, tuple[int, ...]] | None = None
+        self._last_keys: list[bytes] = []
 
     def namespace(self, job: Job, kv_dtype: str) -> bytes:
         """Where the request's prefixes are: nobody with another tenant or salt finds them."""
@@ -40,10 +42,17 @@ class Prefixes:
             return {}
         found: dict[str, int] = {}
         for kv_dtype, block_size in dict.fromkeys((w.record.kv_dtype, w.record.block_size) for w in decode):
-            keys = block_keys(self.namespace(job, kv_dtype), token_ids, block_size)
+            keys = self._keys(self.namespace(job, kv_dtype), block_size, token_ids)
             if keys:
                 found.update({w: n for w, n in self._index.prefix_hits(keys).items() if n})
         return found
+
+    def _keys(self, namespace: bytes, block_size: int, token_ids: tuple[int, ...]) -> list[bytes]:
+        """The last ones are kept: a request is looked up when it is admitted, and mostly routed at once."""
+        wanted = namespace, block_size, token_ids
+        if wanted != self._last:
+            self._last, self._last_keys = wanted, block_keys(namespace, token_ids, block_size)
+        return self._last_keys
 
     def _make_namespace(self, tenant: str, salt: str, kv_dtype: str) -> bytes:
         return namespace_key(
