@@ -133,4 +133,4 @@ def name_of(pid: int, proc: Path = Path("/proc")) -> str:
     words = (proc / str(pid) / "cmdline").read_text().split("\0")
     if "-m" in words:
         return words[words.index("-m") + 1]
-    return Path(words[0]).name
+    return Path(words[0]).name.split(" ")[0]  # some write more into it than their name
