@@ -189,7 +189,7 @@ class Attempts:
             return
         if delivered and attempt.finish_reason(delivered[-1], len(delivered), request.grammar) is not None:
             return
-        by_choice = zip(attempt.choices, tokens, strict=True)
+        by_choice = zip(attempt.choices, tokens, strict=False)  # too few: the decode worker complains of it
         wanted = {choice: token for choice, token in by_choice if choice in request.wanted}
         request.gateway.first_tokens(request.key, len(delivered), wanted, request.times())
 
