@@ -32,9 +32,14 @@ class PhaseBook:
     def __init__(self) -> None:
         self._reports: dict[tuple[int, int], Phases] = {}
 
-    def note(self, attempt: int, choice: int, phases: Phases) -> None:
-        """A later report of the same choice replaces an earlier one."""
-        self._reports[attempt, choice] = phases
+    def note(self, attempt: int, choice: int, phases: Phases, *, early: bool = False) -> None:
+        """A later report of the same choice replaces an earlier one. ``early``: the prefill worker's, which
+        comes on a link of its own and knows less than any other, whenever it comes.
+        """
+        if early:
+            self._reports.setdefault((attempt, choice), phases)
+        else:
+            self._reports[attempt, choice] = phases
 
     def of(self, choice: int, attempts: Iterable[int]) -> Phases:
         """Of one choice over its attempts. Where nothing was reported of it, another choice of the same

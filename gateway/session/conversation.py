@@ -165,7 +165,8 @@ class Conversation:
         for item in news:
             event = item.event
             if item.phases is not None:
-                self._phases.note(item.attempt, item.choice, item.phases)
+                early = isinstance(event, TokensArrived) and event.early
+                self._phases.note(item.attempt, item.choice, item.phases, early=early)
             if isinstance(event, TokensArrived) and self.cached_tokens is None:
                 # Of a request that was taken up again the tokens it had delivered are cached as well.
                 self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
