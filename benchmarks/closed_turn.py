@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from benchmarks.backends.asking import Asking
@@ -36,6 +37,11 @@ async def closed_turn(system: RunningServer, size: Size, seed: int) -> Run:
     if failed is not None:
         raise RuntimeError(f"{system.server.name}: {failed}")
     return run
+
+
+def tell_round(done: int, rounds: int) -> None:
+    """How far a measurement by turns is, on a line of its own that is written over."""
+    print(f"\rround {done} of {rounds}", end="" if done < rounds else "\n", file=sys.stderr, flush=True)
 
 
 def tokens_of(run: Run) -> int:

@@ -14,7 +14,7 @@ from kvtransfer.messages import Key
 from kvtransfer.wire import attempt_id
 from runtime.failpoints import reach
 from runtime.outbox import Outbox
-from worker.scored_tokens import score_message
+from worker.scored_tokens import score_message, tell_phases
 
 Response = decode_pb2.DecodeServiceLinkResponse
 
@@ -53,8 +53,7 @@ class WholeOutput:
             scores=[score_message(score) for score in self.scores[start : self.told] if score is not None],
         )
         if start == 0:
-            tokens.cached_tokens = ended.times.cached_tokens
-            tokens.times.CopyFrom(ended.times)
+            tell_phases(tokens, ended.times)
         if self.over:
             step.ended.append(ended)
         return Response(step=step)
@@ -88,8 +87,7 @@ class GatewayStream:
         if sampled.score is not None:
             tokens.scores.append(score_message(sampled.score))
         if times is not None:
-            tokens.cached_tokens = times.cached_tokens
-            tokens.times.CopyFrom(times)
+            tell_phases(tokens, times)
 
     def output(
         self,

@@ -8,6 +8,7 @@ from diptych.worker.v1 import prefill_pb2, work_pb2
 from kvtransfer.messages import Key
 from kvtransfer.wire import attempt_id
 from runtime.outbox import Outbox
+from worker.scored_tokens import tell_phases
 
 
 class GatewayStream:
@@ -35,15 +36,12 @@ class GatewayStream:
         """By choice; `index` is their place in its output, `times` the phases until now."""
         message = prefill_pb2.FirstTokens()
         for choice, token in tokens.items():
-            message.tokens.add(
-                id=attempt_id(key),
-                index=index,
-                token_ids=(token.token_id,),
-                choice=choice,
-                scores=(token.score,) if token.HasField("score") else (),
-                cached_tokens=times.cached_tokens,
-                times=times,
+            said = message.tokens.add(
+                id=attempt_id(key), index=index, token_ids=(token.token_id,), choice=choice
             )
+            if token.HasField("score"):
+                said.scores.append(token.score)
+            tell_phases(said, times)
         self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(first_tokens=message))
 
     def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:

@@ -17,6 +17,12 @@ def score_of(message: work_pb2.Score) -> Score:
     return Score(message.logprob, message.rank, tuple((one.token_id, one.logprob) for one in message.top))
 
 
+def tell_phases(tokens: work_pb2.Tokens, times: work_pb2.PhaseTimes) -> None:
+    """They go with the first token of an attempt: what it took until then."""
+    tokens.cached_tokens = times.cached_tokens
+    tokens.times.CopyFrom(times)
+
+
 def sampled_message(sampled: Sampled) -> work_pb2.SampledToken:
     """A choice's first token."""
     score = None if sampled.score is None else score_message(sampled.score)

@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import benchmarks.revisions as package
-from benchmarks.closed_turn import Size
+from benchmarks.closed_turn import Size, tell_round
 from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.revisions.measure import by_turns
 from benchmarks.revisions.report import markdown
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
                 stack.enter_context(RunningServer(tree.server(options.dtype), _made(folder / str(number))))
                 for number, tree in enumerate(trees)
             ]
-            rounds = by_turns(systems, size, options.rounds, lambda done: _tell(done, options.rounds))
+            rounds = by_turns(systems, size, options.rounds, partial(tell_round, rounds=options.rounds))
     except (NoSuchRevision, StartFailed, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -45,10 +46,6 @@ def _made(folder: Path) -> Path:
     """The same revision may be measured beside itself: logs and ready files are apart."""
     folder.mkdir()
     return folder
-
-
-def _tell(done: int, rounds: int) -> None:
-    print(f"\rround {done} of {rounds}", end="" if done < rounds else "\n", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

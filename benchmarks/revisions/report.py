@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from benchmarks.revisions.measure import Turn
 from benchmarks.revisions.tree import Tree
-from benchmarks.spread import median_and_range
+from benchmarks.spread import median_and_range, stolen_in_turns
 
 _COLUMNS = (("tokens/s", "tokens_per_s", 1), ("CPU ms a token", "cpu_ms_per_token", 3))
 
@@ -28,10 +27,7 @@ def markdown(trees: Sequence[Tree], rounds: Sequence[Sequence[Turn]], title: str
         lines.append(f"| {tree.name} ({tree.commit}) | {' | '.join(cells)} |")
     ratios = [median_and_range([ratio(r, name) for r in rounds], 3) for _, name, _ in _COLUMNS]
     lines.append(f"| second ÷ first, within each round | {' | '.join(ratios)} |")
-    stolen = statistics.median(turn.steal_share for r in rounds for turn in r)
-    return "\n".join(
-        [*lines, "", f"{stolen:.1%} of the cores' time stolen by the hypervisor (median of turns)"]
-    )
+    return "\n".join([*lines, "", stolen_in_turns([turn.steal_share for r in rounds for turn in r])])
 
 
 def ratio(turns: Sequence[Turn], name: str) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.service_cost as package
-from benchmarks.closed_turn import Size
+from benchmarks.closed_turn import Size, tell_round
 from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.peers.servers import diptych
 from benchmarks.precisions import PRECISIONS
@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
             bare_engine(options.model, options.dtype, size) as bare,
             RunningServer(diptych(options.dtype, options.model), Path(folder)) as system,
         ):
-            rounds = by_turns(bare, system, size, options.rounds, lambda done: _tell(done, options.rounds))
+            rounds = by_turns(
+                bare, system, size, options.rounds, lambda done: tell_round(done, options.rounds)
+            )
     except (StartFailed, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -37,10 +39,6 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         options.output.write_text(table + "\n")
     return 0
-
-
-def _tell(done: int, rounds: int) -> None:
-    print(f"\rround {done} of {rounds}", end="" if done < rounds else "\n", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ class BareEngine:
         return outputs
 
     def _step(self, row: int, start: int, token_ids: Sequence[int]) -> SequenceStep:
-        return SequenceStep(self._memory, self._tables[row], start, list(token_ids), wants_logits=True)
+        return SequenceStep(self._memory, self._tables[row], start, token_ids, wants_logits=True)
 
     def _drawn(self, steps: Sequence[SequenceStep]) -> list[int]:
         draws = [SampleRow(GREEDY, (), ()) for _ in steps]

@@ -15,6 +15,7 @@ import uvloop
 
 from benchmarks.closed_turn import Size, closed_turn, tokens_of
 from benchmarks.cpu_time import cpu_s, family_of, main_thread_cpu_s
+from benchmarks.drive import Run
 from benchmarks.peers.process import RunningServer
 
 WARM_UP_SEED = 1
@@ -46,7 +47,7 @@ class Round:
         return self.ratio * all_parts / ours
 
 
-class BareEngine:
+class BareProcess:
     """`benchmarks.service_cost.bare`, which computes when it is asked to."""
 
     def __init__(self, child: subprocess.Popen[str], size: Size) -> None:
@@ -65,14 +66,14 @@ class BareEngine:
 
 
 @contextmanager
-def bare_engine(model: str, dtype: str, size: Size) -> Iterator[BareEngine]:
+def bare_engine(model: str, dtype: str, size: Size) -> Iterator[BareProcess]:
     """Raises RuntimeError if it does not come up."""
     sizes = (os.cpu_count() or 1, size.clients, size.input_len, size.output_len)
     command = [sys.executable, "-m", "benchmarks.service_cost.bare", model, dtype, *map(str, sizes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
             _answer(child)
-            yield BareEngine(child, size)
+            yield BareProcess(child, size)
         finally:
             if child.stdin is not None:
                 child.stdin.close()  # which ends it
@@ -87,7 +88,7 @@ def _answer(child: subprocess.Popen[str]) -> str:
 
 
 def by_turns(
-    bare: BareEngine, system: RunningServer, size: Size, rounds: int, tell: Callable[[int], None]
+    bare: BareProcess, system: RunningServer, size: Size, rounds: int, tell: Callable[[int], None]
 ) -> list[Round]:
     """Raises RuntimeError if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -100,21 +101,30 @@ def by_turns(
     return measured
 
 
-def _round(runner: asyncio.Runner, bare: BareEngine, system: RunningServer, size: Size, number: int) -> Round:
+def _round(
+    runner: asyncio.Runner, bare: BareProcess, system: RunningServer, size: Size, number: int
+) -> Round:
     """Who is first in one round is last in the next. Bare there are half as many prompts."""
     first = WARM_UP_SEED + 1 + number * size.per_client
     seeds = range(first, first + max(size.per_client // 2, 1))
-    alone = bare.tokens_per_s(seeds) if number % 2 == 0 else 0.0
+    if number % 2 == 0:
+        alone = bare.tokens_per_s(seeds)
+        run, by_part = _served(runner, system, size, first)
+    else:
+        run, by_part = _served(runner, system, size, first)
+        alone = bare.tokens_per_s(seeds)
+    return Round(alone, tokens_of(run) / run.duration, by_part, run.steal_share)
+
+
+def _served(
+    runner: asyncio.Runner, system: RunningServer, size: Size, seed: int
+) -> tuple[Run, dict[Part, float]]:
+    """A turn of the system, and the CPU time of a token by part."""
     before = _cpu_of(system.pid)
-    run = runner.run(closed_turn(system, size, first))
+    run = runner.run(closed_turn(system, size, seed))
     after = _cpu_of(system.pid)
     tokens = tokens_of(run)
-    return Round(
-        alone or bare.tokens_per_s(seeds),
-        tokens / run.duration,
-        {part: (used - before.get(part, 0.0)) / tokens for part, used in after.items()},
-        run.steal_share,
-    )
+    return run, {part: (used - before.get(part, 0.0)) / tokens for part, used in after.items()}
 
 
 def _cpu_of(pid: int) -> dict[Part, float]:

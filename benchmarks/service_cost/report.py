@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.service_cost.measure import EVENT_LOOP, OTHERS, Round
-from benchmarks.spread import median_and_range
+from benchmarks.spread import median_and_range, stolen_in_turns
 
 TARGET = 0.9
 _LEAST_US = 1.0
@@ -14,7 +14,6 @@ _LEAST_US = 1.0
 
 def markdown(rounds: Sequence[Round], title: str) -> str:
     """Medians over the rounds (smallest–largest)."""
-    stolen = statistics.median(one.steal_share for one in rounds)
     return "\n".join(
         [
             f"{title}; medians of {len(rounds)} rounds, both in each (smallest–largest).",
@@ -30,7 +29,7 @@ def markdown(rounds: Sequence[Round], title: str) -> str:
             "|---|---|---|",
             *_parts(rounds),
             "",
-            f"{stolen:.1%} of the cores' time stolen by the hypervisor (median of turns)",
+            stolen_in_turns([one.steal_share for one in rounds]),
         ]
     )
 

@@ -174,7 +174,7 @@ class PrefillWire(_RoleWire):
         if kind == "ended":
             return [_prefill_ended(message.ended)]
         if kind == "first_tokens":
-            return [_early(_tokens(tokens)) for tokens in message.first_tokens.tokens]
+            return [_tokens(tokens, early=True) for tokens in message.first_tokens.tokens]
         if kind == "prompt_scores":
             return [_prompt_scores(message.prompt_scores)]
         return self._read_common(kind, message)
@@ -231,21 +231,15 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
     return Beat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
 
-def _tokens(tokens: work_pb2.Tokens) -> News:
+def _tokens(tokens: work_pb2.Tokens, early: bool = False) -> News:
     name, ids, choice = tokens.id, tuple(tokens.token_ids), tokens.choice
     attempt = name.attempt
     phases = None
     if tokens.HasField("times"):  # the decode phase has only begun: what it has so far says nothing
         phases = replace(read_phases(tokens.times), decode=0.0)
     scores = tuple(map(_score, tokens.scores)) if tokens.scores else ()
-    event = TokensArrived(attempt, tokens.index, ids, choice, scores)
+    event = TokensArrived(attempt, tokens.index, ids, choice, scores, early)
     return News(name.request_id, attempt, event, False, choice, tokens.cached_tokens, phases)
-
-
-def _early(news: News) -> News:
-    """Said by a prefill worker."""
-    event = news.event
-    return news._replace(event=event._replace(early=True)) if isinstance(event, TokensArrived) else news
 
 
 def _score(score: work_pb2.Score) -> TokenScore:

@@ -52,9 +52,7 @@ class Heard:
 
     choices: tuple[int, ...] = (0,)
     outputs: dict[int, list[int]] = field(default_factory=dict)
-    early: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # the prefill worker's word on what they begin with
+    early: dict[int, list[int]] = field(default_factory=dict)  # what they begin with, by the prefill worker
     scores: dict[int, list[work_pb2.Score]] = field(default_factory=dict)
     words: dict[int, list[str]] = field(default_factory=dict)
     reasons: dict[int, work_pb2.FinishReason] = field(default_factory=dict)
