@@ -30,6 +30,11 @@ class DecodeSettings(WorkerSettings):
         description="while prompts queue for cores that they share with this worker, a step begins this many "
         "times its length after the one before, and prefill has the cores in between; 1 = at once",
     )
+    itl_stretch_max: Annotated[float, Field(ge=1, le=10)] = Field(
+        3.0,
+        description="the same where a prompt has waited for a second; from half a second on it grows towards "
+        "this; no more than itl-stretch = it never grows",
+    )
     speculative_tokens: Annotated[int, Field(ge=0, le=15)] = Field(
         0,
         description="speculative decoding: tokens that a step drafts for each sequence from its own text "

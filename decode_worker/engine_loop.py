@@ -150,8 +150,11 @@ class EngineLoop:
 
     async def _make_way(self) -> None:
         """Leave the cores to prompts that wait for them, as long as the streams can do without a step."""
-        pause = self._pace.pause_s(time.monotonic())
-        if pause and self._runner.others_have_backlog():
+        waited_s = self._runner.others_waited_s()
+        if waited_s is None:
+            return
+        pause = self._pace.pause_s(time.monotonic(), waited_s)
+        if pause:
             self._runner.rest()
             await asyncio.sleep(pause)
 
@@ -165,7 +168,7 @@ class EngineLoop:
 
     def _plan_ahead(self, present: Sequence[Gang]) -> list[Gang]:
         """The batch after `present`, which is being computed, if it needs no decision; with its blocks."""
-        if self._runner.others_have_backlog() or not self._runner.spare_core():
+        if self._runner.others_waited_s() is not None or not self._runner.spare_core():
             return []  # the cores are wanted between this step and the next one
         unknown = {gang.joined: 1 for gang in present if not gang.ended}
         candidates = [

@@ -53,7 +53,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            pace=Pace(settings.itl_stretch),
+            pace=Pace(settings.itl_stretch, settings.itl_stretch_max),
             speculation=_speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(

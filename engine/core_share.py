@@ -7,10 +7,10 @@ middle of a step and back with its owner after one such piece. Backends that can
 step begins.
 
 The share is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another one
-by which its owner says that work is waiting. In a rolling restart two processes write the same bytes: what
-one says out of turn holds until the other's next step. A worker that is killed leaves its bytes as they are;
-it is started again, and sets them right. Until then nobody borrows its cores, or one that it had borrowed
-until the owner has worked and rested: that costs speed and nothing else.
+by which its owner says that work is waiting, and for how long. In a rolling restart two processes write the
+same bytes: what one says out of turn holds until the other's next step. A worker that is killed leaves its
+bytes as they are; it is started again, and sets them right. Until then nobody borrows its cores, or one that
+it had borrowed until the owner has worked and rested: that costs speed and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ import os
 from collections.abc import Collection
 
 from kernels.cpu.library import CORE_FREE, CORE_OWNED
+
+NOTHING_WAITS = 0
+WAITED_UNIT_S = 1 / 32  # of the other values, which begin with 1 for no time at all
+_MOST = 255
 
 
 class CoreShare:
@@ -44,7 +48,7 @@ class CoreShare:
         self.others = [core for core in range(cores) if core not in self._home]
         for core in self._home:  # whatever a predecessor that was killed left there
             self._bytes[core] = CORE_FREE
-        self.set_backlog(False)
+        self.set_backlog(None)
 
     @property
     def address(self) -> int:
@@ -65,7 +69,7 @@ class CoreShare:
         """No work is left, or none for now, and none waits: the home cores may be borrowed. Those that are
         stay so.
         """
-        self.set_backlog(False)
+        self.set_backlog(None)
         for core in self._home:
             if self._bytes[core] == CORE_OWNED:
                 self._bytes[core] = CORE_FREE
@@ -78,10 +82,14 @@ class CoreShare:
         """Whether a core of others is not at work for its owner; it may be borrowed already."""
         return any(self._bytes[core] != CORE_OWNED for core in self.others)
 
-    def set_backlog(self, waiting: bool) -> None:
-        """Say whether more work waits here than a step takes: others may let go of a core now and then."""
-        self._bytes[self._says] = waiting
+    def set_backlog(self, waited_s: float | None) -> None:
+        """Say for how long work has waited here that a step does not take, up to 8 s; None: there is none.
+        Others may let go of a core now and then.
+        """
+        waits = NOTHING_WAITS if waited_s is None else min(1 + int(waited_s / WAITED_UNIT_S), _MOST)
+        self._bytes[self._says] = waits
 
-    def others_have_backlog(self) -> bool:
-        """Whether another worker has more to do than its cores can."""
-        return any(self._bytes[place] for place in self._waiting if place != self._says)
+    def others_waited_s(self) -> float | None:
+        """For how long work of another worker has waited for cores; None: none does."""
+        longest = max((self._bytes[place] for place in self._waiting if place != self._says), default=0)
+        return None if longest == NOTHING_WAITS else (longest - 1) * WAITED_UNIT_S

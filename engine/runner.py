@@ -143,14 +143,14 @@ class Runner:
         if self._share is not None:
             self._share.own()
 
-    def set_backlog(self, waiting: bool) -> None:
-        """Tell the others of this machine whether more work waits here than a step takes."""
+    def set_backlog(self, waited_s: float | None) -> None:
+        """Tell the others of this machine for how long work has waited that a step does not take, if any."""
         if self._share is not None:
-            self._share.set_backlog(waiting)
+            self._share.set_backlog(waited_s)
 
-    def others_have_backlog(self) -> bool:
-        """Whether another worker of this machine has more to do than its cores can."""
-        return self._share is not None and self._share.others_have_backlog()
+    def others_waited_s(self) -> float | None:
+        """For how long work of another worker of this machine has waited; None: its cores do for all."""
+        return None if self._share is None else self._share.others_waited_s()
 
     def _compute(
         self, sequences: Sequence[SequenceStep], abort: AbortWords | None, forward: Callable[[], _Result]

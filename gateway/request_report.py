@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
-from gateway.responses import admission_s, decode_s
+from gateway.responses import decode_s
 from gateway.session.conversation import Conversation
 from gateway.session.states import State
 from runtime.metrics import GatewayMetrics
@@ -95,7 +95,7 @@ class RequestReport:
             "gen_ai.usage.output_tokens": conversation.billed,
             "gen_ai.usage.cache_read.input_tokens": conversation.cached_tokens or 0,
             "gen_ai.latency.e2e": now - self.call.received_at,
-            "gen_ai.latency.time_in_queue": admission_s(conversation)
+            "gen_ai.latency.time_in_queue": conversation.admission_s
             + phases.prefill_queue
             + phases.grant_wait,
             "gen_ai.latency.time_in_model_prefill": phases.prefill,
@@ -124,7 +124,7 @@ class RequestReport:
         metrics.input_tokens.inc(conversation.job.prompt_tokens)
         metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
         metrics.output_tokens.inc(generated)
-        metrics.phase_duration.labels("admission").observe(admission_s(conversation))
+        metrics.phase_duration.labels("admission").observe(conversation.admission_s)
         first, last = conversation.first_token_at, conversation.last_token_at
         if first is not None and last is not None:
             metrics.time_to_first_token.labels(self.operation, self.model).observe(

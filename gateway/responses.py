@@ -131,7 +131,7 @@ def timings(conversation: Conversation, received_at: float) -> pb.Timings:
     phases = conversation.phases
     choices = conversation.choices
     result = pb.Timings(
-        queue=_duration(admission_s(conversation) + phases.prefill_queue + phases.grant_wait),
+        queue=_duration(conversation.admission_s + phases.prefill_queue + phases.grant_wait),
         prefill=_duration(phases.prefill),
         kv_transfer=_duration(phases.kv_send + phases.kv_receive),
         decode_queue=_duration(phases.decode_queue),
@@ -145,14 +145,6 @@ def timings(conversation: Conversation, received_at: float) -> pb.Timings:
     if conversation.first_token_at is not None:
         result.time_to_first_token.CopyFrom(_duration(conversation.first_token_at - received_at))
     return result
-
-
-def admission_s(conversation: Conversation) -> float:
-    """Seconds that the request waited in the gateway's own queue."""
-    transitions = conversation.choices.sessions[0].transitions  # they wait together
-    queued_at = transitions[0][1]
-    left_at = transitions[1][1] if len(transitions) > 1 else conversation.clock()
-    return left_at - queued_at
 
 
 def decode_s(conversation: Conversation, phases: Phases) -> float:

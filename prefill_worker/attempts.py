@@ -78,6 +78,7 @@ class Attempts:
             attempt.token_ids,
             gateway,
             self._arrived,
+            dispatch.work.waited.ToNanoseconds() / 1e9,
             dispatch.decode_address,
             dispatch.decode_incarnation,
         )

@@ -121,11 +121,18 @@ class EngineLoop:
             batch = [request for request, _ in rows]
             tokens = sum(chunk.tokens for chunk in chunks)
             self._runner.own()
-            self._runner.set_backlog(self.waiting_tokens > tokens)
+            now = time.monotonic()
+            for request in batch:
+                request.begin(now)
+            self._runner.set_backlog(self._waited_s(now) if self.waiting_tokens > tokens else None)
             self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.attempts.all() if request.computable]
+
+    def _waited_s(self, now: float) -> float:
+        """For how long the prompt that has waited longest did so, or still does."""
+        return max(request.waited_s(now) for request in self.attempts.all())
 
     def _ask(self) -> None:
         """Let the prompts that are about to run ask for blocks."""

@@ -73,6 +73,7 @@ class PrefillRequest:
     token_ids: list[int]
     gateway: GatewayStream
     arrived: int
+    waited_before_s: float  # in its gateway's queue
     decode_address: str
     decode_incarnation: int
     state: State = State.QUEUED
@@ -80,6 +81,7 @@ class PrefillRequest:
     wanted: set[int] = field(init=False)  # choices that nobody has cancelled
     grammar: GrammarState | None = None  # after the tokens delivered so far; comes while the request waits
     granted: Granted | None = None
+    begun: float | None = None  # its first step
     computed: int = 0
     steps: int = 0
     computed_at: float | None = None  # when the last chunk was done
@@ -94,6 +96,15 @@ class PrefillRequest:
             raise IllegalMove(f"{self.key}: {self.state.value} → {to.value}")
         self.state = to
         self.entered[to] = time.monotonic()
+
+    def begin(self, now: float) -> None:
+        """A step is about to compute some of it."""
+        if self.begun is None:
+            self.begun = now
+
+    def waited_s(self, now: float) -> float:
+        """For how long it has waited for its first step, its gateway's queue included."""
+        return self.waited_before_s + (now if self.begun is None else self.begun) - self.entered[State.QUEUED]
 
     @property
     def key(self) -> Key:

@@ -15,6 +15,7 @@ _KINDS = {
     Kind.REGEX: work_pb2.Grammar.KIND_REGEX,
     Kind.LARK: work_pb2.Grammar.KIND_LARK,
 }
+WORTH_TELLING_S = 0.01  # of a wait
 
 
 def work_id(request_id: str) -> str:
@@ -66,8 +67,12 @@ class Attempt:
     uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
 
 
-def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -> work_pb2.Work:
-    """The message for ``attempt``. What is left of the deadline at ``now`` goes with it."""
+def build_work(
+    job: Job, attempt: Attempt, cache_namespace: bytes, now: float, waited_s: float = 0.0
+) -> work_pb2.Work:
+    """The message for ``attempt``. What is left of the deadline at ``now`` goes with it, and for how long the
+    request has ``waited_s`` here.
+    """
     request, sampling = job.request, job.request.sampling
     work = work_pb2.Work(
         id=work_pb2.AttemptId(request_id=job.work_id, attempt=attempt.number),
@@ -106,6 +111,8 @@ def build_work(job: Job, attempt: Attempt, cache_namespace: bytes, now: float) -
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
+    if waited_s >= WORTH_TELLING_S:
+        work.waited.FromNanoseconds(round(waited_s * 1e9))
     return work
 
 

@@ -121,6 +121,13 @@ class Conversation:
         return self._phases.of(longest.choice, longest.attempts)
 
     @property
+    def admission_s(self) -> float:
+        """Seconds that the request waited, or has waited, in the gateway's own queue."""
+        transitions = self.choices.sessions[0].transitions  # they wait together
+        left_at = transitions[1][1] if len(transitions) > 1 else self.clock()
+        return left_at - transitions[0][1]
+
+    @property
     def billed(self) -> int:
         """Output tokens of all choices."""
         return sum(output.billed for output in self.outputs)
@@ -224,7 +231,8 @@ class Conversation:
             case ChooseRoute():
                 self._events.append(self._route(action))
             case Attach(worker_id, attempt):
-                self._work = build_work(self.job, attempt, self._namespaces[worker_id], self.clock())
+                namespace = self._namespaces[worker_id]
+                self._work = build_work(self.job, attempt, namespace, self.clock(), self.admission_s)
                 self._send(worker_id, partial(self._workers.attach, worker_id, self._work))
             case Dispatch(worker_id, decode_id, _):  # of the attempt that was attached just now
                 self._send(worker_id, partial(self._workers.dispatch, worker_id, decode_id, self._work))

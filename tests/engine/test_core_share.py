@@ -24,8 +24,8 @@ for line in sys.stdin:
     match line.strip():
         case "own": share.own(); print("ok", flush=True)
         case "rest": share.rest(); print("ok", flush=True)
-        case "wait": share.set_backlog(True); print("ok", flush=True)
-        case "free": print(share.free(), share.others_have_backlog(), flush=True)
+        case "wait": share.set_backlog(0.25); print("ok", flush=True)
+        case "free": print(share.free(), share.others_waited_s(), flush=True)
 """
 
 
@@ -77,9 +77,9 @@ def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: N
     assert ours.free() == 2
     neighbour.do("own")
     assert ours.free() == 0
-    assert neighbour.do("free") == "1 False"
+    assert neighbour.do("free") == "1 None"
     ours.own()
-    assert neighbour.do("free") == "0 False"
+    assert neighbour.do("free") == "0 None"
     neighbour.do("rest")
     assert ours.free() == 2
 
@@ -107,13 +107,30 @@ def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
 
 def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
     ours = CoreShare(fd, home=[0], cores=CORES)
-    assert not ours.others_have_backlog()
+    assert ours.others_waited_s() is None
     neighbour.do("wait")
-    assert ours.others_have_backlog()
-    ours.set_backlog(True)
-    assert neighbour.do("free") == "1 True"
-    ours.set_backlog(False)
-    assert neighbour.do("free") == "1 False"  # of its own word it takes no notice
+    assert ours.others_waited_s() == 0.25
+    assert neighbour.do("free") == "1 None"  # of its own word it takes no notice
+    ours.set_backlog(0.0)
+    assert neighbour.do("free") == "1 0.0"
+    ours.set_backlog(None)
+    assert neighbour.do("free") == "1 None"
+
+
+@pytest.mark.parametrize(
+    ("waited", "heard"), [(0.0, 0.0), (0.01, 0.0), (0.04, 0.03125), (1.0, 1.0), (1000.0, 7.9375)]
+)
+def test_how_long_work_has_waited_is_told_in_one_byte(fd: int, waited: float, heard: float) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    theirs.set_backlog(waited)
+    assert ours.others_waited_s() == heard
+
+
+def test_the_longest_wait_counts(fd: int) -> None:
+    ours = CoreShare(fd, home=[0], cores=CORES)
+    CoreShare(fd, home=[1], cores=CORES).set_backlog(0.5)
+    CoreShare(fd, home=[2], cores=CORES).set_backlog(0.25)
+    assert ours.others_waited_s() == 0.5
 
 
 def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
@@ -125,7 +142,7 @@ def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Ne
     successor = Neighbour(fd)
     try:
         assert ours.free() == 2
-        assert not ours.others_have_backlog()
+        assert ours.others_waited_s() is None
     finally:
         successor.end()
 

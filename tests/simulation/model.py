@@ -104,11 +104,11 @@ class SimulatedRunner:
 
     def rest(self) -> None: ...
 
-    def set_backlog(self, waiting: bool) -> None: ...
+    def set_backlog(self, waited_s: float | None) -> None: ...
 
-    def others_have_backlog(self) -> bool:
+    def others_waited_s(self) -> float | None:
         """Every process has cores of its own here."""
-        return False
+        return None
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Nothing is recorded."""

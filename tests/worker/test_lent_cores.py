@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.core_share import CoreShare
+from prefill_worker.request import State
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
 from tests.worker.house import House, greedy, house
@@ -42,9 +43,9 @@ async def streamed(made: House, name: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def prompts_waiting(share: CoreShare) -> Iterator[None]:
-    share.set_backlog(True)
+    share.set_backlog(0.0)
     yield
-    share.set_backlog(False)
+    share.set_backlog(None)
 
 
 async def test_steps_make_way_while_prompts_wait(rests: list[CoreShare]) -> None:
@@ -74,12 +75,45 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
         long = tuple(range(2, 50))
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
         while not heard.ended.is_set():
-            heard_waiting = heard_waiting or decode.others_have_backlog()
+            heard_waiting = heard_waiting or decode.others_waited_s() is not None
             await asyncio.sleep(0)
         assert heard_waiting
         assert await made.empty() == []
-        assert not decode.others_have_backlog()
+        assert decode.others_waited_s() is None
         assert decode.free() == 1
+        await gateway.close()
+
+
+async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_included() -> None:
+    """A prompt that is being computed waits no longer, however long it is."""
+    async with house("shared_memory", stretch=1.0, chunk=8) as made:
+        decode, _ = made.shares
+        gateway, prompt = Gateway(made), tuple(range(2, 50))
+        for number, seconds in enumerate((0, 4)):
+            message = work((f"prompt {number}", 1), prompt, 2)
+            message.waited.FromSeconds(seconds)
+            gateway.start(made.decodes[0], made.prefills[0], message)
+        heard: set[float | None] = set()
+        while not all(one.ended.is_set() for one in gateway.heard.values()):
+            heard.add(decode.others_waited_s())
+            await asyncio.sleep(0)
+        assert max(waited for waited in heard if waited is not None) >= 4
+        assert await made.empty() == []
+        await gateway.close()
+
+
+async def test_a_prompt_waits_until_its_first_step() -> None:
+    async with house("shared_memory", stretch=1.0) as made:
+        gateway = Gateway(made)
+        gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 2))
+        request = made.prefills[0].loop.attempts[("r", 1)]
+        came = request.entered[State.QUEUED]
+        assert request.waited_s(came + 3) == pytest.approx(3)
+        request.begin(came + 1)
+        request.begin(came + 2)
+        assert request.waited_s(came + 3) == pytest.approx(1)
+        await gateway.heard[("r", 1)].ended.wait()
+        assert await made.empty() == []
         await gateway.close()
 
 
@@ -92,8 +126,8 @@ async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() 
         await until(lambda: made.decodes[0].loop.steps > 0)
         gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
         async with asyncio.timeout(10):
-            while not decode.others_have_backlog():  # noqa: ASYNC110 - for a few steps of a millisecond
+            while decode.others_waited_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
                 await asyncio.sleep(0)
-    assert not decode.others_have_backlog()
+    assert decode.others_waited_s() is None
     assert (decode.free(), prefill.free()) == (1, 1)
     await gateway.close()

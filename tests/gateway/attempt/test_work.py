@@ -37,10 +37,12 @@ REQUEST = ParsedRequest(
 )
 
 
-def built(attempt: Attempt | None = None, deadline: float | None = None, **changes: Any) -> work_pb2.Work:
+def built(
+    attempt: Attempt | None = None, deadline: float | None = None, waited_s: float = 0.0, **changes: Any
+) -> work_pb2.Work:
     request = dataclasses.replace(REQUEST, **changes)
     job = Job("r~1", request, 20, (2,), deadline, TraceParent("parent", "state"))
-    return build_work(job, attempt or Attempt(1, (7, 8, 9), False), b"n" * 32, now=100.0)
+    return build_work(job, attempt or Attempt(1, (7, 8, 9), False), b"n" * 32, 100.0, waited_s)
 
 
 def test_a_bare_request_asks_for_nothing_special() -> None:
@@ -117,3 +119,8 @@ def test_stopping_and_what_is_left_of_the_deadline() -> None:
     assert work.time_left.ToTimedelta().total_seconds() == pytest.approx(1.5)
     assert built(deadline=99.0).time_left.ToTimedelta().total_seconds() == 0.0
     assert (work.cache_read, work.cache_write, work.priority) == (False, True, -4)
+
+
+def test_a_wait_in_the_queue_is_told_where_there_was_one() -> None:
+    assert built(waited_s=1.25).waited.ToTimedelta().total_seconds() == 1.25
+    assert not built(waited_s=0.001).HasField("waited")
