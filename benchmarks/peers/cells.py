@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.servers import Server
+from benchmarks.peers.shapes import Shape
 
 TEXT, PREFILL, STREAMS, QUEUED = "text", "prefill", "streams", "queued"
 START, PEAK = "start", "peak"  # noted beside what is asked for
@@ -21,7 +22,7 @@ MACHINE = "machine"  # stands for the server in measurements of PEAK
 
 @dataclass(frozen=True)
 class Cell:
-    """`load` is one of the names above, or what `closed_loop` gives."""
+    """`load` is one of the names above, what `closed_loop` gives, or that of a `Shape`."""
 
     round: int
     server: str
@@ -45,17 +46,20 @@ def clients_of(load: str) -> int:
     return int(load.removeprefix("C="))
 
 
-def loads_of(server: Server, concurrencies: Sequence[int]) -> list[str]:
+def loads_of(server: Server, concurrencies: Sequence[int], shapes: Sequence[Shape] = ()) -> list[str]:
     """All loads of one round."""
-    return [TEXT, *map(closed_loop, concurrencies), PREFILL, *([STREAMS, QUEUED] if server.streams else [])]
+    more = [STREAMS, QUEUED, *(shape.load for shape in shapes)]
+    return [TEXT, *map(closed_loop, concurrencies), PREFILL, *(more if server.streams else [])]
 
 
-def all_cells(servers: Sequence[Server], concurrencies: Sequence[int], rounds: int) -> list[Cell]:
+def all_cells(
+    servers: Sequence[Server], concurrencies: Sequence[int], rounds: int, shapes: Sequence[Shape] = ()
+) -> list[Cell]:
     return [
         Cell(number, server.name, load)
         for number in range(rounds)
         for server in servers
-        for load in loads_of(server, concurrencies)
+        for load in loads_of(server, concurrencies, shapes)
     ]
 
 

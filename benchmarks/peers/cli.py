@@ -50,7 +50,7 @@ def _compare(options: Options) -> int:
         path.unlink(missing_ok=True)
     journal = Journal(path, question)
     rounds = Rounds(made, journal, options.sizes, options.places.logs)
-    rounds.run(all_cells(made, options.concurrencies, options.rounds), tell)
+    rounds.run(all_cells(made, options.concurrencies, options.rounds, options.shapes), tell)
     write(options, made, journal, rounds.faults, versions)
     if rounds.faults:
         tell("the same command measures again what was left out")
@@ -103,6 +103,7 @@ def write(
         environment=described,
         servers=made,
         concurrencies=options.concurrencies,
+        shapes=options.shapes,
         summary=summary,
         targets=judged,
         limits=limits,
@@ -163,6 +164,7 @@ def _question(options: Options, made: Sequence[Server], versions: Mapping[str, s
     return {
         "servers": [asdict(one) for one in made],
         "concurrencies": list(options.concurrencies),
+        "shapes": [shape.load for shape in options.shapes],
         "rounds": options.rounds,
         "sizes": asdict(options.sizes),
         "versions": dict(versions),

@@ -28,6 +28,7 @@ from benchmarks.peers.cells import PREFILL, QUEUED, STREAMS, TEXT, Cell, Measure
 from benchmarks.peers.interference import LONG_PROMPT, QUEUED_PROMPTS, watch
 from benchmarks.peers.process import RunningServer
 from benchmarks.peers.servers import MODEL_NAME
+from benchmarks.peers.shapes import Shape
 from benchmarks.request import BenchRequest
 
 QUESTION, ANSWER, ANSWER_TOKENS = "The capital of France is", "Paris", 16
@@ -81,9 +82,11 @@ async def _figures(running: RunningServer, cell: Cell, sizes: Sizes) -> Figures:
             return await _text(backend)
         if cell.load == PREFILL:
             return await _prefill(backend, sizes.prefills, seed)
-        clients = clients_of(cell.load)
-        count = max(sizes.fewest, sizes.per_client * clients)
-        return await _closed(backend, clients, RandomLengths(sizes.input_len, sizes.output_len), count, seed)
+        usual = (sizes.input_len, sizes.output_len)
+        shape = Shape.of_load(cell.load) or Shape(*usual, clients_of(cell.load))
+        count = max(sizes.fewest, sizes.per_client * shape.clients)
+        dataset = RandomLengths(shape.input_len, shape.output_len)
+        return await _closed(backend, shape.clients, dataset, count, seed)
 
 
 async def _closed(backend: Backend, clients: int, dataset: RandomLengths, count: int, seed: int) -> Figures:

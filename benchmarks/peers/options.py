@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmarks import values
 from benchmarks.peers.measure import Sizes
 from benchmarks.peers.places import DEFAULT_ROOT, Places
+from benchmarks.peers.servers import CONTEXT
+from benchmarks.peers.shapes import Shape
 from engine.precision import ON_CPU
 
 GGUF_KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
@@ -30,6 +32,7 @@ class Options:
     llama: tuple[str, ...]
     vllm: tuple[str, ...]
     concurrencies: tuple[int, ...]
+    shapes: tuple[Shape, ...]
     rounds: int
     sizes: Sizes
     model: str
@@ -49,6 +52,7 @@ def parse(argv: Sequence[str]) -> Options:
         llama=_llama(given.llama, quick=given.quick),
         vllm=given.vllm,
         concurrencies=given.concurrency,
+        shapes=given.shapes,
         rounds=given.rounds if given.rounds is not None else 1 if given.quick else 3,
         sizes=sizes,
         model=given.model,
@@ -75,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=values.count, metavar="N", help="interleaved rounds (3)")
     add("--concurrency", type=_numbers, default=(1, 8, 16), metavar="N,…", help="clients (1,8,16)")
     add(
+        "--shapes",
+        type=_shapes,
+        default=(),
+        metavar="IN+OUT@C,…",
+        help="more closed loops, of other lengths: 512+128@16 (none)",
+    )
+    add(
         "--dtypes",
         type=_names(("auto", *ON_CPU)),
         default=("bf16", "int8", "gguf"),
@@ -94,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(values.list_of(values.count)(text))))
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    try:
+        shapes = tuple(map(Shape.parse, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    for shape in shapes:
+        if shape.input_len + shape.output_len > CONTEXT:
+            raise argparse.ArgumentTypeError(f"{shape.load}: vLLM is started for {CONTEXT} tokens")
+    return tuple(dict.fromkeys(shapes))
 
 
 def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

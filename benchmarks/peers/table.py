@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.peers.cells import PREFILL, QUEUED, START, STREAMS, TEXT, closed_loop
 from benchmarks.peers.servers import Server
+from benchmarks.peers.shapes import Shape
 from benchmarks.peers.summary import Best, Summary
 from benchmarks.peers.targets import Limits, Target
 
@@ -26,6 +27,7 @@ class Report:
     """By the one of ours that is judged."""
     limits: Limits | None
     faults: Mapping[str, str]
+    shapes: Sequence[Shape] = ()
 
 
 def markdown(report: Report) -> str:
@@ -34,7 +36,8 @@ def markdown(report: Report) -> str:
         report.method,
         _environment(report),
         "## Closed loop",
-        *(_closed(report, clients) for clients in report.concurrencies),
+        *(_closed(report, closed_loop(clients)) for clients in report.concurrencies),
+        *(_shapes(report) if report.shapes else []),
         "## Prefill, interference, start-up",
         _others(report),
         "## Ratios and targets",
@@ -65,8 +68,7 @@ def _texts(report: Report) -> list[tuple[Server, str]]:
     return [(one, load) for one in report.servers]
 
 
-def _closed(report: Report, clients: int) -> str:
-    load = closed_loop(clients)
+def _closed(report: Report, load: str) -> str:
     head = [load, "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "TPOT p50", "failed", "inexact"]
     figures = [
         ("output_throughput", 0),
@@ -79,6 +81,38 @@ def _closed(report: Report, clients: int) -> str:
         ("inexact", 0),
     ]
     return _table(head, _rows(report, [(load, *figure) for figure in figures]))
+
+
+_COMPARED = [
+    ("tokens/s", "output_throughput"),
+    ("TTFT p50", "median_ttft_ms"),
+    ("ITL p50", "median_itl_ms"),
+    ("ITL p99", "p99_itl_ms"),
+    ("whole answer p50", "median_e2el_ms"),
+]
+
+
+def _shapes(report: Report) -> Iterator[str]:
+    """Every figure, and each of ours in figures of the vLLM that has most tokens a second there."""
+    yield "## Other lengths (in + out, tokens)"
+    rows = []
+    for load in (shape.load for shape in report.shapes):
+        yield _closed(report, load)
+        peers = [one.name for one in report.servers if one.family == "vllm"]
+        best = report.summary.highest(peers, load, "output_throughput")
+        ours = [one.name for one in report.servers if one.family == "diptych"] if best is not None else []
+        rows += [
+            [f"{load}: {name} / {best.server}", *_ratios(report.summary, name, best.server, load)]
+            for name in ours
+            if best is not None
+        ]
+    if rows:
+        yield _table(["ratios of medians", *(what for what, _ in _COMPARED)], rows)
+
+
+def _ratios(summary: Summary, ours: str, theirs: str, load: str) -> list[str]:
+    pairs = [(summary.median(ours, load, name), summary.median(theirs, load, name)) for _, name in _COMPARED]
+    return ["–" if a is None or not b else f"{a / b:.2f}" for a, b in pairs]
 
 
 def _others(report: Report) -> str:

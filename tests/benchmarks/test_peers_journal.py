@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers.cells import (
     PREFILL,
     QUEUED,
@@ -14,7 +16,9 @@ from benchmarks.peers.cells import (
     clients_of,
     closed_loop,
 )
+from benchmarks.peers.options import parse
 from benchmarks.peers.servers import Server
+from benchmarks.peers.shapes import Shape
 
 A = Server("a", "vllm", "bf16", (), streams=True)
 B = Server("b", "llama.cpp", "Q4_0", ())
@@ -30,6 +34,28 @@ def test_rounds_are_interleaved_and_the_text_comes_first() -> None:
 
 def test_a_load_says_its_clients() -> None:
     assert clients_of(closed_loop(16)) == 16
+
+
+def test_other_lengths_are_for_servers_that_take_any() -> None:
+    shapes = [Shape(512, 128, 16), Shape(1500, 64, 1)]
+    cells = all_cells([A, B], [1], 1, shapes)
+    of_a = [cell.load for cell in cells if cell.server == "a"]
+    assert of_a == [TEXT, "C=1", PREFILL, STREAMS, QUEUED, "512+128 C=16", "1500+64 C=1"]
+    assert [cell.load for cell in cells if cell.server == "b"] == [TEXT, "C=1", PREFILL]
+    assert [Shape.of_load(shape.load) for shape in shapes] == shapes
+    assert Shape.of_load("C=16") is None
+
+
+def test_a_shape_is_read_from_a_flag() -> None:
+    assert parse(["--shapes", "512+128@16,32+256@1"]).shapes == (Shape(512, 128, 16), Shape(32, 256, 1))
+    assert parse([]).shapes == ()
+
+
+@pytest.mark.parametrize("text", ["512", "512+128", "512+0@1", "a+b@c", "512+128@16,", "2000+128@1"])
+def test_a_shape_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--shapes", text])
+    assert "argument --shapes: " in capsys.readouterr().err
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from benchmarks.peers import table
 from benchmarks.peers.cells import PREFILL, QUEUED, START, STREAMS, Cell, Measurement, closed_loop
 from benchmarks.peers.servers import Family, Server
+from benchmarks.peers.shapes import Shape
 from benchmarks.peers.summary import Best, Spread, Summary
 from benchmarks.peers.targets import Limits, Target, our_paths, targets
 
@@ -125,7 +126,12 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     assert "not measured" in page([], judged)
 
 
-def page(measured: list[Measurement], judged: list[Target], faults: dict[str, str] | None = None) -> str:
+def page(
+    measured: list[Measurement],
+    judged: list[Target],
+    faults: dict[str, str] | None = None,
+    shapes: tuple[Shape, ...] = (),
+) -> str:
     return table.markdown(
         table.Report(
             title="Title",
@@ -137,6 +143,7 @@ def page(measured: list[Measurement], judged: list[Target], faults: dict[str, st
             targets={OTHER.name: judged},
             limits=LIMITS,
             faults=faults or {},
+            shapes=shapes,
         )
     )
 
@@ -150,6 +157,16 @@ def test_the_page_has_absolute_figures_ratios_and_misses() -> None:
     assert "2048 prompt tokens/s" in text
     assert "THREADS=2 program --port {port}" in text
     assert "Left out" not in text
+
+
+def test_the_page_has_other_lengths_and_ours_in_figures_of_the_fastest_vllm() -> None:
+    shape = Shape(512, 128, 16)
+    of_ours = one(OTHER, shape.load, output_throughput=600, median_ttft_ms=900, median_itl_ms=12)
+    of_theirs = one(VLLM, shape.load, output_throughput=400, median_ttft_ms=1000, median_itl_ms=30)
+    text = page([*MEASURED, of_ours, of_theirs], [], shapes=(shape,))
+    assert "| diptych-gguf | 600 | 900 | – | 12.0 |" in text
+    assert "| 512+128 C=16: diptych-gguf / vllm-bf16 | 1.50 | 0.90 | 0.40 | – | – |" in text
+    assert "Other lengths" not in page(MEASURED, [])
 
 
 def test_the_page_shows_spreads_and_failures() -> None:
