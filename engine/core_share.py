@@ -86,8 +86,8 @@ class CoreShare:
         """Say for how long work has waited here that a step does not take, up to 8 s; None: there is none.
         Others may let go of a core now and then.
         """
-        waits = NOTHING_WAITS if waited_s is None else min(1 + int(waited_s / WAITED_UNIT_S), _MOST)
-        self._bytes[self._says] = waits
+        units = 0 if waited_s is None else int(max(waited_s, 0.0) / WAITED_UNIT_S)
+        self._bytes[self._says] = NOTHING_WAITS if waited_s is None else min(1 + units, _MOST)
 
     def others_waited_s(self) -> float | None:
         """For how long work of another worker has waited for cores; None: none does."""

@@ -25,6 +25,8 @@ from worker.step_clock import StepClock
 
 LOOKAHEAD_STEPS = 2
 """Prompts ask for blocks when the granted ones fill less than this many steps: one to run, one to follow."""
+BLOCKS_SHORT_S = 0.1
+"""Who waits for blocks longer than this does so for want of them, and not for an answer."""
 
 
 class EngineLoop:
@@ -121,18 +123,30 @@ class EngineLoop:
             batch = [request for request, _ in rows]
             tokens = sum(chunk.tokens for chunk in chunks)
             self._runner.own()
-            now = time.monotonic()
-            for request in batch:
-                request.begin(now)
-            self._runner.set_backlog(self._waited_s(now) if self.waiting_tokens > tokens else None)
+            self._tell_backlog(batch, tokens)
             self._apply(rows, await self._step.compute(batch, rows, self._run_step, tokens))
 
     def _computable(self) -> list[PrefillRequest]:
         return [request for request in self.attempts.all() if request.computable]
 
-    def _waited_s(self, now: float) -> float:
-        """For how long the prompt that has waited longest did so, or still does."""
-        return max(request.waited_s(now) for request in self.attempts.all())
+    def _tell_backlog(self, batch: Sequence[PrefillRequest], tokens: int) -> None:
+        """Say for how long prompts have waited, if this step leaves some of them to the next one."""
+        now = time.monotonic()
+        for request in batch:
+            request.begin(now)
+        waiting = self._wait_for_cores(now)
+        left = sum(request.remaining for request in waiting) > tokens
+        self._runner.set_backlog(max(request.waited_s(now) for request in waiting) if left else None)
+
+    def _wait_for_cores(self, now: float) -> list[PrefillRequest]:
+        """All that are not through; but where blocks are what is short, those that have some. The others wait
+        for decode's steps, and the cores would not help them.
+        """
+        short = any(
+            request.state is State.ASKED and now - request.entered[State.ASKED] > BLOCKS_SHORT_S
+            for request in self.attempts.all()
+        )
+        return self._computable() if short else [r for r in self.attempts.all() if r.stop is None]
 
     def _ask(self) -> None:
         """Let the prompts that are about to run ask for blocks."""

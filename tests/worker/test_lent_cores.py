@@ -102,6 +102,30 @@ async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_in
         await gateway.close()
 
 
+async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
+    """Decode steps that made way for it would give it its blocks later, and nobody would use the cores."""
+    async with house("shared_memory", decodes=2, stretch=1.0, chunk=8) as made:
+        full, other = made.decodes
+        gateway, prefill = Gateway(made), made.prefills[0]
+        taken = full.pool.allocate(full.pool.available())
+        message = work(("no blocks", 1), PROMPT, 2)
+        message.waited.FromSeconds(4)
+        blocked = gateway.start(full, prefill, message)
+        await until(lambda: prefill.loop.attempts[("no blocks", 1)].state is State.ASKED)
+        await asyncio.sleep(0.2)
+        heard: set[float | None] = set()
+        computed = gateway.start(other, prefill, work(("blocks", 1), tuple(range(2, 50)), 2))
+        while not computed.ended.is_set():
+            heard.add(made.shares[1].others_waited_s())
+            await asyncio.sleep(0)
+        assert max(waited for waited in heard if waited is not None) < 2
+        full.pool.release(taken)
+        full.handoff.blocks_freed()
+        await blocked.ended.wait()
+        assert await made.empty() == []
+        await gateway.close()
+
+
 async def test_a_prompt_waits_until_its_first_step() -> None:
     async with house("shared_memory", stretch=1.0) as made:
         gateway = Gateway(made)
