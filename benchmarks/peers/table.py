@@ -95,17 +95,17 @@ _COMPARED = [
 def _shapes(report: Report) -> Iterator[str]:
     """Every figure, and each of ours in figures of the vLLM that has most tokens a second there."""
     yield "## Other lengths (in + out, tokens)"
+    ours = [one.name for one in report.servers if one.family == "diptych"]
+    peers = [one.name for one in report.servers if one.family == "vllm"]
     rows = []
     for load in (shape.load for shape in report.shapes):
         yield _closed(report, load)
-        peers = [one.name for one in report.servers if one.family == "vllm"]
         best = report.summary.highest(peers, load, "output_throughput")
-        ours = [one.name for one in report.servers if one.family == "diptych"] if best is not None else []
-        rows += [
-            [f"{load}: {name} / {best.server}", *_ratios(report.summary, name, best.server, load)]
-            for name in ours
-            if best is not None
-        ]
+        if best is None:
+            continue
+        for name in ours:
+            ratios = _ratios(report.summary, name, best.server, load)
+            rows.append([f"{load}: {name} / {best.server}", *ratios])
     if rows:
         yield _table(["ratios of medians", *(what for what, _ in _COMPARED)], rows)
 

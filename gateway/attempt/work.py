@@ -70,8 +70,8 @@ class Attempt:
 def build_work(
     job: Job, attempt: Attempt, cache_namespace: bytes, now: float, waited_s: float = 0.0
 ) -> work_pb2.Work:
-    """The message for ``attempt``. What is left of the deadline at ``now`` goes with it, and for how long the
-    request has ``waited_s`` here.
+    """The message for ``attempt``. With it go what is left of the deadline at ``now``, and ``waited_s``, the
+    time that the request spent in the queue here.
     """
     request, sampling = job.request, job.request.sampling
     work = work_pb2.Work(

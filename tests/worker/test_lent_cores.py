@@ -85,7 +85,6 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
 
 
 async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_included() -> None:
-    """A prompt that is being computed waits no longer, however long it is."""
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, _ = made.shares
         gateway, prompt = Gateway(made), tuple(range(2, 50))
@@ -127,6 +126,7 @@ async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
 
 
 async def test_a_prompt_waits_until_its_first_step() -> None:
+    """While it is computed it waits no longer, however long it is."""
     async with house("shared_memory", stretch=1.0) as made:
         gateway = Gateway(made)
         gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 2))
