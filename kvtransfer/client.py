@@ -71,6 +71,8 @@ class HandoffClient:
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
+        self._opening: set[PeerLink] = set()
+        """Welcomed, their transport on its way: they hear our heartbeats, and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
@@ -111,12 +113,16 @@ class HandoffClient:
             if link.welcome.incarnation != expected_incarnation:
                 raise PeerReplaced
             peer = await self._known(address, expected_incarnation)
+            # Opening a channel may compile a kernel: it takes seconds, and we are not dead.
+            self._opening.add(link)
+            if self._ticking is None:
+                self._ticking = asyncio.create_task(self._tick())
             await self._attach(peer, link)
         except BaseException:
             await link.wait_closed()
             raise
-        if self._ticking is None:
-            self._ticking = asyncio.create_task(self._tick())
+        finally:
+            self._opening.discard(link)
         return peer
 
     async def _known(self, address: str, incarnation: int) -> Peer:
@@ -211,6 +217,8 @@ class HandoffClient:
 
     def _tick_once(self, now: float) -> None:
         message = Request(heartbeat=self._beat().message())
+        for opening in self._opening:
+            opening.put(message)
         for peer, (link, lease) in list(self._links.items()):
             if lease.tick(now) is Verdict.GONE:
                 _log.warning("decode worker %s does not answer", link.welcome.worker_id)

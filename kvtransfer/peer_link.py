@@ -32,6 +32,8 @@ class PeerLink:
         self.welcome = welcome
         self._stream = stream
         self._outbox: Outbox[Request] = Outbox()
+        # From the hello on: what is heard of us then does not wait until we read.
+        self._writing = asyncio.create_task(self._write())
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -82,10 +84,9 @@ class PeerLink:
         if self._task is not None:
             await asyncio.wait([self._task])
         else:
-            await self._stream.close()
+            await self._end()
 
     async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
-        writing = asyncio.create_task(self._write())
         try:
             # However it ends, the link is lost, and that is all that matters here.
             with contextlib.suppress(StreamLost, asyncio.CancelledError):
@@ -94,10 +95,14 @@ class PeerLink:
         finally:
             self._outbox.close()
             self._stream.cancel()
-            writing.cancel()
+            self._writing.cancel()
             ended()
-            await asyncio.gather(writing, return_exceptions=True)
-            await self._stream.close()
+            await self._end()
+
+    async def _end(self) -> None:
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        await self._stream.close()
 
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.

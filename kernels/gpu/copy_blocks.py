@@ -17,7 +17,7 @@ _WORDS = 2048
 """Words a program copies: 16 KB of 64-bit ones, eight loads of 16 bytes a thread in flight."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_ids", "target_ids", "digests", "binding"])
 def _copy(
     source,
     source_ids,

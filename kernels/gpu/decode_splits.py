@@ -66,7 +66,7 @@ def split_size(tokens, SHORT_CONTEXT: tl.constexpr, SHORT_SPLIT: tl.constexpr, L
     return tl.where(tokens <= SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "scratch_splits"])
 def _join(
     lengths,
     mixed,

@@ -33,7 +33,9 @@ from kernels.gpu.launch import INTERPRETED, LOG2_E, check_dense, multiprocessors
 from kernels.gpu.tuning import decode_default, look_up, shape_class
 
 
-@triton.jit
+# What a step's packing leaves to chance (how many rows, where in an array its numbers begin) helps no load: a
+# kernel for every case would be compiled while requests wait.
+@triton.jit(do_not_specialize=["tables", "lengths", "rows", "table_stride", "scratch_splits"])
 def _splits(
     query,
     blocks,

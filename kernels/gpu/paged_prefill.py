@@ -91,7 +91,8 @@ def _advance(
     return acc, higher, total
 
 
-@triton.jit
+# One kernel whatever a step's packing happens to be, as in paged_decode.py.
+@triton.jit(do_not_specialize=["tables", "starts", "offsets", "table_stride"])
 def _paged_prefill(
     query,
     blocks,

@@ -42,16 +42,18 @@ def _on_grid(x):
 
 @triton.jit
 def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`x` as the cache holds it; beyond what FP8 can say it is cut off, not infinite."""
+    """`x` as the cache holds it; beyond what FP8 can say it is cut off, not infinite. NaN stays NaN."""
     if SCALED:
-        x = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+        x = x / scale
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
         if INTERPRETED:
             # The interpreter rounds the mantissa without a carry: 1.98 would become 1.
             x = _on_grid(x)
     return x.to(TYPE)
 
 
-@triton.jit
+# One kernel whatever a step's packing happens to be, as in paged_decode.py.
+@triton.jit(do_not_specialize=["block_ids", "lanes", "tokens"])
 def _rotary_write(
     qkv,
     cos,

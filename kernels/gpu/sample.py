@@ -51,7 +51,7 @@ def make_scratch(rows: int, vocab: int, device: torch.device) -> SampleScratch:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seeds", "positions", "out", "rows"])
 def _uniforms(seeds, positions, out, rows, ROWS: tl.constexpr):
     """The random numbers of all rows: a chain of 1,500 dependent steps, so every row has a thread."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -196,7 +196,7 @@ def _invert(weights, count, at, TILE: tl.constexpr):
     return first + stride * _passes(inner, inside, target - before, height)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms", "out"])
 def _sample(
     logits,
     temperatures,

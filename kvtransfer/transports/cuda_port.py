@@ -59,7 +59,7 @@ class CudaPort:
         base = cuda_driver.open_memory(self._device, handle)
         opened = _Opened(base + offset, layout.bytes_per_block * num_blocks)
         weakref.finalize(opened, _close, self._device, base)
-        flat = torch.as_tensor(opened)
+        flat = torch.as_tensor(opened, device=self._device)
         if flat.data_ptr() != base + offset:
             raise ValueError("torch made a copy of the mapped pool")
         return KVMemory.over_tensor(layout, num_blocks, flat)

@@ -28,6 +28,8 @@ async def main(address: str, incarnation: int, transport: str, device: torch.dev
         memory = KVMemory(LAYOUT, BLOCKS) if on_host else KVMemory.on_device(LAYOUT, BLOCKS, device)
         return memory, BlockPool(BLOCKS)
 
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # as a worker's engine would have: it takes a while, on the event loop
     client = HandoffClient(
         worker_id="prefill",
         incarnation=os.getpid(),
