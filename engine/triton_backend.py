@@ -170,7 +170,12 @@ class TritonBackend:
             return Drawn.nothing(logits.cpu())
         left = [row for row, draw in enumerate(draws) if draw is None]
         values = [draw_values(draw) for draw in draws if draw is not None]
-        kinds = {"seeds": torch.int64, "counters": torch.int64, "top_k": torch.int32}
+        kinds = {
+            "seeds": torch.int64,
+            "counters": torch.int64,
+            "top_k": torch.int32,
+            "top_p": torch.float64,
+        }
         by = {
             name: torch.tensor(
                 [value[name] for value in values], dtype=kinds.get(name, torch.float32), device=self._device

@@ -104,7 +104,8 @@ def _sampling(context: Context, rows: int, device: torch.device) -> Iterator[Fig
     seeds, positions = torch.arange(rows, device=device), torch.arange(rows, device=device)
 
     def drawn(temperature: float, top_k: int, top_p: float, min_p: float) -> Callable[[], torch.Tensor]:
-        heat, mass, least = (torch.full((rows,), x, device=device) for x in (temperature, top_p, min_p))
+        heat, least = (torch.full((rows,), x, device=device) for x in (temperature, min_p))
+        mass = torch.full((rows,), top_p, dtype=torch.float64, device=device)
         count = torch.full((rows,), top_k, dtype=torch.int32, device=device)
         return lambda: sample(logits, heat, count, mass, least, seeds, positions, scratch=scratch, out=out)
 

@@ -30,11 +30,11 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
     "block_ids": (np.int64, NO_BLOCK),
     "seeds": (np.int64, 0),
     "counters": (np.int64, 0),
+    "top_p": (np.float64, 1.0),
     "lanes": (np.int32, 0),
     "lengths": (np.int32, 0),
     "top_k": (np.int32, 0),
     "temperature": (np.float32, 0.0),
-    "top_p": (np.float32, 1.0),
     "min_p": (np.float32, 0.0),
 }
 

@@ -1,9 +1,9 @@
 """One token a row of logits, on the device: greedy, or drawn after temperature, top-k, top-p and min-p.
 
 What it means is engine/sampling/draw.py: the same random number, the same tokens kept (with everything that
-ties at top-k, the lower ids at top-p), the distribution inverted in the same order. One program takes one
-row, so nothing depends on neighbours. No sorting: the score or the weight at which a set ends is found four
-bits at a time, by counting (or weighing) what reaches each of sixteen thresholds in one pass over the row.
+ties at top-k, the lower ids at top-p), the distribution inverted in the same order. Nothing depends on
+neighbours. kernels/gpu/sample_survey.py looks at whole rows, many programs a row; one program a row draws
+from what that leaves.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import INTERPRETED, check_dense
+from kernels.gpu.launch import check_dense, power_of_two
+from kernels.gpu.sample_keys import LEAST, mass_above, threshold, weighed
+from kernels.gpu.sample_survey import DONE, LISTED, TABLE, WHOLE, Survey, parts_of, survey
 from kernels.gpu.uniform import uniform
 
 NOT_FINITE = -1
 """The token of a row whose logits are not all finite."""
 
-_GREEDY_BELOW = tl.constexpr(1e-5)
-_LEAST = tl.constexpr(-2147483648)
 _LARGEST_WEIGHT = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
-_TABLE = tl.constexpr(64)
-"""Rows of the table in which a long list of weights is summed (draw.py)."""
 _TILE = 1024
+_COLUMNS = 64
 _ROWS = 32
 
 
 @dataclass(frozen=True)
 class SampleScratch:
-    """What is left of each row's distribution, in order of the ids: allocated once, used by every step."""
+    """What is known and left of each row's distribution: allocated once, used by every step."""
 
-    weights: torch.Tensor
-    """float32 `[rows, vocab]`."""
+    survey: Survey
+    scores: torch.Tensor
+    """float32 `[rows, vocab]`: of the tokens that may be kept, in order of the ids; then their weights."""
     ids: torch.Tensor
     """int32 `[rows, vocab]`."""
+    columns: torch.Tensor
+    """float64 `[rows, vocab // TABLE + 1]`: sums of the columns of weights."""
     uniforms: torch.Tensor
     """float64 `[rows]`: the random number of each row."""
 
@@ -45,8 +47,10 @@ class SampleScratch:
 def make_scratch(rows: int, vocab: int, device: torch.device) -> SampleScratch:
     """Scratch for up to `rows` rows of `vocab` logits."""
     return SampleScratch(
+        Survey.make(rows, vocab, device),
         torch.empty(rows, vocab, device=device),
         torch.empty(rows, vocab, dtype=torch.int32, device=device),
+        torch.empty(rows, vocab // TABLE + 1, dtype=torch.float64, device=device),
         torch.empty(rows, dtype=torch.float64, device=device),
     )
 
@@ -62,73 +66,31 @@ def _uniforms(seeds, positions, out, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """int32 in the order of the float32 `x`, minus zero being zero."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _nucleus(scores, count, highest, temperature, floor, top_p, mass, TILE: tl.constexpr):
+    """The bits of the weight that ends the set with `top_p` of `mass`, and how many of that weight it has."""
+    enough = top_p * mass
+    border = threshold(scores, count, highest, temperature, floor, enough, True, TILE)
+    # The likeliest token is always kept.
+    border = tl.minimum(border, _LARGEST_WEIGHT)
+    level = border.to(tl.float32, bitcast=True).to(tl.float64)
+    lacking = enough - mass_above(scores, count, highest, temperature, floor, border, TILE)
+    ties = tl.maximum(tl.ceil(lacking / tl.maximum(level, 1e-300)), 1.0).to(tl.int64)
+    # Nothing reached it (rounding), or what it ends among weighs nothing: all are kept.
+    ties = tl.where(border <= 0, 2147483647, ties)
+    return tl.maximum(border, 0), ties
 
 
 @triton.jit
-def _weighed(x, inside, highest, temperature, floor):
-    """Weights of a tile of scores, the likeliest token's being 1, and which of them top-k leaves."""
-    left = inside & (_ordered(x) >= floor)
-    return tl.where(left, tl.exp((x - highest) / temperature), 0.0), left
-
-
-@triton.jit
-def _threshold(row, vocab, highest, temperature, floor, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest number that, as a key, tokens of `wanted` count or mass reach or pass.
-
-    Keys are ordered scores, or with MASS the bits of the weights of what `floor` leaves.
-    """
-    digits = tl.arange(0, 16)
-    found = tl.full([], _LEAST, tl.int32)
-    for step in range(8):
-        tried = found + (digits << (28 - 4 * step))
-        reached = tl.zeros([16], tl.float64)
-        for start in range(0, vocab, TILE):
-            at = start + tl.arange(0, TILE)
-            inside = at < vocab
-            x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-            if MASS:
-                weight, left = _weighed(x, inside, highest, temperature, floor)
-                key = weight.to(tl.int32, bitcast=True)
-            else:
-                weight = tl.full([TILE], 1.0, tl.float32)
-                left = inside
-                key = _ordered(x)
-            passes = left[:, None] & (key[:, None] >= tried[None, :])
-            reached += tl.sum(tl.where(passes, weight[:, None], 0.0), axis=0).to(tl.float64)
-        # What is reached falls with the digit; the first threshold is that of the step before.
-        digit = tl.maximum(tl.sum((reached >= wanted).to(tl.int32), axis=0) - 1, 0)
-        found += digit << (28 - 4 * step)
-    return found
-
-
-@triton.jit
-def _above(row, vocab, highest, temperature, floor, key, TILE: tl.constexpr):
-    """The mass of the weights whose bits are above `key`, of what `floor` leaves."""
-    mass = tl.zeros([], tl.float64)
-    for start in range(0, vocab, TILE):
-        at = start + tl.arange(0, TILE)
-        inside = at < vocab
-        x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-        weight, left = _weighed(x, inside, highest, temperature, floor)
-        heavier = left & (weight.to(tl.int32, bitcast=True) > key)
-        mass += tl.sum(tl.where(heavier, weight, 0.0), axis=0).to(tl.float64)
-    return mass
-
-
-@triton.jit
-def _pack(row, weights, ids, vocab, highest, temperature, floor, border, ties, min_p, TILE: tl.constexpr):
-    """Write what is kept to the front of `weights` and `ids`, in order of the ids; how many there are."""
+def _keep(scores, ids, listed, highest, temperature, floor, border, ties, min_p, TILE: tl.constexpr):
+    """Move what is kept to the front, weights in place of scores; how many there are."""
     count = tl.zeros([], tl.int32)
     tied = tl.zeros([], tl.int64)
-    for start in range(0, vocab, TILE):
+    for start in range(0, listed, TILE):
         at = start + tl.arange(0, TILE)
-        inside = at < vocab
-        x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-        weight, left = _weighed(x, inside, highest, temperature, floor)
+        inside = at < listed
+        x = tl.load(scores + at, mask=inside, other=0.0)
+        token = tl.load(ids + at, mask=inside, other=0)
+        weight, left = weighed(x, inside, highest, temperature, floor)
         key = weight.to(tl.int32, bitcast=True)
         level = (left & (key == border)).to(tl.int64)
         earlier = tied + tl.cumsum(level, axis=0) - level
@@ -136,10 +98,36 @@ def _pack(row, weights, ids, vocab, highest, temperature, floor, border, ties, m
         kept = left & ((key > border) | ((key == border) & (earlier < ties))) & (weight >= min_p)
         one = kept.to(tl.int32)
         place = count + tl.cumsum(one, axis=0) - one
-        tl.store(weights + place, weight, mask=kept)
-        tl.store(ids + place, at, mask=kept)
+        # A place of this tile may be one that another thread has yet to read.
+        tl.debug_barrier()
+        tl.store(scores + place, weight, mask=kept)
+        tl.store(ids + place, token, mask=kept)
         count += tl.sum(one, axis=0)
+    # What other threads of this program wrote is read from here on.
+    tl.debug_barrier()
     return count
+
+
+@triton.jit
+def _sum_columns(weights, columns, out, TABLE: tl.constexpr, COLUMNS: tl.constexpr):
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < columns
+        place = weights + tl.arange(0, TABLE)[:, None] * columns + column[None, :]
+        table = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float64)
+        tl.store(out + column, tl.sum(table, axis=0), mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _weights(row, weights, at, line, count, mode, highest, temperature):
+    """float64: those at the first `count` of the places `at`, of all tokens of a row or of a list's."""
+    # Bounds, not conditions: the interpreter cannot mask by a scalar.
+    of_row = tl.where(mode == WHOLE, count, 0)
+    x = tl.load(row + at, mask=line < of_row, other=0.0).to(tl.float32)
+    listed = tl.load(weights + at, mask=line < count - of_row, other=0.0)
+    weighed_now = tl.where(line < of_row, tl.exp((x - highest) / temperature), 0.0)
+    return (weighed_now + listed).to(tl.float64)
 
 
 @triton.jit
@@ -150,115 +138,91 @@ def _passes(sums, inside, target, end):
 
 
 @triton.jit
-def _column_sums(weights, columns, start, TILE: tl.constexpr):
-    """The running sum of TILE columns of the table from `start` on, float64."""
-    column = start + tl.arange(0, TILE)
-    inside = column < columns
-    place = weights + tl.arange(0, _TABLE)[:, None] * columns + column[None, :]
-    table = tl.load(place, mask=inside[None, :], other=0.0).to(tl.float64)
-    return tl.cumsum(tl.sum(table, axis=0), axis=0), inside
-
-
-@triton.jit
-def _invert(weights, count, at, TILE: tl.constexpr):
-    """The place where the running sum of `weights` passes `at` of their total, in the order of draw.py."""
-    columns = count // _TABLE
-    line = tl.arange(0, _TABLE)
-    rest = count - columns * _TABLE
-    in_rest = line < rest
-    last = tl.load(weights + columns * _TABLE + line, mask=in_rest, other=0.0).to(tl.float64)
-    total = tl.zeros([], tl.float64)
-    for start in range(0, columns, TILE):
-        sums, _ = _column_sums(weights, columns, start, TILE)
-        total += tl.max(sums, axis=0)
-    end = total + tl.sum(last, axis=0)
-    target = at * end
-
-    # The columns come first, then what is left over as one more.
+def _column(sums, columns, target, end, TILE: tl.constexpr):
+    """The column in which the running sum of all columns passes `target`, and the sum before it."""
     passed = tl.zeros([], tl.int32)
     reaching = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)
     base = tl.zeros([], tl.float64)
     for start in range(0, columns, TILE):
-        sums, inside = _column_sums(weights, columns, start, TILE)
-        sums = base + sums
-        passed += tl.sum((inside & (sums <= target)).to(tl.int32), axis=0)
-        reaching += tl.sum((inside & (sums < end)).to(tl.int32), axis=0)
-        before = tl.maximum(before, tl.max(tl.where(inside & (sums <= target), sums, 0.0), axis=0))
-        base = tl.max(sums, axis=0)
-    column = tl.minimum(passed, reaching)
+        column = start + tl.arange(0, TILE)
+        inside = column < columns
+        running = base + tl.cumsum(tl.load(sums + column, mask=inside, other=0.0), axis=0)
+        passed += tl.sum((inside & (running <= target)).to(tl.int32), axis=0)
+        reaching += tl.sum((inside & (running < end)).to(tl.int32), axis=0)
+        before = tl.maximum(before, tl.max(tl.where(inside & (running <= target), running, 0.0), axis=0))
+        base = tl.max(running, axis=0)
+    return tl.minimum(passed, reaching), before
+
+
+@triton.jit
+def _invert(
+    row, weights, sums, count, mode, highest, temperature, at, TABLE: tl.constexpr, TILE: tl.constexpr
+):
+    """The place where the running sum of the weights passes `at` of their total, in the order of draw.py."""
+    columns = count // TABLE
+    line = tl.arange(0, TABLE)
+    rest = count - columns * TABLE
+    last = _weights(row, weights, columns * TABLE + line, line, rest, mode, highest, temperature)
+    total = tl.zeros([], tl.float64)
+    for start in range(0, columns, TILE):
+        column = start + tl.arange(0, TILE)
+        total += tl.max(tl.cumsum(tl.load(sums + column, mask=column < columns, other=0.0), axis=0), axis=0)
+    end = total + tl.sum(last, axis=0)
+    # The columns come first, then what is left over as one more.
+    target = at * end
+    column, before = _column(sums, columns, target, end, TILE)
     in_table = column < columns
     stride = tl.where(in_table, columns, 1)
-    first = tl.where(in_table, column, columns * _TABLE)
-    inside = line < tl.where(in_table, _TABLE, rest)
-    inner = tl.cumsum(tl.load(weights + first + line * stride, mask=inside, other=0.0).to(tl.float64), axis=0)
-    height = tl.max(inner, axis=0)
-    return first + stride * _passes(inner, inside, target - before, height)
+    first = tl.where(in_table, column, columns * TABLE)
+    height = tl.where(in_table, TABLE, rest)
+    inner = tl.cumsum(
+        _weights(row, weights, first + line * stride, line, height, mode, highest, temperature), axis=0
+    )
+    return first + stride * _passes(inner, line < height, target - before, tl.max(inner, axis=0))
 
 
-@triton.jit(do_not_specialize=["temperatures", "top_ks", "top_ps", "min_ps", "uniforms", "out"])
-def _sample(
-    logits,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    uniforms,
-    weights,
-    ids,
-    out,
-    vocab,
-    stride,
-    scratch_stride,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit
+def _draw(
+    logits, temperatures, top_ks, top_ps, min_ps, modes, highests, counts, totals, scores, ids, columns,
+    uniforms, out, parts, vocab, stride, list_stride, columns_stride, PARTS_PAD: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0)
-    row = logits + number.to(tl.int64) * stride
-    highest = tl.full([], float("-inf"), tl.float32)
-    token = tl.zeros([], tl.int32)
-    strange = tl.zeros([], tl.int32)
-    for start in range(0, vocab, TILE):
-        at = start + tl.arange(0, TILE)
-        inside = at < vocab
-        x = tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32)
-        strange += tl.sum((inside & ((tl.abs(x) < float("inf")) == 0)).to(tl.int32), axis=0)
-        top = tl.max(tl.where(x == x, x, float("-inf")), axis=0)
-        first = tl.min(tl.where(inside & (x == top), at, vocab), axis=0)
-        token = tl.where(top > highest, first, token)
-        highest = tl.maximum(highest, top)
-    temperature = tl.load(temperatures + number)
-    if strange > 0:
-        token = token * 0 - 1
-    elif temperature >= _GREEDY_BELOW:
-        top_k = tl.load(top_ks + number)
-        top_p = tl.load(top_ps + number).to(tl.float64)
-        min_p = tl.load(min_ps + number)
-        floor = tl.full([], _LEAST, tl.int32)
-        if (top_k > 0) & (top_k < vocab):
-            floor = _threshold(row, vocab, highest, temperature, floor, top_k, False, TILE)
-        border = tl.full([], -1, tl.int32)
-        ties = tl.zeros([], tl.int64)
-        if top_p < 1.0:
-            enough = top_p * _above(row, vocab, highest, temperature, floor, -1, TILE)
-            border = _threshold(row, vocab, highest, temperature, floor, enough, True, TILE)
-            # The likeliest token is always kept.
-            border = tl.minimum(border, _LARGEST_WEIGHT)
-            level = border.to(tl.float32, bitcast=True).to(tl.float64)
-            lacking = enough - _above(row, vocab, highest, temperature, floor, border, TILE)
-            ties = tl.maximum(tl.ceil(lacking / tl.maximum(level, 1e-300)), 1.0).to(tl.int64)
-            # Nothing reached it (rounding), or what it ends among weighs nothing: all are kept.
-            ties = tl.where(border <= 0, 2147483647, ties)
-            border = tl.maximum(border, 0)
-        offset = number.to(tl.int64) * scratch_stride
-        count = _pack(
-            row, weights + offset, ids + offset, vocab, highest, temperature, floor, border, ties, min_p, TILE
-        )
-        # What other threads of this program wrote is read from here on.
-        tl.debug_barrier()
+    mode = tl.load(modes + number)
+    if mode != DONE:
+        highest = tl.load(highests + number)
+        temperature = tl.load(temperatures + number)
+        row = logits + number.to(tl.int64) * stride
+        scores += number.to(tl.int64) * list_stride
+        ids += number.to(tl.int64) * list_stride
+        sums = columns + number.to(tl.int64) * columns_stride
+        count = vocab + tl.zeros([], tl.int32)
+        if mode == LISTED:
+            part = tl.arange(0, PARTS_PAD)
+            there = part < parts
+            count = tl.sum(tl.load(counts + number * parts + part, mask=there, other=0), axis=0)
+            top_k = tl.load(top_ks + number)
+            top_p = tl.load(top_ps + number)
+            floor = tl.full([], LEAST, tl.int32)
+            border = tl.full([], -1, tl.int32)
+            ties = tl.zeros([], tl.int64)
+            mass = tl.sum(tl.load(totals + number * parts + part, mask=there, other=0.0), axis=0)
+            if (top_k > 0) & (top_k < vocab):
+                floor = threshold(scores, count, highest, temperature, floor, top_k, False, TILE)
+                if top_p < 1.0:
+                    mass = mass_above(scores, count, highest, temperature, floor, -1, TILE)
+            if top_p < 1.0:
+                border, ties = _nucleus(scores, count, highest, temperature, floor, top_p, mass, TILE)
+            min_p = tl.load(min_ps + number)
+            count = _keep(scores, ids, count, highest, temperature, floor, border, ties, min_p, TILE)
+            _sum_columns(scores, count // TABLE, sums, TABLE, COLUMNS)
         at = tl.load(uniforms + number)
-        token = tl.load(ids + offset + _invert(weights + offset, count, at, COLUMNS))
-    tl.store(out + number, token.to(tl.int64))
+        place = _invert(row, scores, sums, count, mode, highest, temperature, at, TABLE, TILE)
+        token = place
+        if mode == LISTED:
+            token = tl.load(ids + place)
+        tl.store(out + number, token.to(tl.int64))
 
 
 def sample(
@@ -276,8 +240,9 @@ def sample(
     """The token of each row of `logits [rows, vocab]`: int64 `[rows]`, NOT_FINITE where a logit is.
 
     One number a row each: `temperature` float32 (below 1e-5 is greedy: the likeliest, of equals the lowest
-    id), `top_k` int32 (0 is off), `top_p` float32 (1 is off), `min_p` float32 (0 is off), `seeds` int64 (the
-    bits of the unsigned seed), `positions` int32 or int64 (tokens emitted so far: the counter of the draw).
+    id), `top_k` int32 (0 is off), `top_p` float64 (1 is off; in float32 a mass near 1 would be another one),
+    `min_p` float32 (0 is off), `seeds` int64 (the bits of the unsigned seed), `positions` int32 or int64
+    (tokens emitted so far: the counter of the draw).
     """
     rows, vocab = check_dense("logits", logits).shape
     if out is None:
@@ -287,22 +252,13 @@ def sample(
     scratch = scratch or make_scratch(rows, vocab, logits.device)
     if scratch.ids.shape[0] < rows or scratch.ids.shape[1] < vocab:
         raise ValueError(f"scratch {tuple(scratch.ids.shape)} is too small for {rows} rows of {vocab}")
+    found, scores, ids, columns = scratch.survey, scratch.scores, scratch.ids, scratch.columns
     _uniforms[(triton.cdiv(rows, _ROWS),)](seeds, positions, scratch.uniforms, rows, ROWS=_ROWS, num_warps=1)
-    _sample[(rows,)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        scratch.uniforms,
-        scratch.weights,
-        scratch.ids,
-        out,
-        vocab,
-        logits.stride(0),
-        scratch.ids.stride(0),
-        TILE=_TILE,
-        COLUMNS=16 if INTERPRETED else 64,
-        num_warps=8,
-    )
+    survey(logits, temperature, top_k, top_p, min_p, found, scores, ids, columns, out)
+    _draw[(rows,)](
+        logits, temperature, top_k, top_p, min_p, found.modes, found.highest, found.counts, found.totals,
+        scores, ids, columns, scratch.uniforms, out, parts_of(vocab), vocab, logits.stride(0),
+        scores.stride(0), columns.stride(0), PARTS_PAD=power_of_two(parts_of(vocab), 16), TABLE=TABLE,
+        TILE=_TILE, COLUMNS=_COLUMNS, num_warps=8,
+    )  # fmt: skip
     return out

@@ -169,7 +169,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
     made.append(("swiglu", lambda: swiglu(x)))
     logits, ones, ids = torch.zeros(2, 128_256), torch.ones(2), torch.zeros(2, dtype=torch.int64)
-    made.append(("sample", lambda: sample(logits, ones, ids.int(), ones, ones, ids, ids)))
+    made.append(("sample", lambda: sample(logits, ones, ids.int(), ones.double(), ones, ids, ids)))
     small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))
     made.append(("copy", lambda: copy_blocks(small, ids, small, ids)))
     made.append(("copy, digest", lambda: copy_blocks(small, ids, small, ids, digests=ids, binding=ids)))

@@ -22,7 +22,7 @@ def run(logits: torch.Tensor, rows: list[SampleRow], scratch: SampleScratch | No
         logits,
         torch.tensor([p.temperature for p in params], device=at),
         torch.tensor([p.top_k for p in params], dtype=torch.int32, device=at),
-        torch.tensor([p.top_p for p in params], device=at),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=at),
         torch.tensor([p.min_p for p in params], device=at),
         torch.tensor([signed(p.seed) for p in params], device=at),
         torch.tensor([len(row.output_ids) for row in rows], device=at),
@@ -60,13 +60,40 @@ RULES: list[dict[str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("vocab", "spread"), [(50, 4.0), (1333, 1.0)])
+@pytest.mark.parametrize(("vocab", "spread"), [(50, 4.0), (1333, 1.0), (9001, 6.0), (128_256, 3.0)])
 def test_draws_are_the_engine_s(vocab: int, spread: float, device: torch.device) -> None:
+    """The longer vocabularies are cut into parts; the longest takes the interpreter too long."""
+    if vocab > 10_000 and device.type == "cpu":
+        pytest.skip("too long for the interpreter")
     torch.manual_seed(vocab)
     rows = [row(n, seed=n * 7919 + 1, **rule) for n, rule in enumerate(RULES)]
     logits = torch.randn(len(rows), vocab, device=device) * spread
     expected = [draw(scores.cpu().numpy(), row) for scores, row in zip(logits, rows, strict=True)]
     assert run(logits, rows) == expected
+
+
+def test_rows_of_all_kinds_share_a_batch_of_several_parts(device: torch.device) -> None:
+    """Lists that are everything, nearly nothing, or of one part alone; each drawn with several numbers."""
+    torch.manual_seed(3)
+    rules: list[dict[str, float]] = [
+        {"top_p": 0.999999},
+        {"top_k": 5999, "top_p": 0.5},
+        {"min_p": 1e-30},
+        {"temperature": 0.0},
+        {"temperature": 1e-3},
+        {"temperature": 50.0, "top_p": 0.3},
+        {"top_k": 24},  # as many as there are groups of scores
+        {"top_k": 25},
+    ]
+    logits = torch.randn(len(rules), 6000, device=device)
+    logits[:, 4090:4100] += 8.0  # on both sides of a border
+    for position in range(3):
+        rows = [row(position, seed=n + 50, **rule) for n, rule in enumerate(rules)]
+        expected = [
+            int(scores.argmax()) if row.params.greedy else draw(scores.cpu().numpy(), row)
+            for scores, row in zip(logits, rows, strict=True)
+        ]
+        assert run(logits, rows) == expected
 
 
 def test_ties_are_kept_as_the_engine_keeps_them(device: torch.device) -> None:
