@@ -8,7 +8,14 @@ divide are cut into words of four, two or one bytes.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Integers = TypeVar("Integers", torch.Tensor, npt.NDArray[np.int64])
+"""int64, and what is done with them wraps: on a host, numpy has the smaller overhead."""
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 GOLDEN = 0x9E3779B97F4A7C15
@@ -30,7 +37,7 @@ def block_words(blocks: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).view(WORDS[width])
 
 
-def bind(slot: int, generation: int, indices: torch.Tensor) -> torch.Tensor:
+def bind(slot: int, generation: int, indices: Integers) -> Integers:
     """The binding, int64 `[n]`, of blocks `indices` (int64 `[n]`) of the table of one grant."""
     keyed = (indices + 1) * signed(GOLDEN) + signed(slot * FIRST + generation * SECOND)
     return mixed(keyed)
@@ -51,7 +58,7 @@ def copy_blocks(
     block_words(target)[target_ids[real].long()] = block_words(source)[source_ids[real].long()]
 
 
-def mixed(x: torch.Tensor) -> torch.Tensor:
+def mixed(x: Integers) -> Integers:
     """Two rounds of multiplying and folding, in wrapping 64-bit arithmetic."""
     x = x * signed(FIRST)
     x = x ^ ((x >> 32) & 0xFFFFFFFF)

@@ -38,6 +38,10 @@ class Grant:
         """Places in the table that are the writer's to fill."""
         return range(self.cached_blocks, self.num_blocks)
 
+    def owes(self, places: range) -> bool:
+        """Whether all of them are the writer's to fill."""
+        return self.cached_blocks <= places.start and places.stop <= self.num_blocks
+
     @property
     def pins(self) -> list[int]:
         """The cached prefix."""

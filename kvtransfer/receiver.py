@@ -142,11 +142,11 @@ class Receiver:
         if attempt is None:
             return []
         grant = attempt.held
-        blocks = range(first_block, first_block + num_blocks)
-        in_table = grant.due.start <= blocks.start and blocks.stop <= grant.due.stop
-        if attempt.phase is not Phase.GRANTED or not in_table or len(digests) not in (0, num_blocks):
+        places = range(first_block, first_block + num_blocks)
+        as_granted = attempt.phase is Phase.GRANTED and grant.owes(places)
+        if not as_granted or len(digests) not in (0, num_blocks):
             return self._corrupt(attempt, "blocks outside the granted table were announced")
-        grant.declared.update(zip(blocks, digests, strict=False))
+        grant.declared.update(zip(places, digests, strict=False))
         return []
 
     def named(self, writer: WriterId, slot: int, generation: int) -> GrantRef | None:
@@ -157,19 +157,22 @@ class Receiver:
             return None
         return attempt.held.ref
 
-    def destination(self, writer: WriterId, ref: GrantRef, index: int) -> int | None:
-        """The block into which block `index` of a grant may be copied now; None: the data is stale."""
+    def destinations(self, writer: WriterId, ref: GrantRef, places: range) -> list[int] | None:
+        """The blocks into which these places of a grant may be copied now; None: the data is stale."""
         attempt = self._book.find_open(writer, ref)
-        if attempt is None or index not in attempt.held.due:
+        if attempt is None or not attempt.held.owes(places):
             return None
-        return attempt.held.block_ids[index]
+        return attempt.held.block_ids[places.start : places.stop]
 
-    def arrived(self, writer: WriterId, ref: GrantRef, index: int, digest: bytes) -> list[ReceiverAction]:
-        """Block `index` was copied to its destination; its bytes have this digest."""
+    def arrived(
+        self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]
+    ) -> list[ReceiverAction]:
+        """Blocks from place `first` on were copied to their destinations; their bytes have these digests."""
         attempt = self._book.find_open(writer, ref)
-        if attempt is None or index not in attempt.held.due:
+        places = range(first, first + len(digests))
+        if attempt is None or not attempt.held.owes(places):
             return []
-        attempt.held.received[index] = digest
+        attempt.held.received.update(zip(places, digests, strict=True))
         attempt.since = None  # more may follow
         return self._hand_over_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
 

@@ -87,7 +87,7 @@ class HandoffServer:
         hooks = ReceiverHooks(
             dead=self._writers.dead,
             named=self._receiver.named,
-            destination=self._receiver.destination,
+            destinations=self._receiver.destinations,
             arrived=lambda *event: self._pump.run(self._receiver.arrived(*event)),
             corrupt=self._corrupt,
         )

@@ -34,11 +34,12 @@ def _copy(
     pair = tl.program_id(1)
     origin = tl.load(source_ids + pair).to(tl.int64)
     place = tl.load(target_ids + pair).to(tl.int64)
-    if (origin >= 0) & (place >= 0):
+    if origin >= 0:
         at = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         inside = at < words
         word = tl.load(source + origin * source_stride + at, mask=inside, other=0)
-        tl.store(target + place * target_stride + at, word, mask=inside)
+        if place >= 0:
+            tl.store(target + place * target_stride + at, word, mask=inside)
         if DIGEST:
             bound = tl.load(binding + pair).to(tl.uint64, bitcast=True)
             mixed = word.to(tl.int64).to(tl.uint64, bitcast=True)
@@ -59,12 +60,12 @@ def copy_blocks(
     binding: torch.Tensor | None = None,
 ) -> None:
     """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target` (integers `[n]`, on the
-    device), for all i; where either is -1 nothing is copied.
+    device), for all i; where either is -1 nothing is written.
 
     Both are KV memories `[num_blocks, layers, 2, kv_heads, head_dim * block_size]` of one layout and dtype;
     `target` may be memory of another device or process that is mapped here. With `digests` (int64 `[n]`) and
-    `binding` (int64 `[n]`, see `kernels.copy_blocks.bind`), the digest of what was read is left there, 0
-    where nothing was copied.
+    `binding` (int64 `[n]`, see `kernels.copy_blocks.bind`), the digest of block `source_ids[i]` is left
+    there, also where the target is -1; 0 where the source is.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         ours, theirs = (f"{tuple(side.shape[1:])} {side.dtype}" for side in (source, target))

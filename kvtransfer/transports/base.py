@@ -38,10 +38,10 @@ class ReceiverHooks:
     """Proven: this writer can write no more by this transport."""
     named: Callable[[WriterId, int, int], GrantRef | None]
     """The grant of this writer at (slot, generation), None if that is not open."""
-    destination: Callable[[WriterId, GrantRef, int], int | None]
-    """The block of the pool to which block `index` of a grant belongs now; None: the data is stale."""
-    arrived: Callable[[WriterId, GrantRef, int, bytes], None]
-    """Block `index` is at its destination; its digest."""
+    destinations: Callable[[WriterId, GrantRef, range], Sequence[int] | None]
+    """The blocks of the pool to which these places of a grant belong now; None: the data is stale."""
+    arrived: Callable[[WriterId, GrantRef, int, Sequence[bytes]], None]
+    """Blocks are at their destinations, from this place of the grant on; the digest of each."""
     corrupt: Callable[[WriterId, GrantRef], None]
     """A block came that does not match its digest."""
 

@@ -20,7 +20,7 @@ from kvtransfer.messages import GrantRef
 from kvtransfer.pool_memory import PoolMemory
 from kvtransfer.transports import cuda_driver
 from kvtransfer.transports.base import Place, Run
-from kvtransfer.transports.device_blocks import DigestedCopy
+from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
 from kvtransfer.transports.device_port import Exported, Flags, FlagWord
 
 _HANDLE = struct.Struct(f"<4s{cuda_driver.HANDLE_BYTES}sQ")
@@ -34,7 +34,6 @@ class CudaPort:
         self._device, self._host_id = device, host_id
         self._pages: dict[int, int] = {}
         self._stream: torch.cuda.Stream | None = None
-        self._sink: KVMemory | None = None
 
     def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
         """A process of this host with its blocks on a GPU; to compute in place, on this very one."""
@@ -93,14 +92,12 @@ class CudaPort:
         return finish
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
-        """Of what lies in the pool: the copy kernel reads it, and writes where nobody looks.
+        """Of what lies in the pool: the copy kernel reads it, and writes nothing.
 
-        Never over the blocks themselves: they may be somebody else's by the time it runs.
+        Not even over the blocks themselves: they may be somebody else's by the time it runs.
         """
         stream = self._side_stream()
-        if self._sink is None or self._sink.layout != memory.layout:
-            self._sink = KVMemory.on_device(memory.layout, 1, self._device)
-        copy = DigestedCopy(memory, block_ids, self._sink, [0] * len(block_ids), ref, first)
+        copy = DigestedCopy(memory, block_ids, memory, [NOWHERE] * len(block_ids), ref, first)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             copy.launch()
             stream.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.kv_memory import KVMemory
@@ -12,7 +13,7 @@ from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import GrantRef
 
 NOWHERE = -1
-"""A place for blocks that are to be left where they are."""
+"""A place for blocks that are only to be read."""
 
 
 class DigestedCopy:
@@ -32,7 +33,7 @@ class DigestedCopy:
         first: int,
     ) -> None:
         self._source, self._target = source, target
-        self._source_ids, self._target_ids = list(source_ids), list(target_ids)
+        self._source_ids, self._target_ids = source_ids, target_ids
         self._ref, self._first = ref, first
         self._kept: list[torch.Tensor] = []
         self._found: torch.Tensor | None = None
@@ -47,10 +48,11 @@ class DigestedCopy:
 
         device = self._source.data.device
         count = len(self._source_ids)
-        indices = torch.arange(self._first, self._first + count)
-        binding = bind(self._ref.slot, self._ref.generation, indices)
-        rows = torch.stack([torch.tensor(self._source_ids), torch.tensor(self._target_ids), binding])
-        source_ids, target_ids, bound = _to_device(rows, device)
+        # By numpy, which reads a list in an eighth of torch's time.
+        rows = np.empty((3, count), np.int64)
+        rows[0], rows[1] = self._source_ids, self._target_ids
+        rows[2] = bind(self._ref.slot, self._ref.generation, np.arange(self._first, self._first + count))
+        source_ids, target_ids, bound = _to_device(torch.from_numpy(rows), device)
         digests = torch.empty(count, dtype=torch.int64, device=device)
         copy_blocks(
             self._source.data, source_ids, self._target.data, target_ids, digests=digests, binding=bound
@@ -60,13 +62,15 @@ class DigestedCopy:
         self._kept = [source_ids, target_ids, bound, digests]  # until the kernel has run
 
     def digests(self) -> list[bytes]:
-        """Of each block; zero of those that were left. Call it when the copy is done.
+        """Of each block; zero of those that are nowhere. Call it when the copy is done.
 
-        As long as the host's digests are: frames have one form.
+        As long as the host's digests are, by repeating the sign: frames have one form.
         """
         if self._found is None:
             raise RuntimeError("the copy was not launched")
-        return [int(digest).to_bytes(DIGEST_BYTES, "little", signed=True) for digest in self._found.tolist()]
+        words = torch.stack([self._found, self._found >> 63], dim=1).numpy()
+        digests: list[bytes] = words.view(f"V{DIGEST_BYTES}").ravel().tolist()
+        return digests
 
 
 def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from engine.kv_memory import KVMemory
 from kvtransfer.messages import GrantRef
 from kvtransfer.transports.base import Run
-from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
+from kvtransfer.transports.device_blocks import DigestedCopy
 from kvtransfer.transports.staging import SLOTS, blocks_per_slot
 
 _SLOT_BYTES = 32 << 20
@@ -65,16 +65,17 @@ class DeviceStaging:
         ref: GrantRef,
         first: int,
         digests: Sequence[bytes],
-        destination: Callable[[int], int | None],
-    ) -> list[bool | None]:
+        destinations: Callable[[range], Sequence[int] | None],
+    ) -> bool | None:
         """Queued within one turn of the event loop."""
         count = len(digests)
-        blocks = [destination(first + at) for at in range(count)]
-        places = [NOWHERE if block is None else block for block in blocks]
+        blocks = destinations(range(first, first + count))
+        if blocks is None:
+            return None
         with torch.cuda.device(self._device):
             stream = torch.cuda.default_stream(self._device)
             with torch.cuda.stream(stream):
-                copy = DigestedCopy(self._slots, self._ids(slot, count), self._memory, places, ref, first)
+                copy = DigestedCopy(self._slots, self._ids(slot, count), self._memory, blocks, ref, first)
                 copy.launch()
                 done = torch.cuda.Event()
                 done.record(stream)
@@ -83,11 +84,7 @@ class DeviceStaging:
             done.synchronize()
             return copy.digests()
 
-        found = await asyncio.to_thread(taken)
-        return [
-            None if block is None else is_now == was
-            for block, is_now, was in zip(blocks, found, digests, strict=True)
-        ]
+        return await asyncio.to_thread(taken) == list(digests)
 
     def _ids(self, slot: int, count: int) -> range:
         return range(slot * self.blocks, slot * self.blocks + count)

@@ -20,6 +20,7 @@ import itertools
 import logging
 import secrets
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,15 +170,13 @@ class _Frames:
     async def _unpack(self, slot: int, frame: _Frame, ref: GrantRef) -> None:
         writer, hooks = self._writer, self._hooks
 
-        def destination(index: int) -> int | None:
-            return None if self._connection.over else hooks.destination(writer, ref, index)
+        def destinations(places: range) -> Sequence[int] | None:
+            return None if self._connection.over else hooks.destinations(writer, ref, places)
 
-        results = await self._staging.unpack(slot, ref, frame.first, frame.digests, destination)
-        for index, (intact, digest) in enumerate(zip(results, frame.digests, strict=True), frame.first):
-            if self._connection.over:
-                return
-            if intact:
-                hooks.arrived(writer, ref, index, digest)
-            elif intact is not None:
-                hooks.corrupt(writer, ref)
-                return
+        intact = await self._staging.unpack(slot, ref, frame.first, frame.digests, destinations)
+        if intact is None or self._connection.over:
+            return
+        if intact:
+            hooks.arrived(writer, ref, frame.first, frame.digests)
+        else:
+            hooks.corrupt(writer, ref)

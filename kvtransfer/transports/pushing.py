@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from engine.kv_memory import KVMemory
@@ -70,11 +70,10 @@ class PushReceiver:
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
         """Check these blocks where they lie; `arrived` or `corrupt` follows, unless the grant ends."""
-        places = range(first, first + count)
-        blocks = [block for i in places if (block := self._hooks.destination(writer, ref, i)) is not None]
-        if len(blocks) != count:
+        blocks = self._hooks.destinations(writer, ref, range(first, first + count))
+        if blocks is None:
             return
-        if not self._flags.written(ref, places.stop):
+        if not self._flags.written(ref, first + count):
             _log.error("prefill worker %s announced blocks before they were written", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
@@ -102,7 +101,7 @@ class PushReceiver:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the pool cannot be read for checks: %s", error)
 
-    async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: list[int]) -> None:
+    async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: Sequence[int]) -> None:
         """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
         memory = self._pool.memory
         try:
@@ -111,8 +110,7 @@ class PushReceiver:
             _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
-        for index, digest in enumerate(digests, first):
-            self._hooks.arrived(writer, ref, index, digest)
+        self._hooks.arrived(writer, ref, first, digests)
 
     def _export(self) -> Exported:
         exported = self._port.export(self._pool)

@@ -49,11 +49,11 @@ class Staging(Protocol):
         ref: GrantRef,
         first: int,
         digests: Sequence[bytes],
-        destination: Callable[[int], int | None],
-    ) -> list[bool | None]:
-        """Copy blocks to where they belong: True done, False damaged, None stale (and not copied).
+        destinations: Callable[[range], Sequence[int] | None],
+    ) -> bool | None:
+        """Copy blocks to where they belong: True done, False some are damaged, None stale (and not copied).
 
-        `destination` of a place is asked when nothing can come between the answer and the copy.
+        `destinations` of their places are asked when nothing can come between the answer and the copy.
         """
         ...
 
@@ -90,17 +90,19 @@ class HostStaging:
         ref: GrantRef,
         first: int,
         digests: Sequence[bytes],
-        destination: Callable[[int], int | None],
-    ) -> list[bool | None]:
+        destinations: Callable[[range], Sequence[int] | None],
+    ) -> bool | None:
         """All within one turn of the event loop, as the grants that it asks about."""
-        results: list[bool | None] = []
-        for at, digest in enumerate(digests):
-            payload, block = self._block(slot, at), destination(first + at)
-            intact = block is not None and block_digest(ref, first + at, payload) == digest
-            if intact and block is not None:
-                write_block(self._memory, block, payload)
-            results.append(None if block is None else intact)
-        return results
+        places = range(first, first + len(digests))
+        blocks = destinations(places)
+        if blocks is None:
+            return None
+        for at, (place, block, digest) in enumerate(zip(places, blocks, digests, strict=True)):
+            payload = self._block(slot, at)
+            if block_digest(ref, place, payload) != digest:
+                return False
+            write_block(self._memory, block, payload)
+        return True
 
     def _block(self, slot: int, at: int) -> memoryview:
         return self._bytes[slot][at * self._size : (at + 1) * self._size]

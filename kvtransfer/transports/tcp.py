@@ -70,14 +70,14 @@ class _Frames:
     def _take(self, slot: int, generation: int, index: int, digest: bytes) -> None:
         writer, hooks = self._writer, self._hooks
         ref = hooks.named(writer, slot, generation)
-        block = None if ref is None else hooks.destination(writer, ref, index)
-        if ref is None or block is None:
+        blocks = None if ref is None else hooks.destinations(writer, ref, range(index, index + 1))
+        if ref is None or blocks is None:
             return
         if block_digest(ref, index, self._staging) != digest:
             hooks.corrupt(writer, ref)
             return
-        write_block(self._memory, block, self._staging)
-        hooks.arrived(writer, ref, index, digest)
+        write_block(self._memory, blocks[0], self._staging)
+        hooks.arrived(writer, ref, index, [digest])
 
 
 class TcpChannel:

@@ -40,21 +40,23 @@ def digests(
 
 def test_blocks_land_in_their_places_and_digests_are_of_place_and_grant(memories):
     source, target = memories
-    there = digests(source, [4, 0, 2], target, [1, NOWHERE, 5], REF, 7)
+    there = digests(source, [4, NOWHERE, 2], target, [1, 0, 5], REF, 7)
     assert torch.equal(target.data[1], source.data[4])
     assert torch.equal(target.data[5], source.data[2])
     assert not bool(target.data[[0, 2, 3, 4]].any())
     assert [len(digest) for digest in there] == [16, 16, 16]
-    assert there[1] == bytes(16), "what was left where it was has none"
+    assert [type(digest) for digest in there] == [bytes] * 3
+    assert there[1] == bytes(16), "what is nowhere has none"
     # The other end reads what arrived, from other blocks, and finds the same.
-    sink = KVMemory.on_device(LAYOUT, 1, source.data.device)
-    assert digests(target, [1], sink, [0], REF, 7) == [there[0]]
-    assert digests(target, [5], sink, [0], REF, 9) == [there[2]]
+    before = target.data.clone()
+    assert digests(target, [1], target, [NOWHERE], REF, 7) == [there[0]]
+    assert digests(target, [5], target, [NOWHERE], REF, 9) == [there[2]]
+    assert torch.equal(target.data, before)
     for other, first in (
         (REF, 8),
         (REF._replace(generation=18), 7),
         (REF._replace(slot=4), 7),
     ):
-        assert digests(target, [1], sink, [0], other, first) != [there[0]]
+        assert digests(target, [1], target, [NOWHERE], other, first) != [there[0]]
     target.data[1].view(-1)[5] += 1
-    assert digests(target, [1], sink, [0], REF, 7) != [there[0]]
+    assert digests(target, [1], target, [NOWHERE], REF, 7) != [there[0]]

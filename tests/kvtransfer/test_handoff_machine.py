@@ -158,8 +158,8 @@ class Handoff(RuleBasedStateMachine):
 
     def deliver_data(self, process: Process) -> None:
         ref, index = process.data.popleft()
-        if self.receiver.destination(process.id, ref, index) is not None:
-            self.perform(self.receiver.arrived(process.id, ref, index, digest(ref, index)))
+        if self.receiver.destinations(process.id, ref, range(index, index + 1)) is not None:
+            self.perform(self.receiver.arrived(process.id, ref, index, [digest(ref, index)]))
 
     def pick(self, data: Any, items: list[Any]) -> Any:
         return data.choice(items) if isinstance(data, random.Random) else data.draw(st.sampled_from(items))

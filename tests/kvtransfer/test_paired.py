@@ -43,11 +43,14 @@ class Sink:
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
                 named=lambda writer, *name: REF if self.open and name == REF[1:] else None,
-                destination=lambda writer, ref, index: BLOCKS - 1 - index if self.open else None,
-                arrived=lambda writer, ref, index, digest: self.arrived.update({index: digest}),
+                destinations=lambda writer, ref, places: self.blocks(places) if self.open else None,
+                arrived=lambda writer, ref, first, digests: self.arrived.update(enumerate(digests, first)),
                 corrupt=lambda writer, ref: self.count("corrupt"),
             ),
         )
+
+    def blocks(self, places: range) -> list[int]:
+        return [BLOCKS - 1 - place for place in places]
 
     def count(self, what: str) -> None:
         setattr(self, what, getattr(self, what) + 1)

@@ -38,16 +38,16 @@ def test_a_commit_waits_for_blocks_that_are_still_on_their_way():
     receiver, _, grant = granted(in_place=False)
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
     assert receiver.commit(WRITER, grant.ref, 6, (9,)) == []
-    assert receiver.arrived(WRITER, grant.ref, 0, b"0") == []
-    assert receiver.arrived(WRITER, grant.ref, 2, b"2") == []
-    (done,) = receiver.arrived(WRITER, grant.ref, 1, b"1")
+    assert receiver.arrived(WRITER, grant.ref, 2, [b"2"]) == []
+    assert receiver.arrived(WRITER, grant.ref, 2, [b"2", b"3"]) == [], "more than was granted"
+    (done,) = receiver.arrived(WRITER, grant.ref, 0, [b"0", b"1"])
     assert isinstance(done, HandOver)
 
 
 def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
     receiver, pool, grant = granted(in_place=False)
     for index in range(3):
-        receiver.arrived(WRITER, grant.ref, index, b"x")
+        receiver.arrived(WRITER, grant.ref, index, [b"x"])
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"x", b"y", b"x"])
     (failed,) = receiver.commit(WRITER, grant.ref, 6, (9,))
     assert isinstance(failed, Fail)
@@ -59,17 +59,18 @@ def test_a_copy_that_never_comes_ends_the_attempt_and_frees_its_blocks():
     """Its frame named another grant, because a bit of the name was wrong; the client may have no deadline."""
     receiver, pool, grant = granted(in_place=False)
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
-    receiver.arrived(WRITER, grant.ref, 0, b"0")
+    receiver.arrived(WRITER, grant.ref, 0, [b"0"])
     receiver.commit(WRITER, grant.ref, 6, (9,))
     assert receiver.tick(10.0) == []
-    receiver.arrived(WRITER, grant.ref, 1, b"1")
+    receiver.arrived(WRITER, grant.ref, 1, [b"1"])
     assert receiver.tick(14.0) == []
     assert receiver.tick(18.9) == [], "counted from the last block that came"
     (failed,) = receiver.tick(19.0)
     assert isinstance(failed, Fail)
     assert failed.reason == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
     assert pool.available() == 8
-    assert receiver.destination(WRITER, grant.ref, 2) is None, "a copy that comes later has nowhere to go"
+    late = receiver.destinations(WRITER, grant.ref, range(2, 3))
+    assert late is None, "a copy that comes later has nowhere to go"
 
 
 @pytest.mark.parametrize("pushes", [[], [(0, 2)], [(1, 2)]])
@@ -101,12 +102,12 @@ def test_a_commit_that_meets_a_cancelled_grant_ends_its_quarantine():
 
 def test_stale_data_has_no_destination():
     receiver, _, grant = granted(in_place=False)
-    assert receiver.destination(WRITER, grant.ref, 2) == grant.block_ids[2]
-    assert receiver.destination(WRITER, grant.ref, 3) is None
-    assert receiver.destination(WriterId("w", 2), grant.ref, 0) is None
-    assert receiver.destination(WRITER, grant.ref._replace(generation=99), 0) is None
+    assert receiver.destinations(WRITER, grant.ref, range(1, 3)) == list(grant.block_ids[1:3])
+    assert receiver.destinations(WRITER, grant.ref, range(2, 4)) is None, "one of them was not granted"
+    assert receiver.destinations(WriterId("w", 2), grant.ref, range(1)) is None
+    assert receiver.destinations(WRITER, grant.ref._replace(generation=99), range(1)) is None
     receiver.cancel(KEY)
-    assert receiver.destination(WRITER, grant.ref, 2) is None
+    assert receiver.destinations(WRITER, grant.ref, range(2, 3)) is None
 
 
 def test_a_reserve_is_held_but_not_told():

@@ -38,8 +38,8 @@ class Sink:
                 named=lambda writer, slot, generation: (
                     REF if self.open and (slot, generation) == REF[1:] else None
                 ),
-                destination=lambda writer, ref, index: index if index < 4 else None,
-                arrived=lambda writer, ref, index, digest: self.arrived.append(index),
+                destinations=lambda writer, ref, places: places if places.stop <= 4 else None,
+                arrived=lambda writer, ref, index, digests: self.arrived.append(index),
                 corrupt=lambda writer, ref: self.count("corrupt"),
             ),
         )
