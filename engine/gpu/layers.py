@@ -133,6 +133,7 @@ class Layers:
                 chunks.starts,
                 chunks.offsets,
                 max_tokens=chunks.max_tokens,
+                context_tokens=chunks.context_tokens,
                 window=window,
                 scales=self._scales,
                 out=buffers.mixed[chunks.rows],

@@ -45,6 +45,8 @@ class ChunkRows:
     """int32 `[sequences + 1]`: where in `rows` each chunk begins, and the end."""
     max_tokens: int
     """Of the longest chunk."""
+    context_tokens: int
+    """Of all sequences together: those before the chunks, and the chunks."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class _GroupPlan:
 
     group: Group
     decodes: tuple[slice, int, tuple[slice, ...]] | None
-    chunks: tuple[slice, int, tuple[slice, ...], int] | None
+    chunks: tuple[slice, int, tuple[slice, ...], int, int] | None
 
     def on(self, found: _Found) -> Group:
         group = self.group
@@ -213,9 +215,9 @@ class _GroupPlan:
             table = found.narrow[tables].view(-1, width)
             group = replace(group, decodes=DecodeRows(rows, table, found.narrow[lengths]))
         if self.chunks is not None:
-            rows, width, (tables, starts, offsets), longest = self.chunks
+            rows, width, (tables, starts, offsets), longest, context = self.chunks
             table = found.narrow[tables].view(-1, width)
-            chunks = ChunkRows(rows, table, found.narrow[starts], found.narrow[offsets], longest)
+            chunks = ChunkRows(rows, table, found.narrow[starts], found.narrow[offsets], longest, context)
             group = replace(group, chunks=chunks)
         return group
 
@@ -242,7 +244,8 @@ def _plan_group(
         starts = np.array([sequences[i].start for i in chunks], dtype=np.int64)
         offsets = np.cumsum([0, *counts], dtype=np.int64)
         span = slice(spans[chunks[0]].start, spans[chunks[-1]].stop)
-        chunk_plan = (span, tables.shape[1], arrays.add(tables, starts, offsets), max(counts))
+        context = int(starts.sum() + offsets[-1])
+        chunk_plan = (span, tables.shape[1], arrays.add(tables, starts, offsets), max(counts), context)
     return _GroupPlan(Group(memory.data, rows, None, None), decode_plan, chunk_plan)
 
 

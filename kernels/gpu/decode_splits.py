@@ -11,16 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import INTERPRETED, power_of_two
+from kernels.gpu.launch import power_of_two
 
-SHORT_CONTEXT = 2048
-"""Tokens. Up to here splits are short, so that one young sequence fills more of the device."""
-SHORT_SPLIT = 128
-LONG_SPLIT = 512
-"""Tokens of a split. Its partial result in float32 is under 2% of the bytes read for it."""
+SHORT_CONTEXT, MIDDLE_CONTEXT = 2048, 8192
+"""Tokens. Up to here splits are shorter, so that one young sequence fills more of the device."""
+SHORT_SPLIT, MIDDLE_SPLIT, LONG_SPLIT = 128, 256, 512
+"""Tokens of a split. Of a long one, the partial result in float32 is under 2% of the bytes read for it."""
+_SHORT_CONTEXT, _MIDDLE_CONTEXT = tl.constexpr(SHORT_CONTEXT), tl.constexpr(MIDDLE_CONTEXT)
+_SHORT_SPLIT, _MIDDLE_SPLIT = tl.constexpr(SHORT_SPLIT), tl.constexpr(MIDDLE_SPLIT)
+_LONG_SPLIT = tl.constexpr(LONG_SPLIT)
 _JOINED = 32
 """Splits that the second pass adds at a time."""
-_JOINED_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,12 @@ class DecodeScratch:
 
 def max_splits(max_tokens: int) -> int:
     """The most splits that a context of up to `max_tokens` can have."""
-    return max(1, -(-min(max_tokens, SHORT_CONTEXT) // SHORT_SPLIT), -(-max_tokens // LONG_SPLIT))
+    return max(
+        1,
+        -(-min(max_tokens, SHORT_CONTEXT) // SHORT_SPLIT),
+        -(-min(max_tokens, MIDDLE_CONTEXT) // MIDDLE_SPLIT),
+        -(-max_tokens // LONG_SPLIT),
+    )
 
 
 def make_scratch(
@@ -62,81 +68,59 @@ def first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def split_size(tokens, SHORT_CONTEXT: tl.constexpr, SHORT_SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr):
-    return tl.where(tokens <= SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+def split_size(tokens):
+    """Tokens of each split of a context of `tokens`: by its own length alone, whoever its neighbours are."""
+    longer = tl.where(tokens <= _MIDDLE_CONTEXT, _MIDDLE_SPLIT, _LONG_SPLIT)
+    return tl.where(tokens <= _SHORT_CONTEXT, _SHORT_SPLIT, longer)
 
 
 @triton.jit(do_not_specialize=["lengths", "scratch_splits"])
 def _join(
-    lengths,
-    mixed,
-    peaks,
-    sums,
-    out,
-    scratch_splits,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHORT_CONTEXT: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
+    lengths, mixed, peaks, sums, out, scratch_splits,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     JOINED: tl.constexpr,
-):
-    row = tl.program_id(2)
+):  # fmt: skip
+    row = tl.program_id(1)
     length = tl.load(lengths + row)
     read = length - first_read(length, WINDOW, BLOCK_SIZE)
-    size = split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+    size = split_size(read)
     count = (read + size - 1) // size
     # A row with one split is finished already.
     if count != 1:
-        row_head = row.to(tl.int64) * HEADS + tl.program_id(1)
-        dims = tl.program_id(0) * DIMS + tl.arange(0, DIMS)
+        row_head = row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        dims = tl.arange(0, D_PAD)
         in_head = dims < D
-        some = tl.arange(0, JOINED)
         base = row_head * scratch_splits
-        top = tl.full([JOINED], float("-inf"), tl.float32)
+        highest = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        acc = tl.zeros([D_PAD], tl.float32)
         for first in range(0, count, JOINED):
-            there = first + some < count
-            top = tl.maximum(top, tl.load(peaks + base + first + some, mask=there, other=float("-inf")))
-        highest = tl.max(top, axis=0)
-        acc = tl.zeros([DIMS], tl.float32)
-        total = 0.0
-        for first in range(0, count, JOINED):
-            split = base + first + some
-            there = first + some < count
-            faded = tl.exp2(tl.load(peaks + split, mask=there, other=float("-inf")) - highest)
-            part = tl.load(
-                mixed + split[:, None] * D + dims[None, :], mask=there[:, None] & in_head[None, :], other=0.0
-            )
-            acc += tl.sum(part * faded[:, None], axis=0)
-            total += tl.sum(tl.load(sums + split, mask=there, other=0.0) * faded, axis=0)
+            split = first + tl.arange(0, JOINED)
+            there = split < count
+            peak = tl.load(peaks + base + split, mask=there, other=float("-inf"))
+            part = tl.load(sums + base + split, mask=there, other=0.0)
+            place = mixed + (base + split)[:, None] * D + dims[None, :]
+            values = tl.load(place, mask=there[:, None] & in_head[None, :], other=0.0)
+            higher = tl.maximum(highest, tl.max(peak, axis=0))
+            faded = tl.exp2(peak - higher)
+            before = tl.exp2(highest - higher)
+            total = total * before + tl.sum(part * faded, axis=0)
+            acc = acc * before + tl.sum(values * faded[:, None], axis=0)
+            highest = higher
         # A row without a context (padding of a captured batch) is zero.
         result = acc / tl.where(count > 0, total, 1.0)
         tl.store(out + row_head * D + dims, result.to(out.dtype.element_ty), mask=in_head)
 
 
 def join_splits(
-    lengths: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, splitting: dict[str, int]
+    lengths: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, block_size: int, window: int
 ) -> None:
     """Writes to `out [rows, heads, head_dim]` the rows that have more splits than one, or none.
 
-    `splitting` is how the splits were made: both kernels take the same constants.
+    `block_size` and `window` (0 is none) are those with which the splits were made.
     """
     rows, heads, head_dim = out.shape
-    dims = power_of_two(head_dim) if INTERPRETED else _JOINED_DIMS
-    _join[(triton.cdiv(head_dim, dims), heads, rows)](
-        lengths,
-        scratch.mixed,
-        scratch.peaks,
-        scratch.sums,
-        out,
-        scratch.sums.shape[2],
-        HEADS=heads,
-        D=head_dim,
-        DIMS=dims,
-        JOINED=_JOINED,
-        num_warps=4,
-        **splitting,
-    )
+    _join[(heads, rows)](
+        lengths, scratch.mixed, scratch.peaks, scratch.sums, out, scratch.sums.shape[2], D=head_dim,
+        D_PAD=power_of_two(head_dim), BLOCK_SIZE=block_size, WINDOW=window, JOINED=_JOINED, num_warps=4,
+    )  # fmt: skip

@@ -19,9 +19,6 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.decode_splits import (
-    LONG_SPLIT,
-    SHORT_CONTEXT,
-    SHORT_SPLIT,
     DecodeScratch,
     first_read,
     join_splits,
@@ -62,16 +59,13 @@ def _splits(
     WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
     ROWS_PAD: tl.constexpr,
-    SHORT_CONTEXT: tl.constexpr,
-    SHORT_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
     read = all_lengths - first_read(all_lengths, WINDOW, BLOCK_SIZE)
-    size = split_size(read, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+    size = split_size(read)
     counts = (read + size - 1) // size
     ends = tl.cumsum(counts, axis=0)
     items = tl.sum(counts, axis=0) * KV_HEADS
@@ -89,19 +83,22 @@ def _splits(
 
         length = tl.load(lengths + row)
         first = first_read(length, WINDOW, BLOCK_SIZE)
-        size_here = split_size(length - first, SHORT_CONTEXT, SHORT_SPLIT, LONG_SPLIT)
+        size_here = split_size(length - first)
         begin = tl.multiple_of(first + split * size_here, BLOCK_SIZE)
         end = tl.minimum(begin + size_here, length)
 
         heads = head * GROUP + group
         q_place = query + row.to(tl.int64) * (KV_HEADS * GROUP * D) + heads[:, None] * D + dims[None, :]
-        q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0).to(OPERAND)
+        q = tl.load(q_place, mask=in_group[:, None] & in_head[None, :], other=0.0)
         key_scale = score_scale
         value_scale = 1.0
         if SCALED:
-            key_scale = score_scale * tl.load(scales + head)
+            # A power of two off the query and back on the scores: float16 ends at 65,504.
+            q = q.to(tl.float32) * 0.015625
+            key_scale = score_scale * 64.0 * tl.load(scales + head)
             value_scale = tl.load(scales + KV_HEADS + head)
 
+        q = q.to(OPERAND)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
@@ -178,13 +175,8 @@ def paged_decode(
     shapes = shape_class(head_dim, heads // kv_heads, block_size, query.dtype, blocks.dtype)
     default = decode_default(head_dim, blocks.element_size())
     tuned = look_up(query.device, "paged_decode", shapes, default)
-    splitting = {
-        "BLOCK_SIZE": block_size,
-        "WINDOW": window or 0,
-        "SHORT_CONTEXT": SHORT_CONTEXT,
-        "SHORT_SPLIT": SHORT_SPLIT,
-        "LONG_SPLIT": LONG_SPLIT,
-    }
+    # FP8 becomes float16 in half an instruction a number, bfloat16 in several.
+    halves = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED
     programs = multiprocessors(query.device) * tuned["programs"]
     scratch_splits = scratch.sums.shape[2]
     _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
@@ -208,13 +200,14 @@ def paged_decode(
         GROUP_PAD=power_of_two(heads // kv_heads, 16),
         D=head_dim,
         D_PAD=power_of_two(head_dim, 16),
+        BLOCK_SIZE=block_size,
         TILE=max(tuned["tile"], block_size),
+        WINDOW=window or 0,
         SCALED=scales is not None,
         ROWS_PAD=power_of_two(rows, 64),
-        OPERAND=operand_type(query.dtype),
+        OPERAND=operand_type(torch.float16 if halves else query.dtype),
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
-        **splitting,
     )
-    join_splits(lengths, scratch, out, splitting)
+    join_splits(lengths, scratch, out, block_size, window or 0)
     return out

@@ -1,11 +1,13 @@
 """What sampling does with whole rows of logits: a row is cut into parts, so that one row fills the device.
 
-Four passes leave little to the program that draws (kernels/gpu/sample.py):
+A few passes leave little to the program that draws (kernels/gpu/sample.py):
 
 - `_survey` finds the largest score of every part, and of every group of scores in it.
 - `_floors` joins them. A greedy row is done. For a row under top-k, top-p or min-p it finds a score that what
   is kept surely reaches: of top-k, the k-th largest of the groups' largest (as many scores reach it at
   least); of top-p, the weight below which all tokens together have less than 1 - top_p; of min-p, itself.
+- `weigh_levels` weighs what reaches each of some levels between the floor of top-p and the likeliest: the
+  highest of them that still has top_p of the mass is a better floor.
 - `_count` and `_gather` write the scores that reach it to the front of a list, in order of the ids. Mostly
   they are a few hundred of a hundred thousand. A row under temperature alone keeps all, and gets the sums of
   its columns instead (the order in which draw.py sums).
@@ -21,6 +23,7 @@ import triton.language as tl
 
 from kernels.gpu.launch import power_of_two
 from kernels.gpu.sample_keys import GREEDY_BELOW, LEAST, ordered, threshold, weighed
+from kernels.gpu.sample_levels import LEVELS, below, raised, weigh_levels
 
 PART = 4096
 """Logits that a program looks at."""
@@ -44,6 +47,12 @@ class Survey:
     """float32 `[rows]`: the largest score."""
     floors: torch.Tensor
     """int32 `[rows]`: the key that a score of the list reaches."""
+    lowest: torch.Tensor
+    """float32 `[rows]`: under top-p alone, the logarithm of the weight that it keeps at least; else 0."""
+    wanted: torch.Tensor
+    """float32 `[rows]`: under top-p alone, the mass that it keeps."""
+    levels: torch.Tensor
+    """float32 `[rows, parts, LEVELS]`: the mass of what reaches each."""
     peaks: torch.Tensor
     """float32 `[rows, parts]`."""
     firsts: torch.Tensor
@@ -69,6 +78,9 @@ class Survey:
             modes=empty(rows, dtype=torch.int32),
             highest=empty(rows),
             floors=empty(rows, dtype=torch.int32),
+            lowest=empty(rows),
+            wanted=empty(rows),
+            levels=empty(rows, parts, LEVELS),
             peaks=empty(rows, parts),
             firsts=empty(rows, parts, dtype=torch.int32),
             masses=empty(rows, parts),
@@ -110,15 +122,10 @@ def _survey(
 
 
 @triton.jit
-def _below(highest, temperature, weight):
-    """The key of a score that surely weighs less than `weight`, however it is rounded."""
-    return ordered(highest + temperature * (tl.log(weight) - 0.01) - tl.abs(highest) * 1e-6)
-
-
-@triton.jit
 def _floors(
-    temperatures, top_ks, top_ps, min_ps, peaks, firsts, masses, groups, modes, highests, floors, out, parts,
-    vocab, PARTS_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    temperatures, top_ks, top_ps, min_ps, peaks, firsts, masses, groups, modes, highests, floors, lowests,
+    wanted, out, parts, vocab,
+    PARTS_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     base = number * parts
@@ -133,6 +140,7 @@ def _floors(
     temperature = tl.load(temperatures + number)
     mode = tl.full([], 0, tl.int32)
     floor = tl.full([], LEAST, tl.int32)
+    lowest = tl.zeros([], tl.float32)
     if (token >= 0) & (temperature >= GREEDY_BELOW):
         top_k = tl.load(top_ks + number)
         top_p = tl.load(top_ps + number)
@@ -149,22 +157,25 @@ def _floors(
             mass = tl.load(masses + base + part, mask=there, other=0.0) * tl.exp(
                 (peak - highest) / temperature
             )
+            total = tl.sum(mass, axis=0)
             # Half of the bound, so that rounding cannot matter.
-            least = 0.5 * (1.0 - top_p).to(tl.float32) / vocab * tl.sum(mass, axis=0)
-            floor = _below(highest, temperature, least)
+            lowest = tl.log(0.5 * (1.0 - top_p).to(tl.float32) / vocab * total)
+            tl.store(wanted + number, top_p.to(tl.float32) * total)
         elif min_p > 0.0:
             mode += 1
-            floor = _below(highest, temperature, min_p)
+            floor = ordered(below(highest, temperature, tl.log(min_p)))
     tl.store(modes + number, mode)
     tl.store(highests + number, highest)
     tl.store(floors + number, floor)
+    tl.store(lowests + number, lowest)
     tl.store(out + number, token.to(tl.int64))
 
 
 @triton.jit
 def _count(
-    logits, temperatures, modes, highests, floors, counts, totals, columns_out, vocab, stride, columns_stride,
-    PART: tl.constexpr, TABLE: tl.constexpr,
+    logits, temperatures, modes, highests, floors, lowests, wanted, levels, counts, totals, columns_out,
+    parts, vocab, stride, columns_stride,
+    PART: tl.constexpr, TABLE: tl.constexpr, PARTS_PAD: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
     mode = tl.load(modes + number)
@@ -177,7 +188,15 @@ def _count(
         inside = at < vocab
         x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
         weights, _ = weighed(x, inside, highest, temperature, LEAST)
-        left = inside & (ordered(x) >= tl.load(floors + number))
+        floor = tl.load(floors + number)
+        lowest = tl.load(lowests + number)
+        if lowest < 0.0:
+            above = levels + number * parts * LEVELS
+            mass = tl.load(wanted + number)
+            floor = raised(above, mass, highest, temperature, lowest, parts, PARTS_PAD, LEVELS)
+            # All programs of the row find the same, and none reads this one before the next launch.
+            tl.store(floors + number, floor, mask=tl.program_id(0) == 0)
+        left = inside & (ordered(x) >= floor)
         tl.store(counts + slot, tl.sum(left.to(tl.int32), axis=0))
         tl.store(totals + slot, tl.sum(weights.to(tl.float64), axis=0))
     elif mode == WHOLE:
@@ -235,12 +254,17 @@ def survey(
     )  # fmt: skip
     _floors[(rows,)](
         temperature, top_k, top_p, min_p, found.peaks, found.firsts, found.masses, found.groups, found.modes,
-        found.highest, found.floors, out, parts, vocab, PARTS_PAD=padded, GROUPS=_GROUPS, GROUP=_GROUP,
-        TILE=min(1024, power_of_two(parts * _GROUPS)), num_warps=4,
+        found.highest, found.floors, found.lowest, found.wanted, out, parts, vocab, PARTS_PAD=padded,
+        GROUPS=_GROUPS, GROUP=_GROUP, TILE=min(1024, power_of_two(parts * _GROUPS)), num_warps=4,
+    )  # fmt: skip
+    weigh_levels[grid](
+        logits, temperature, found.highest, found.lowest, found.levels, vocab, stride, PART=PART,
+        LEVELS=LEVELS, TILE=256, num_warps=8,
     )  # fmt: skip
     _count[grid](
-        logits, temperature, found.modes, found.highest, found.floors, found.counts, found.totals, columns,
-        vocab, stride, columns.stride(0), PART=PART, TABLE=TABLE, num_warps=8,
+        logits, temperature, found.modes, found.highest, found.floors, found.lowest, found.wanted,
+        found.levels, found.counts, found.totals, columns, parts, vocab, stride, columns.stride(0), PART=PART,
+        TABLE=TABLE, PARTS_PAD=padded, LEVELS=LEVELS, num_warps=8,
     )  # fmt: skip
     _gather[grid](
         logits, found.modes, found.floors, found.counts, scores, ids, parts, vocab, stride, scores.stride(0),

@@ -47,6 +47,7 @@ def _paged_prefill(
     offsets: torch.Tensor,
     *,
     max_tokens: int,
+    context_tokens: int,
     window: int | None = None,
     scales: torch.Tensor | None = None,
     out: torch.Tensor,
@@ -55,6 +56,7 @@ def _paged_prefill(
     assert bounds[0] == 0
     assert bounds[-1] == len(query)
     assert max_tokens == max(end - begin for begin, end in pairwise(bounds))
+    assert context_tokens == int(starts.sum()) + len(query)
     for row, (begin, end) in enumerate(pairwise(bounds)):
         out[begin:end] = paged_attention.paged_attention(
             query[begin:end], blocks, layer, tables[row].long(), int(starts[row]), window, scales

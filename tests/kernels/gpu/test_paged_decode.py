@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.decode_splits import LONG_SPLIT, SHORT_CONTEXT, SHORT_SPLIT, make_scratch
+from kernels.gpu.decode_splits import LONG_SPLIT, MIDDLE_CONTEXT, SHORT_CONTEXT, SHORT_SPLIT, make_scratch
 from kernels.gpu.paged_decode import paged_decode
 from kernels.paged_decode import paged_decode as meaning
 from tests.kernels.gpu.paged import DTYPES, LAYER, ODD_HEADS, TOLERANCE, Heads, Paged, error, paged
@@ -73,9 +73,9 @@ def test_it_keeps_sums_in_float32(dtype: torch.dtype, device: torch.device) -> N
 def test_long_contexts_take_long_splits(window: int | None, device: torch.device) -> None:
     torch.manual_seed(3)
     heads = Heads(2, 1, 64, 64)
-    lengths = [SHORT_CONTEXT, SHORT_CONTEXT + 1, SHORT_CONTEXT + LONG_SPLIT + 7]
+    lengths = [SHORT_CONTEXT, SHORT_CONTEXT + 1, MIDDLE_CONTEXT, MIDDLE_CONTEXT + LONG_SPLIT + 7]
     memory = paged(heads, lengths, torch.float32, device)
-    query = queries(3, heads, torch.float32, device)
+    query = queries(len(lengths), heads, torch.float32, device)
     assert error(run(query, memory, lengths, window), expected(query, memory, lengths, window)) < 2e-6
 
 
