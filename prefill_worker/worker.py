@@ -42,11 +42,13 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._registry = new_registry()
         self._metrics = PrefillMetrics(self._registry)
+        device_type = engine.model.device.type
+        chunk = settings.chunk_tokens(device_type)
         self._loop = EngineLoop(
             engine.runner,
             block_size=settings.block_size,
-            chunk=settings.prefill_chunk,
-            enough=ENOUGH_ON_CPU if engine.model.device.type == "cpu" else settings.prefill_chunk,
+            chunk=chunk,
+            enough=ENOUGH_ON_CPU if device_type == "cpu" else chunk,
             max_prompts=settings.max_batch_requests,
             max_context=engine.model.shape.max_context,
             on_ended=self._ended,

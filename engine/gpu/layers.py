@@ -1,8 +1,8 @@
 """The decoder's layers as kernels: the meaning is engine/decoder.py's, the order of launches is here.
 
-Eleven launches a layer, of which four are library products: norm (with the residual's addition), qkv,
-rotary with the write of keys and values, attention (two launches where it is split over the context), output,
-norm with addition, gate and up, their activation, down.
+Eleven launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with
+the write of keys and values, attention (two launches where it is split over the context), output, norm with
+addition, gate and up, their activation (in the same launch where rows are few), down.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from engine.gpu.activations import Activations
 from engine.gpu.operators import Operators
 from engine.gpu.packed_step import Group, PackedStep
 from engine.gpu.packed_weights import PackedLayer, PackedWeights
+from engine.gpu.products import Products
 from engine.gpu.rotary_table import RotaryTable
 from engine.shape import ModelShape
 
@@ -41,7 +42,7 @@ class Layers:
         self.weights = weights
         self.operators = operators
         self.rotary = RotaryTable(shape, weights.device)
-        self._head = choose_head_product(weights)
+        self._products = Products(weights, operators)
 
     def hidden(
         self,
@@ -55,7 +56,8 @@ class Layers:
         `buffers` has a row a token. `scratch` holds the decode rows' partial sums. `wanted` is asked before
         every layer; None is returned once it says no. The rotary table must reach the step's positions.
         """
-        operators, weights, eps = self.operators, self.weights, self.shape.rms_eps
+        operators, products = self.operators, self._products
+        weights, eps = self.weights, self.shape.rms_eps
         torch.index_select(weights.embed, 0, step.tokens, out=buffers.residual)
         torch.index_select(self.rotary.cos, 0, step.positions, out=buffers.cos)
         torch.index_select(self.rotary.sin, 0, step.positions, out=buffers.sin)
@@ -66,9 +68,8 @@ class Layers:
                 return None
             self._attention(index, layer, step, buffers, scratch)
             operators.add_rms_norm(buffers.added, buffers.residual, layer.post_norm, eps, out=buffers.normed)
-            layer.gate_up(buffers.normed, buffers.gate_up)
-            operators.swiglu(buffers.gate_up, out=buffers.inner)
-            layer.down(buffers.inner, buffers.added)
+            products.gated(buffers.normed, layer.gate_up, buffers.gate_up, out=buffers.inner)
+            products.linear(buffers.inner, layer.down, out=buffers.added)
             operators.add_rms_norm(buffers.added, buffers.residual, next_norm, eps, out=buffers.normed)
         return buffers.normed
 
@@ -76,17 +77,17 @@ class Layers:
         """Float32 logits `[rows, vocab]` of rows of `hidden`."""
         if out is None:
             out = torch.empty((len(hidden), self.shape.vocab_size), dtype=torch.float32, device=hidden.device)
-        return self._head(hidden, self.weights.head, out)
+        return self._products.head(hidden, out=out)
 
     def _attention(
         self, index: int, layer: PackedLayer, step: PackedStep, buffers: Activations, scratch: Any
     ) -> None:
         """Attention's half of a layer, into `buffers.added`."""
-        layer.qkv(buffers.normed, buffers.qkv)
+        self._products.linear(buffers.normed, layer.qkv, out=buffers.qkv)
         for group in step.groups:
             self._write(index, layer, step, group, buffers)
             self._attend(index, group, buffers, scratch)
-        layer.output(buffers.mixed.view(len(buffers.mixed), -1), buffers.added)
+        self._products.linear(buffers.mixed.view(len(buffers.mixed), -1), layer.output, out=buffers.added)
 
     def _write(
         self, index: int, layer: PackedLayer, step: PackedStep, group: Group, buffers: Activations
@@ -138,34 +139,3 @@ class Layers:
                 scales=self._scales,
                 out=buffers.mixed[chunks.rows],
             )
-
-
-HeadProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def choose_head_product(weights: PackedWeights) -> HeadProduct:
-    """How the last product comes to float32: within the product where torch can, else rounded and widened.
-
-    Logits of 20 in bfloat16 lie an eighth apart: whole groups of tokens would be equally likely.
-    """
-    if weights.dtype == torch.float32:
-        return _plain
-    row = torch.zeros((1, weights.head.shape[0]), dtype=weights.dtype, device=weights.device)
-    out = torch.empty((1, weights.head.shape[1]), dtype=torch.float32, device=weights.device)
-    try:
-        _wide(row, weights.head, out)
-    except (RuntimeError, TypeError):  # CPUs, and versions of torch without it
-        return _widened
-    return _wide
-
-
-def _plain(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.mm(hidden, head, out=out)
-
-
-def _wide(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.mm(hidden, head, out_dtype=torch.float32, out=out)
-
-
-def _widened(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(torch.mm(hidden, head))

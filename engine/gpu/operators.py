@@ -24,6 +24,8 @@ class Operators:
     rms_norm: Operator
     add_rms_norm: Operator
     rotary_write: Operator
+    skinny_linear: Operator
+    skinny_swiglu: Operator
     swiglu: Operator
     sample: Operator
     make_scratch: Callable[[int, int, int, int, torch.device], Any]
@@ -43,6 +45,7 @@ def triton_operators() -> Operators:
         from kernels.gpu.rotary_write import rotary_write
         from kernels.gpu.sample import make_scratch as make_sample_scratch
         from kernels.gpu.sample import sample
+        from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
         from kernels.gpu.swiglu import swiglu
     except ImportError as error:
         raise TritonUnavailable(f"no Triton kernels here: {error}") from error
@@ -52,6 +55,8 @@ def triton_operators() -> Operators:
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_write=rotary_write,
+        skinny_linear=skinny_linear,
+        skinny_swiglu=skinny_swiglu,
         swiglu=swiglu,
         sample=sample,
         make_scratch=make_scratch,

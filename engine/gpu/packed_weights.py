@@ -15,17 +15,12 @@ from engine.weights import LayerWeights, Matrix, Weights
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with `weight [out, in]`, transposed for torch.mm, and a bias."""
+    """A matrix and a bias; engine/gpu/products.py multiplies by them."""
 
-    transposed: torch.Tensor
-    """`[in, out]`, a view of the row-major `[out, in]`."""
+    weight: torch.Tensor
+    """`[out, in]`, row-major."""
     bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`x [T, in]` times the weight, into `out [T, out]`."""
-        if self.bias is None:
-            return torch.mm(x, self.transposed, out=out)
-        return torch.addmm(self.bias, x, self.transposed, out=out)
+    """`[out]`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class PackedWeights:
     layers: tuple[PackedLayer, ...]
     final_norm: torch.Tensor
     head: torch.Tensor
-    """`[hidden, vocab]`, a view; the embedding itself where they are tied."""
+    """`[vocab, hidden]`; the embedding itself where they are tied."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,7 +64,7 @@ def pack(weights: Weights, device: torch.device) -> PackedWeights:
         embed=embed,
         layers=tuple(_layer(layer, device) for layer in weights.layers),
         final_norm=weights.final_norm.to(device),
-        head=head.t(),
+        head=head,
     )
 
 
@@ -89,7 +84,7 @@ def _layer(layer: LayerWeights, device: torch.device) -> PackedLayer:
 def _linear(device: torch.device, *parts: tuple[Matrix, torch.Tensor | None]) -> Linear:
     joined = torch.cat([_dense(weight).to(device) for weight, _ in parts])
     biases = [bias.to(device) for _, bias in parts if bias is not None]
-    return Linear(joined.t(), torch.cat(biases) if biases else None)
+    return Linear(joined, torch.cat(biases) if biases else None)
 
 
 def _dense(matrix: Matrix) -> torch.Tensor:

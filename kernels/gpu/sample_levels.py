@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.gpu.sample_keys import LEAST, ordered, weighed
 
-LEVELS = 32
+LEVELS = 16
 
 
 @triton.jit

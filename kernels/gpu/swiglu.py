@@ -13,15 +13,20 @@ _WIDTH = 2048
 
 
 @triton.jit
+def silu_times(gate, up, TYPE: tl.constexpr):
+    """`silu(gate) * up` of float32 numbers, as `TYPE`; rounded in between, as two operators would."""
+    silu = (gate / (1.0 + tl.exp(-gate))).to(TYPE).to(tl.float32)
+    return (silu * up).to(TYPE)
+
+
+@triton.jit
 def _swiglu(gate_up, out, columns, WIDTH: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = at < columns
     gate = tl.load(gate_up + row * 2 * columns + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + at, mask=inside, other=0.0).to(tl.float32)
-    # Rounded in between, as two operators in a row would do.
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * columns + at, (silu * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + at, silu_times(gate, up, out.dtype.element_ty), mask=inside)
 
 
 def swiglu(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

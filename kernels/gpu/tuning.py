@@ -74,7 +74,7 @@ def decode_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
         return (("tile", 16 if head_dim > 128 else 32), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
     if head_dim > 128:
         return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4))
-    return (("tile", 64 if itemsize == 1 else 32), ("num_warps", 2), ("num_stages", 2), ("programs", 8))
+    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12))
 
 
 def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
@@ -89,10 +89,10 @@ def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]
 def decode_candidates(head_dim: int) -> Iterable[Config]:
     """What the tuner tries for paged decode."""
     for tile in (32, 64, 128):
-        for num_warps in (2, 4, 8):
-            for num_stages in (2, 3, 4, 5):
+        for num_warps in (1, 2, 4):
+            for num_stages in (2, 3, 5):
                 if 2 * tile * head_dim * 2 * num_stages <= _SHARED_MEMORY // 2:
-                    for programs in (2, 4, 6, 8):
+                    for programs in (3, 4, 8, 12):
                         yield _config(
                             tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs
                         )

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from engine.gpu.operators import Operators
 from engine.sampling.draw import draw
@@ -108,6 +109,21 @@ def _rotary_write(
     return out.copy_(rotary.rotary(q.float(), cos, sin))
 
 
+def _skinny_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
+) -> torch.Tensor:
+    assert len(x) <= 16
+    assert x.dtype.itemsize == 2
+    wide = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return out.copy_(wide)
+
+
+def _skinny_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(swiglu.swiglu(_skinny_linear(x, weight, bias, out=x.new_empty(len(x), len(weight)))))
+
+
 def _swiglu(gate_up: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(swiglu.swiglu(gate_up))
 
@@ -147,6 +163,8 @@ MEANINGS = Operators(
     rms_norm=_rms_norm,
     add_rms_norm=_add_rms_norm,
     rotary_write=_rotary_write,
+    skinny_linear=_skinny_linear,
+    skinny_swiglu=_skinny_swiglu,
     swiglu=_swiglu,
     sample=_sample,
     make_scratch=lambda rows, heads, head_dim, max_tokens, device: (rows, max_tokens),

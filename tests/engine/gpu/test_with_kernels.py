@@ -11,11 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from engine.batch import SequenceStep
 from engine.drawn import Launched
+from engine.gpu.products import FEW_ROWS
 from engine.kv_memory import KVMemory
 from engine.sampling import Sampled, SampleRow, SamplingParams
 from engine.torch_backend import TorchBackend
 from engine.triton_backend import TritonBackend
 from kernels.gpu.launch import INTERPRETED
+from kernels.gpu.skinny_linear import MOST_ROWS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,6 +49,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_steps_equal_the_torch_backend(name: str, dtype: torch.dtype, device: torch.device) -> None:
     compare(name, dtype, None, device)
+
+
+def test_products_of_few_rows_are_of_no_more_than_their_kernel_takes() -> None:
+    assert FEW_ROWS == MOST_ROWS
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])

@@ -93,6 +93,7 @@ def compile_instead_of_launching() -> None:
 def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     """Every launcher at the shapes that matter, by name."""
     from kernels.convert_blocks import HeadRange, block_major, token_major
+    from kernels.gpu import launch
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.paged_decode import paged_decode
@@ -100,6 +101,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     from kernels.gpu.rms_norm import add_rms_norm, rms_norm
     from kernels.gpu.rotary_write import rotary_write
     from kernels.gpu.sample import sample
+    from kernels.gpu.skinny_linear import skinny_linear, skinny_swiglu
     from kernels.gpu.swiglu import swiglu
 
     made: list[tuple[str, Callable[[], object]]] = []
@@ -168,6 +170,28 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     made.append(("rms_norm", lambda: rms_norm(x, x[0], 1e-5)))
     made.append(("add_rms_norm", lambda: add_rms_norm(x, x.clone(), x[0], 1e-5)))
     made.append(("swiglu", lambda: swiglu(x)))
+
+    def products(outputs: int, inputs: int, dtype: torch.dtype, biased: bool = False) -> None:
+        name = f"{outputs} x {inputs} {dtype}"
+        rows, weight = torch.empty(3, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
+        bias, logits = weight[:, 0].contiguous() if biased else None, torch.empty(3, outputs)
+        made.append((f"product {name}", lambda: skinny_linear(rows, weight, bias)))
+        made.append((f"product in float32 {name}", lambda: skinny_linear(rows, weight, bias, out=logits)))
+        made.append((f"gated product {name}", lambda: skinny_swiglu(rows, weight, bias)))
+
+        def early() -> None:
+            launch.EARLY_LAUNCH = True
+            skinny_linear(rows, weight, bias)
+            add_rms_norm(rows, rows.clone(), rows[0], 1e-5)
+            launch.EARLY_LAUNCH = False
+
+        made.append((f"product and norm launched early {name}", early))
+
+    products(6144, 4096, bf16)
+    products(28672, 4096, bf16)
+    if not quick:
+        products(4096, 14336, fp16)
+        products(18432, 1000, bf16, biased=True)
     logits, ones, ids = torch.zeros(2, 128_256), torch.ones(2), torch.zeros(2, dtype=torch.int64)
     made.append(("sample", lambda: sample(logits, ones, ids.int(), ones.double(), ones, ids, ids)))
     small, large = (torch.zeros(2, 2, 2, 8, 128 * size, dtype=bf16) for size in (16, 64))

@@ -1,0 +1,160 @@
+"""Products of a few rows with a matrix of weights, by how fast the weights come from memory.
+
+The tile of weights is the left operand of the matrix instructions, and the rows of `x`, turned and padded
+to sixteen, are the right one: sixteen rows take the time of one, and a row comes to the same bits whatever
+stands beside it. For the same reason the matrix alone chooses the tiles, never the number of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.launch import check_dense, early_launch, operand_type, wait_for_kernels_before
+from kernels.gpu.swiglu import silu_times
+
+MOST_ROWS = 16
+"""Columns that the right operand is padded to; reading the weights takes longer than multiplying them."""
+
+_MANY_OUTPUTS = 16384
+"""Rows of weights from which tiles of 64 give every multiprocessor two programs."""
+# On an H200 these came nearest to its bandwidth: the tall one to 91% and 99% of it (N = 28,672 and 128,256),
+# the short one to 52% to 78% where there is less to read, and more programs fill the device sooner.
+_SHORT_TILE = {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4}
+_TALL_TILE = {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def _fetch_ahead(weight, source, K: tl.constexpr, BK: tl.constexpr):
+    """Ask for the first tiles of weights, which no kernel writes: they come to L2 while others finish."""
+    LINE: tl.constexpr = 64  # numbers of 16 bits in what one request brings
+    LINES: tl.constexpr = 4 * BK // LINE  # as much as the pipeline holds
+    at = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    place = (weight + source[:, None] * K + at[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+# The rows of a step vary: one kernel serves them all. What a matrix is decides the rest.
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_linear(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    outputs,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    TYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    STORED: tl.constexpr = out.dtype.element_ty
+    COUNT: tl.constexpr = BN // 2 if GATED else BN
+    lane = tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    row = tl.arange(0, ROWS)
+    # Lanes beyond the last output read its weights once more, and store nothing.
+    if GATED:
+        # Each gate stands before its up, so that the two part without leaving the program.
+        source = tl.minimum(tl.program_id(0) * COUNT + lane // 2, outputs - 1) + lane % 2 * outputs
+    else:
+        source = tl.minimum(tl.program_id(0) * COUNT + lane, outputs - 1)
+    source = source.to(tl.int64)
+    if EARLY:
+        _fetch_ahead(weight, source, K, BK)
+    wait_for_kernels_before(EARLY)
+    w_place = weight + source[:, None] * K + k[None, :]
+    x_place = x + row[None, :] * K + k[:, None]
+    real = (row < rows)[None, :]
+    acc = tl.zeros([BN, ROWS], tl.float32)
+    for start in range(0, K, BK):
+        if K % BK == 0:
+            tile = tl.load(w_place + start)
+            columns = tl.load(x_place + start, mask=real, other=0.0)
+        else:
+            inside = k < K - start
+            tile = tl.load(w_place + start, mask=inside[None, :], other=0.0)
+            columns = tl.load(x_place + start, mask=real & inside[:, None], other=0.0)
+        acc = tl.dot(tile.to(TYPE), columns.to(TYPE), acc)
+    if BIASED:
+        acc += tl.load(bias + source).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [COUNT, 2, ROWS]), (0, 2, 1)))
+        # Rounded as two products and an activation in a row would.
+        result = silu_times(gate.to(STORED).to(tl.float32), up.to(STORED).to(tl.float32), STORED)
+    else:
+        result = acc.to(STORED)
+    output = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    place = out + row[None, :].to(tl.int64) * outputs + output[:, None]
+    tl.store(place, result, mask=real & (output < outputs)[:, None])
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x [M, K]`, M at most MOST_ROWS, times `weight [N, K]`, plus `bias [N]`: `[M, N]`.
+
+    Numbers of 16 bits; `out` may be float32: that is what sums are in, and they are rounded once. Any K is
+    right, multiples of eight are fast. Raises ValueError for more rows, TypeError for other formats.
+    """
+    if out is None:
+        out = x.new_empty(len(x), len(weight))
+    _launch(x, weight, bias, out, gated=False)
+    return out
+
+
+def skinny_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bits of `swiglu(skinny_linear(x, weight, bias))` in one launch: `[M, n]` of `weight [2 * n, K]`.
+
+    Gates are the first half of the weight's rows. See `skinny_linear` for formats and limits.
+    """
+    if out is None:
+        out = x.new_empty(len(x), len(weight) // 2)
+    _launch(x, weight, bias, out, gated=True)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+) -> None:
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"{len(x)} rows; at most {MOST_ROWS} are multiplied at once")
+    if x.dtype.itemsize != 2 or weight.dtype != x.dtype:
+        raise TypeError(f"{x.dtype} times {weight.dtype}: both are the same format of 16 bits")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"rows of {x.shape[1]} numbers times weights of {weight.shape[1]}")
+    if len(x) == 0:
+        return
+    tiles = _TALL_TILE if len(weight) >= _MANY_OUTPUTS else _SHORT_TILE
+    _skinny_linear[(triton.cdiv(len(weight), tiles["BN"]),)](
+        check_dense("x", x),
+        check_dense("weight", weight),
+        weight if bias is None else bias,
+        check_dense("out", out),
+        len(x),
+        out.shape[1],
+        K=x.shape[1],
+        GATED=gated,
+        BIASED=bias is not None,
+        TYPE=operand_type(x.dtype),
+        ROWS=MOST_ROWS,
+        **tiles,
+        **early_launch(),
+    )
