@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import early_launch, power_of_two, wait_for_kernels_before
+from kernels.gpu.launch import power_of_two
 
 SHORT_CONTEXT, MIDDLE_CONTEXT = 2048, 4095
 """Tokens. Up to here splits are shorter, so that one young sequence fills more of the device."""
@@ -78,9 +78,8 @@ def split_size(tokens):
 def _join(
     lengths, mixed, peaks, sums, out, scratch_splits,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    JOINED: tl.constexpr, EARLY: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
-    wait_for_kernels_before(EARLY)
     row = tl.program_id(1)
     length = tl.load(lengths + row)
     read = length - first_read(length, WINDOW, BLOCK_SIZE)
@@ -124,5 +123,4 @@ def join_splits(
     _join[(heads, rows)](
         lengths, scratch.mixed, scratch.peaks, scratch.sums, out, scratch.sums.shape[2], D=head_dim,
         D_PAD=power_of_two(head_dim), BLOCK_SIZE=block_size, WINDOW=window, JOINED=_JOINED, num_warps=4,
-        **early_launch(),
     )  # fmt: skip

@@ -15,11 +15,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = 1.4426950408889634
 """exp(x) = 2 ** (x * LOG2_E): the hardware has powers of two."""
 
-EARLY_LAUNCH = False
-"""Whether kernels that can are launched while the ones before them still run (programmatic dependent launch,
-Hopper and later): they wait on the device then, with their first weights on the way. Read at every launch.
-"""
-
 _TYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -41,25 +36,6 @@ def operand_type(dtype: torch.dtype) -> Any:
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is at least `count` and `least`."""
     return max(least, 1 << max(0, count - 1).bit_length())
-
-
-def early_launch() -> dict[str, bool]:
-    """What a launcher passes on to a kernel that calls `wait_for_kernels_before`."""
-    early = EARLY_LAUNCH and not INTERPRETED
-    return {"EARLY": early, "launch_pdl": early}
-
-
-@triton.jit
-def wait_for_kernels_before(EARLY: tl.constexpr):
-    """Comes before what earlier kernels wrote is read, and before what they may still read is written.
-
-    Every program of a kernel that is launched early calls it: a kernel that has ended then means that all
-    before it have.
-    """
-    if EARLY:
-        # In this order: the next kernel may come as soon as all programs of this one are on the device.
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @lru_cache(maxsize=16)

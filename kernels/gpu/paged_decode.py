@@ -30,11 +30,9 @@ from kernels.gpu.launch import (
     INTERPRETED,
     LOG2_E,
     check_dense,
-    early_launch,
     multiprocessors,
     operand_type,
     power_of_two,
-    wait_for_kernels_before,
 )
 from kernels.gpu.tuning import decode_default, look_up, shape_class
 
@@ -69,9 +67,7 @@ def _splits(
     SCALED: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_kernels_before(EARLY)
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
@@ -219,7 +215,6 @@ def paged_decode(
         OPERAND=operand_type(torch.float16 if halves else query.dtype),
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
-        **early_launch(),
     )
     join_splits(lengths, scratch, out, block_size, window or 0)
     return out

@@ -6,14 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import check_dense, early_launch, power_of_two, wait_for_kernels_before
+from kernels.gpu.launch import check_dense, power_of_two
 
 
 @triton.jit
-def _rms_norm(
-    x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
-):
-    wait_for_kernels_before(EARLY)
+def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < columns
@@ -72,5 +69,4 @@ def _launch(
         WIDTH=width,
         # 16 bytes a thread and turn: eight bfloat16 numbers.
         num_warps=min(16, max(1, width // 512)),
-        **early_launch(),
     )

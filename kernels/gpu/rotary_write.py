@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import INTERPRETED, check_dense, early_launch, power_of_two, wait_for_kernels_before
+from kernels.gpu.launch import INTERPRETED, check_dense, power_of_two
 
 _FEW_TOKENS = 128
 """Up to here a step is decode: one token a program spreads it over the device."""
@@ -78,9 +78,7 @@ def _rotary_write(
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    wait_for_kernels_before(EARLY)
     HALF: tl.constexpr = D // 2
     TYPE: tl.constexpr = qkv.dtype.element_ty
     STORED: tl.constexpr = blocks.dtype.element_ty
@@ -192,6 +190,5 @@ def rotary_write(
         SCALED=scales is not None,
         INTERPRETED=INTERPRETED,
         num_warps=1 if tile == 1 else 4,
-        **early_launch(),
     )
     return out

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.launch import check_dense, early_launch, operand_type, wait_for_kernels_before
+from kernels.gpu.launch import check_dense, operand_type
 from kernels.gpu.swiglu import silu_times
 
 MOST_ROWS = 16
@@ -23,18 +23,6 @@ _MANY_OUTPUTS = 16384
 # the short one to 52% to 78% where there is less to read, and more programs fill the device sooner.
 _SHORT_TILE = {"BN": 16, "BK": 256, "num_warps": 2, "num_stages": 4}
 _TALL_TILE = {"BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
-
-
-@triton.jit
-def _fetch_ahead(weight, source, K: tl.constexpr, BK: tl.constexpr):
-    """Ask for the first tiles of weights, which no kernel writes: they come to L2 while others finish."""
-    LINE: tl.constexpr = 64  # numbers of 16 bits in what one request brings
-    LINES: tl.constexpr = 4 * BK // LINE  # as much as the pipeline holds
-    at = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
-    place = (weight + source[:, None] * K + at[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 # The rows of a step vary: one kernel serves them all. What a matrix is decides the rest.
@@ -53,7 +41,6 @@ def _skinny_linear(
     ROWS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     STORED: tl.constexpr = out.dtype.element_ty
     COUNT: tl.constexpr = BN // 2 if GATED else BN
@@ -67,9 +54,6 @@ def _skinny_linear(
     else:
         source = tl.minimum(tl.program_id(0) * COUNT + lane, outputs - 1)
     source = source.to(tl.int64)
-    if EARLY:
-        _fetch_ahead(weight, source, K, BK)
-    wait_for_kernels_before(EARLY)
     w_place = weight + source[:, None] * K + k[None, :]
     x_place = x + row[None, :] * K + k[:, None]
     real = (row < rows)[None, :]
@@ -156,5 +140,4 @@ def _launch(
         TYPE=operand_type(x.dtype),
         ROWS=MOST_ROWS,
         **tiles,
-        **early_launch(),
     )

@@ -68,13 +68,13 @@ def decode_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
     """Of paged decode, `itemsize` bytes a number in the cache.
 
     Found on an H200: many programs of few threads, each with little on its way, move more bytes than few with
-    deep pipelines. Keys in FP8 cannot go through the asynchronous copy (they are turned on their way).
+    deep pipelines. In FP8 three stages do not compile: a key of one byte is too small for their copies.
     """
     if itemsize == 4:
         return (("tile", 16 if head_dim > 128 else 32), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
     if head_dim > 128:
         return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4))
-    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12))
+    return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12 if itemsize == 1 else 16))
 
 
 def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
@@ -92,7 +92,7 @@ def decode_candidates(head_dim: int) -> Iterable[Config]:
         for num_warps in (1, 2, 4):
             for num_stages in (2, 3, 5):
                 if 2 * tile * head_dim * 2 * num_stages <= _SHARED_MEMORY // 2:
-                    for programs in (3, 4, 8, 12):
+                    for programs in (4, 8, 12, 16):
                         yield _config(
                             tile=tile, num_warps=num_warps, num_stages=num_stages, programs=programs
                         )

@@ -93,7 +93,6 @@ def compile_instead_of_launching() -> None:
 def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
     """Every launcher at the shapes that matter, by name."""
     from kernels.convert_blocks import HeadRange, block_major, token_major
-    from kernels.gpu import launch
     from kernels.gpu.convert_blocks import convert_blocks
     from kernels.gpu.copy_blocks import copy_blocks
     from kernels.gpu.paged_decode import paged_decode
@@ -178,14 +177,6 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], object]]]:
         made.append((f"product {name}", lambda: skinny_linear(rows, weight, bias)))
         made.append((f"product in float32 {name}", lambda: skinny_linear(rows, weight, bias, out=logits)))
         made.append((f"gated product {name}", lambda: skinny_swiglu(rows, weight, bias)))
-
-        def early() -> None:
-            launch.EARLY_LAUNCH = True
-            skinny_linear(rows, weight, bias)
-            add_rms_norm(rows, rows.clone(), rows[0], 1e-5)
-            launch.EARLY_LAUNCH = False
-
-        made.append((f"product and norm launched early {name}", early))
 
     products(6144, 4096, bf16)
     products(28672, 4096, bf16)

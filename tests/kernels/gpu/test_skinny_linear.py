@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.gpu import launch
-from kernels.gpu.rms_norm import add_rms_norm
 from kernels.gpu.skinny_linear import MOST_ROWS, skinny_linear, skinny_swiglu
 from kernels.gpu.swiglu import swiglu
 from kernels.swiglu import swiglu as gated_meaning
@@ -128,40 +126,6 @@ def test_no_rows_are_no_work_and_too_many_or_others_are_refused(device: torch.de
         skinny_linear(x[:1, :8].contiguous(), weight)
     with pytest.raises(ValueError, match="not contiguous"):
         skinny_linear(x[:2].t(), weight[:, :2])
-
-
-def test_launched_early_they_give_the_same_bits(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Norms and products in turns, each of which reads what the one before it may still be writing."""
-    on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("kernels are launched early from Hopper on")
-    width, turns = (2048, 40) if on_gpu else (24, 2)
-    first, weight, norm = case(4, width, width, torch.bfloat16, device)
-    x, normed = torch.empty_like(first), torch.empty_like(first)
-
-    def chain() -> None:
-        x.copy_(first)
-        residual = torch.zeros_like(x)
-        for _ in range(turns):
-            add_rms_norm(x, residual, norm, 1e-5, out=normed)
-            skinny_linear(normed, weight, out=x)
-
-    chain()
-    expected = x.clone()
-    monkeypatch.setattr(launch, "EARLY_LAUNCH", True)
-    for _ in range(3):
-        chain()
-        assert torch.equal(bits(x), bits(expected))
-    if on_gpu:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            chain()
-        for _ in range(10):
-            x.zero_()
-            graph.replay()
-            assert torch.equal(bits(x), bits(expected))
 
 
 @pytest.mark.gpu
