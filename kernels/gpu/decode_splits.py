@@ -14,7 +14,9 @@ import triton.language as tl
 from kernels.gpu.launch import power_of_two
 
 SHORT_CONTEXT, MIDDLE_CONTEXT = 2048, 4095
-"""Tokens. Up to here splits are shorter, so that one young sequence fills more of the device."""
+"""Tokens. Up to here splits are shorter, so that one young sequence fills more of the device; from 4,096 on
+a sequence has eight long ones a KV head.
+"""
 SHORT_SPLIT, MIDDLE_SPLIT, LONG_SPLIT = 128, 256, 512
 """Tokens of a split. Of a long one, the partial result in float32 is under 2% of the bytes read for it."""
 _SHORT_CONTEXT, _MIDDLE_CONTEXT = tl.constexpr(SHORT_CONTEXT), tl.constexpr(MIDDLE_CONTEXT)
