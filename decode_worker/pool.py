@@ -6,6 +6,7 @@ import logging
 
 from decode_worker.config import DecodeSettings
 from engine.device import DeviceUnavailable, free_pool_bytes
+from engine.gpu.packed_step import gathered_bytes
 from kvtransfer.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.populate import whole_memory
 from runtime.cannot_start import CannotStart
@@ -54,7 +55,10 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -
             _check_room(blocks * layout.bytes_per_block, whole_memory())
         return allocate_pool(layout, blocks)
     if not settings.pool_chosen:
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings)
+        model = engine.model
+        # Drafts make chunks of a step's rows.
+        gathered = gathered_bytes(model.shape, model.dtype) if settings.speculative_tokens else 0
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings, gathered)
         blocks = room // layout.bytes_per_block
         if blocks < 1:
             raise DeviceUnavailable(

@@ -152,7 +152,7 @@ class DecodeGraphs:
             positions=fields["positions"][:rows],
             block_ids=fields["block_ids"][:rows],
             lanes=fields["lanes"][:rows],
-            groups=(Group(memory.data, every, decodes, None),),
+            groups=(Group(memory.data, every, decodes, ()),),
         )
         by = {name: fields[name][:rows] for name in DRAW_FIELDS}
         buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], fields.drawn[:rows]

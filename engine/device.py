@@ -7,7 +7,7 @@ import torch
 CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
 _FEW_BYTES = 256 << 20
-"""Left free for temporaries of eager steps and the allocator's rounding."""
+"""Left free for small temporaries and the allocator's rounding."""
 _BYTES_A_RECORDING = 6 << 20
 """A recorded decode step: some four hundred kernel nodes and its share of the graphs' memory."""
 
@@ -31,20 +31,30 @@ def choose_device(asked: str) -> torch.device:
     return device
 
 
-def pool_bytes(*, total: int, free: int, used: int, utilization: float, recordings: int) -> int:
+def pool_bytes(
+    *, total: int, free: int, used: int, utilization: float, recordings: int, temporaries: int
+) -> int:
     """Bytes that a KV pool may have: what `utilization` of a device's `total` leaves this process beside what
-    it `used` already, but no more than is `free` now; less what decode steps' `recordings` will take.
+    it `used` already, but no more than is `free` now; less what decode steps' `recordings` will take, and
+    `temporaries` of steps that are not recorded.
 
     Not above 0 where nothing is left.
     """
-    reserve = _FEW_BYTES + _BYTES_A_RECORDING * recordings
+    reserve = _FEW_BYTES + _BYTES_A_RECORDING * recordings + temporaries
     return min(int(utilization * total) - used, free) - reserve
 
 
-def free_pool_bytes(device: torch.device, utilization: float, recordings: int) -> int:
+def free_pool_bytes(device: torch.device, utilization: float, recordings: int, temporaries: int) -> int:
     """`pool_bytes` of a CUDA device as it is now, with what torch keeps but does not use given back first."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_reserved(device) + CONTEXT_BYTES
-    return pool_bytes(total=total, free=free, used=used, utilization=utilization, recordings=recordings)
+    return pool_bytes(
+        total=total,
+        free=free,
+        used=used,
+        utilization=utilization,
+        recordings=recordings,
+        temporaries=temporaries,
+    )

@@ -109,14 +109,16 @@ class HandoffClient:
         link = await PeerLink.connect(
             address, self._me, self._fingerprint, self._transports, gpu_uuid(self._device)
         )
+        # Its lease of us runs from the welcome on, and opening a channel may compile a kernel, for seconds.
+        self._opening.add(link)
         try:
+            if self._closed:
+                raise HandoffRefused(_PEER_LOST, "this worker is closing")
+            if self._ticking is None:
+                self._ticking = asyncio.create_task(self._tick())
             if link.welcome.incarnation != expected_incarnation:
                 raise PeerReplaced
             peer = await self._known(address, expected_incarnation)
-            # Opening a channel may compile a kernel: it takes seconds, and we are not dead.
-            self._opening.add(link)
-            if self._ticking is None:
-                self._ticking = asyncio.create_task(self._tick())
             await self._attach(peer, link)
         except BaseException:
             await link.wait_closed()

@@ -79,7 +79,7 @@ class PeerLink:
         self._stream.cancel()
 
     async def wait_closed(self) -> None:
-        """Until the stream has ended and `ended` was called."""
+        """Until the stream has ended, and `ended` was called if it was started."""
         self._stream.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -95,7 +95,6 @@ class PeerLink:
         finally:
             self._outbox.close()
             self._stream.cancel()
-            self._writing.cancel()
             ended()
             await self._end()
 

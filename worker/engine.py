@@ -19,6 +19,7 @@ from engine.runner import Runner
 from engine.weights.checkpoint import is_quantised
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
+from runtime.cannot_start import CannotStart
 from runtime.cpu_slice import take_long_turns
 from runtime.model_digest import model_digest
 from runtime.settings import cpu_features
@@ -26,6 +27,9 @@ from worker.config import WorkerSettings
 from worker.probe import probe
 
 log = logging.getLogger(__name__)
+
+LARGEST_BLOCK = 128
+"""Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     started = time.monotonic()
     path = settings.model_path
     device = choose_device(settings.device)
+    _check_block_size(settings.block_size, device)
     dtype = _precision(settings, path, device)
     if settings.threads:
         # Weights are converted in torch: more threads than this worker has cores wait for one another.
@@ -84,6 +89,16 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
         runner.threads,
     )
     return engine
+
+
+class BlockSizeUnfit(CannotStart):
+    """Blocks that the device's kernels cannot read."""
+
+
+def _check_block_size(tokens: int, device: torch.device) -> None:
+    """Splits of a context are whole blocks on a GPU, and tiles of a power of two."""
+    if device.type == "cuda" and (tokens & (tokens - 1) or tokens > LARGEST_BLOCK):
+        raise BlockSizeUnfit(f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_BLOCK}")
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:

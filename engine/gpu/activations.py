@@ -1,7 +1,7 @@
 """What a step's layers write between the residual and the logits: buffers that are made once and reused.
 
-A decode graph replays on the same addresses, and a step that allocates nothing cannot run out of memory
-after the KV pool has taken what was free.
+A decode graph replays on the same addresses, and a decode step, which allocates nothing, cannot run out of
+memory after the KV pool has taken what was free.
 """
 
 from __future__ import annotations

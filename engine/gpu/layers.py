@@ -1,8 +1,9 @@
 """The decoder's layers as kernels: the meaning is engine/decoder.py's, the order of launches is here.
 
-Eleven launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with
-the write of keys and values, attention (two launches where it is split over the context), output, norm with
-addition, gate and up, their activation (in the same launch where rows are few), down.
+Ten launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with the
+write of keys and values, attention (two: of decode rows splits and their join, of chunks the gathering of
+their contexts and the rest), output, norm with addition, gate and up, their activation (in the same launch
+where rows are few), down.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def always() -> bool:
 
 
 class Layers:
-    """One model's forward pass, from token ids to logits; allocates only what `logits` returns."""
+    """One model's forward pass, from token ids to logits.
+
+    Allocates what `logits` returns, and for the attention of chunks what `packed_step.gathered_bytes` says at
+    most; decode steps allocate nothing else.
+    """
 
     def __init__(
         self,
@@ -125,7 +130,7 @@ class Layers:
                 scratch=scratch,
                 out=buffers.mixed[decodes.rows],
             )
-        if (chunks := group.chunks) is not None:
+        for chunks in group.chunks:
             operators.paged_prefill(
                 buffers.queries[chunks.rows],
                 group.blocks,

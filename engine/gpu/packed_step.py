@@ -15,8 +15,11 @@ import torch
 
 from engine.batch import AbortWords, SequenceStep
 from engine.kv_memory import KVMemory
+from engine.shape import ModelShape
 
 Ints = npt.NDArray[np.int64]
+GATHERED_TOKENS = 65_536
+"""Prefill attention gathers the contexts of chunks: at most of so many tokens at once, or of one sequence."""
 NO_BLOCK = -1
 """Of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
 
@@ -56,7 +59,7 @@ class Group:
     blocks: torch.Tensor
     rows: slice
     decodes: DecodeRows | None
-    chunks: ChunkRows | None
+    chunks: tuple[ChunkRows, ...]
 
 
 @dataclass(frozen=True)
@@ -201,12 +204,29 @@ class _Arrays:
 
 
 @dataclass(frozen=True)
+class _ChunkPlan:
+    """Chunks whose arrays are not on the device yet."""
+
+    rows: slice
+    width: int
+    places: tuple[slice, ...]
+    """Of tables, starts and offsets in the joined array."""
+    max_tokens: int
+    context_tokens: int
+
+    def on(self, found: _Found) -> ChunkRows:
+        tables, starts, offsets = (found.narrow[place] for place in self.places)
+        table = tables.view(-1, self.width)
+        return ChunkRows(self.rows, table, starts, offsets, self.max_tokens, self.context_tokens)
+
+
+@dataclass(frozen=True)
 class _GroupPlan:
     """A group whose arrays are not on the device yet: places in the joined array."""
 
     group: Group
     decodes: tuple[slice, int, tuple[slice, ...]] | None
-    chunks: tuple[slice, int, tuple[slice, ...], int, int] | None
+    chunks: tuple[_ChunkPlan, ...]
 
     def on(self, found: _Found) -> Group:
         group = self.group
@@ -214,12 +234,7 @@ class _GroupPlan:
             rows, width, (tables, lengths) = self.decodes
             table = found.narrow[tables].view(-1, width)
             group = replace(group, decodes=DecodeRows(rows, table, found.narrow[lengths]))
-        if self.chunks is not None:
-            rows, width, (tables, starts, offsets), longest, context = self.chunks
-            table = found.narrow[tables].view(-1, width)
-            chunks = ChunkRows(rows, table, found.narrow[starts], found.narrow[offsets], longest, context)
-            group = replace(group, chunks=chunks)
-        return group
+        return replace(group, chunks=tuple(plan.on(found) for plan in self.chunks))
 
 
 def _plan_group(
@@ -232,21 +247,46 @@ def _plan_group(
     decodes = [i for i in members if len(sequences[i].token_ids) == 1]
     chunks = [i for i in members if len(sequences[i].token_ids) > 1]
     rows = slice(spans[members[0]].start, spans[members[-1]].stop)
-    decode_plan = chunk_plan = None
+    decode_plan = None
     if decodes:
         tables = _tables([sequences[i] for i in decodes])
         lengths = np.array([sequences[i].start + 1 for i in decodes], dtype=np.int64)
         span = slice(spans[decodes[0]].start, spans[decodes[-1]].stop)
         decode_plan = (span, tables.shape[1], arrays.add(tables, lengths))
-    if chunks:
-        tables = _tables([sequences[i] for i in chunks])
-        counts = [len(sequences[i].token_ids) for i in chunks]
-        starts = np.array([sequences[i].start for i in chunks], dtype=np.int64)
-        offsets = np.cumsum([0, *counts], dtype=np.int64)
-        span = slice(spans[chunks[0]].start, spans[chunks[-1]].stop)
-        context = int(starts.sum() + offsets[-1])
-        chunk_plan = (span, tables.shape[1], arrays.add(tables, starts, offsets), max(counts), context)
-    return _GroupPlan(Group(memory.data, rows, None, None), decode_plan, chunk_plan)
+    plans = [
+        _plan_chunks([sequences[i] for i in some], slice(spans[some[0]].start, spans[some[-1]].stop), arrays)
+        for some in _gathered_together(chunks, sequences)
+    ]
+    return _GroupPlan(Group(memory.data, rows, None, ()), decode_plan, tuple(plans))
+
+
+def _gathered_together(chunks: Sequence[int], sequences: Sequence[SequenceStep]) -> list[list[int]]:
+    """`chunks` in their order, in runs of no more context than is gathered at once."""
+    runs: list[list[int]] = []
+    room = 0
+    for i in chunks:
+        context = sequences[i].start + len(sequences[i].token_ids)
+        if not runs or context > room:
+            runs.append([])
+            room = GATHERED_TOKENS
+        runs[-1].append(i)
+        room -= context
+    return runs
+
+
+def _plan_chunks(steps: Sequence[SequenceStep], rows: slice, arrays: _Arrays) -> _ChunkPlan:
+    tables = _tables(steps)
+    counts = [len(step.token_ids) for step in steps]
+    starts = np.array([step.start for step in steps], dtype=np.int64)
+    offsets = np.cumsum([0, *counts], dtype=np.int64)
+    context = int(starts.sum() + offsets[-1])
+    return _ChunkPlan(rows, tables.shape[1], arrays.add(tables, starts, offsets), max(counts), context)
+
+
+def gathered_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """What a step with chunks takes beside its activations, at most, for contexts of a model in `dtype`."""
+    tokens = max(GATHERED_TOKENS, shape.max_context)
+    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
 
 
 def _tables(steps: Sequence[SequenceStep]) -> Ints:

@@ -1,7 +1,8 @@
 """A step's rows times the weights: by kernels of our own where rows are few, else by the library.
 
 A library's kernels are made for many rows; up to sixteen, a step is the reading of the weights, and
-kernels/gpu/skinny_linear.py reads them faster.
+kernels/gpu/skinny_linear.py reads them faster. Among so few a row's bits are the same whatever stands beside
+it; from seventeen on the library rounds otherwise.
 """
 
 from __future__ import annotations

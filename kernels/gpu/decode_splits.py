@@ -15,7 +15,7 @@ from kernels.gpu.launch import power_of_two
 
 SHORT_CONTEXT, MIDDLE_CONTEXT = 2048, 4095
 """Tokens. Up to here splits are shorter, so that one young sequence fills more of the device; from 4,096 on
-a sequence has eight long ones a KV head.
+a sequence has eight long ones or more a KV head.
 """
 SHORT_SPLIT, MIDDLE_SPLIT, LONG_SPLIT = 128, 256, 512
 """Tokens of a split. Of a long one, the partial result in float32 is under 2% of the bytes read for it."""

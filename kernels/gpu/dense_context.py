@@ -1,8 +1,8 @@
 """Keys and values of several sequences, brought from their blocks into rows that lie one after the other.
 
 Prefill attention reads every key once for each tile of queries: at 8,192 tokens 64 times and more. Gathered
-once, keys and values come by the copy engine in whole tiles (a quarter to a third faster on an H200 than from
-blocks, the gathering included), and are converted once where the cache holds FP8.
+once, keys and values come in whole tiles by Hopper's tensor memory accelerator (a quarter to a third faster
+on an H200 than from blocks, the gathering included), and are converted once where the cache holds FP8.
 
 Each sequence has rows from the sum of its predecessors' lengths on, each rounded up to whole tiles; what pads
 a tile is zero, for a weight of zero does not silence NaN.
@@ -18,6 +18,8 @@ import triton.language as tl
 
 from kernels.gpu.launch import power_of_two
 
+FEW_SEQUENCES = 64
+"""Up to so many one kernel serves all steps: none is compiled for their number while requests wait."""
 _TOKENS = 64
 """That a program brings."""
 
@@ -107,6 +109,6 @@ def bring_context(
         blocks, tables, starts, offsets, keys, values, layer * 2 * kv_heads * blocks.shape[-1],
         blocks.stride(0), tables.stride(0), rows, KV_HEADS=kv_heads, D=head_dim,
         D_PAD=power_of_two(head_dim, 16), BLOCK_SIZE=block_size, TILE=tile, WINDOW=window or 0,
-        TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences), num_warps=4,
+        TOKENS=_TOKENS, SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), num_warps=4,
     )  # fmt: skip
     return DenseContext(keys, values)

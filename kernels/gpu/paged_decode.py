@@ -67,6 +67,7 @@ def _splits(
     SCALED: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     OPERAND: tl.constexpr,
+    HALVED: tl.constexpr,
 ):
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
@@ -100,11 +101,13 @@ def _splits(
         key_scale = score_scale
         value_scale = 1.0
         if SCALED:
-            # A power of two off the query and back on the scores: float16 ends at 65,504.
-            q = q.to(tl.float32) * 0.015625
-            key_scale = score_scale * 64.0 * tl.load(scales + head)
+            key_scale = score_scale * tl.load(scales + head)
             value_scale = tl.load(scales + KV_HEADS + head)
 
+        if HALVED:
+            # A power of two off the query and back on the scores: bfloat16 goes beyond float16's 65,504.
+            q = q.to(tl.float32) * 0.015625
+            key_scale *= 64.0
         q = q.to(OPERAND)
         peak = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
@@ -180,10 +183,10 @@ def paged_decode(
     if scratch.sums.shape[0] < rows or scratch.sums.shape[2] < max_splits(most):
         raise ValueError(f"scratch {tuple(scratch.sums.shape)} is too small for {rows} rows of {most} tokens")
     shapes = shape_class(head_dim, heads // kv_heads, block_size, query.dtype, blocks.dtype)
-    default = decode_default(head_dim, blocks.element_size())
+    default = decode_default(head_dim, blocks.element_size(), block_size)
     tuned = look_up(query.device, "paged_decode", shapes, default)
     # FP8 becomes float16 in half an instruction a number, bfloat16 in several.
-    halves = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED
+    halved = scales is not None and query.dtype == torch.bfloat16 and not INTERPRETED
     programs = multiprocessors(query.device) * tuned["programs"]
     scratch_splits = scratch.sums.shape[2]
     _splits[(min(4 if INTERPRETED else programs, rows * kv_heads * max_splits(most)),)](
@@ -212,7 +215,8 @@ def paged_decode(
         WINDOW=window or 0,
         SCALED=scales is not None,
         ROWS_PAD=power_of_two(rows, 64),
-        OPERAND=operand_type(torch.float16 if halves else query.dtype),
+        OPERAND=operand_type(torch.float16 if halved else query.dtype),
+        HALVED=halved,
         num_warps=tuned["num_warps"],
         num_stages=tuned["num_stages"],
     )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu.dense_context import bring_context, context_base
+from kernels.gpu.dense_context import FEW_SEQUENCES, bring_context, context_base
 from kernels.gpu.launch import LOG2_E, check_dense, operand_type, power_of_two
 from kernels.gpu.tuning import look_up, prefill_default, shape_class
 
@@ -159,6 +159,7 @@ def paged_prefill(
         query, keys, values, starts, offsets, query if scales is None else scales[layer], out, rows,
         head_dim**-0.5 * LOG2_E, KV_HEADS=kv_heads, GROUP=group, D=head_dim, D_PAD=padded, ROWS=tuned["rows"],
         TILE=tile, WINDOW=window or 0, SCALED=scales is not None, OPERAND=operand_type(query.dtype),
-        SEQUENCES_PAD=power_of_two(sequences), num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
+        SEQUENCES_PAD=power_of_two(sequences, FEW_SEQUENCES), num_warps=tuned["num_warps"],
+        num_stages=tuned["num_stages"],
     )  # fmt: skip
     return out

@@ -237,7 +237,7 @@ def sample(
     scratch: SampleScratch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The token of each row of `logits [rows, vocab]`: int64 `[rows]`, NOT_FINITE where a logit is.
+    """The token of each row of `logits [rows, vocab]`: int64 `[rows]`, NOT_FINITE where not all are finite.
 
     One number a row each: `temperature` float32 (below 1e-5 is greedy: the likeliest, of equals the lowest
     id), `top_k` int32 (0 is off), `top_p` float64 (1 is off; in float32 a mass near 1 would be another one),

@@ -64,21 +64,22 @@ def keep(device: torch.device, operator: str, shapes: str, config: Mapping[str, 
     look_up.cache_clear()
 
 
-def decode_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
+def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple[str, int], ...]:
     """Of paged decode, `itemsize` bytes a number in the cache.
 
-    Found on an H200: many programs of few threads, each with little on its way, move more bytes than few with
-    deep pipelines. In FP8 three stages do not compile: a key of one byte is too small for their copies.
+    Found on an H200 with heads of 128 and blocks of 16, in 16 and 8 bits: many programs of few threads, each
+    with little on its way, move more than few with deep pipelines. FP8 in three stages does not compile:
+    a key of one byte is too small for their copies.
     """
     if itemsize == 4:
         return (("tile", 16 if head_dim > 128 else 32), ("num_warps", 4), ("num_stages", 3), ("programs", 2))
-    if head_dim > 128:
+    if head_dim > 128 or block_size > 32:
         return (("tile", 32), ("num_warps", 4), ("num_stages", 2), ("programs", 4))
     return (("tile", 32), ("num_warps", 1), ("num_stages", 2), ("programs", 12 if itemsize == 1 else 16))
 
 
 def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
-    """Of paged prefill, `itemsize` bytes a number of the query: found on an H200 at 8K and 16K tokens."""
+    """Of paged prefill, `itemsize` bytes a number of the query; found for bfloat16 and heads of 128."""
     if itemsize == 4:
         return (("rows", 32), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
     if head_dim > 128:

@@ -13,7 +13,7 @@ from kvtransfer.digest import DIGEST_BYTES
 from kvtransfer.messages import GrantRef
 
 NOWHERE = -1
-"""A place for blocks that are only to be read."""
+"""As a target: blocks that are only read. As a source: nothing is read, and nothing written."""
 
 
 class DigestedCopy:
@@ -32,6 +32,8 @@ class DigestedCopy:
         ref: GrantRef,
         first: int,
     ) -> None:
+        if len(source_ids) != len(target_ids):
+            raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} places")
         self._source, self._target = source, target
         self._source_ids, self._target_ids = source_ids, target_ids
         self._ref, self._first = ref, first
@@ -62,7 +64,7 @@ class DigestedCopy:
         self._kept = [source_ids, target_ids, bound, digests]  # until the kernel has run
 
     def digests(self) -> list[bytes]:
-        """Of each block; zero of those that are nowhere. Call it when the copy is done.
+        """Of each block, zero where the source is NOWHERE. Call it when the copy is done.
 
         As long as the host's digests are, by repeating the sign: frames have one form.
         """

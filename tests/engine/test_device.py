@@ -30,7 +30,14 @@ def test_auto_is_the_first_gpu_where_there_are_some(monkeypatch: pytest.MonkeyPa
 
 def test_a_pool_takes_its_share_and_leaves_what_is_not_free() -> None:
     def room(**changes: float) -> int:
-        sizes = {"total": 100 * GIB, "free": 80 * GIB, "used": 20 * GIB, "recordings": 0, **changes}
+        sizes = {
+            "total": 100 * GIB,
+            "free": 80 * GIB,
+            "used": 20 * GIB,
+            "recordings": 0,
+            "temporaries": 0,
+            **changes,
+        }
         return pool_bytes(utilization=sizes.pop("utilization", 0.9), **{k: int(v) for k, v in sizes.items()})
 
     whole = room()
@@ -38,4 +45,5 @@ def test_a_pool_takes_its_share_and_leaves_what_is_not_free() -> None:
     assert room(utilization=0.45) == whole - 45 * GIB
     assert room(free=30 * GIB) == whole - 40 * GIB  # somebody else is on this GPU
     assert room(recordings=10) < whole
+    assert room(temporaries=3 * GIB) == whole - 3 * GIB
     assert room(utilization=0.1) <= 0

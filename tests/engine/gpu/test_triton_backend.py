@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.batch import AbortWords, SequenceStep
+from engine.gpu import packed_step
 from engine.kv_memory import KVMemory
 from engine.shape import ModelShape
 from engine.torch_backend import TorchBackend
@@ -92,6 +93,31 @@ def test_a_row_comes_to_the_same_beside_others() -> None:
         None,
     )
     torch.testing.assert_close(among[2], alone[0], atol=1e-5, rtol=0)
+
+
+def test_contexts_are_gathered_no_more_at_once_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs of chunks in their order; one that is longer than all the room goes alone."""
+    shape = shape_of()
+    _, backend = backends(shape, weights_of(shape, torch.float32))
+    pool = Pool(layout_of(shape, 16, torch.float32), 60)
+    sequences = [pool.sequence(100) for _ in range(5)]
+
+    def steps() -> list[SequenceStep]:
+        return [
+            SequenceStep(s.memory, s.table, 0, tokens_of(n, seed=n), True)
+            for s, n in zip(sequences, (20, 30, 90, 10, 25), strict=True)
+        ]
+
+    together = backend.forward(steps(), None)
+    planned = packed_step.pack_step(steps(), None, torch.device("cpu")).step.groups[0].chunks
+    assert [(c.rows, c.context_tokens) for c in planned] == [(slice(0, 175), 175)]
+    monkeypatch.setattr(packed_step, "GATHERED_TOKENS", 50)
+    planned = packed_step.pack_step(steps(), None, torch.device("cpu")).step.groups[0].chunks
+    assert [c.context_tokens for c in planned] == [50, 90, 35]
+    assert [c.rows for c in planned] == [slice(0, 50), slice(50, 140), slice(140, 175)]
+    torch.testing.assert_close(backend.forward(steps(), None), together, atol=1e-6, rtol=0)
 
 
 class _AbortAt(AbortWords):

@@ -29,6 +29,7 @@ def run(
         torch.tensor(starts, dtype=torch.int32, device=query.device),
         offsets.to(query.device),
         max_tokens=max(chunks),
+        context_tokens=sum(starts) + sum(chunks),
         window=window,
         **kwargs,
     )
@@ -93,6 +94,16 @@ def test_neighbours_and_cuts_change_no_bit(window: int | None, device: torch.dev
         cut += chunk
 
 
+def test_the_tables_say_how_much_context_there_may_be_where_nobody_else_does(device: torch.device) -> None:
+    torch.manual_seed(8)
+    starts, chunks = [5, 0, 40], [20, 3, 9]
+    query, memory = case(SMALL, starts, chunks, torch.float32, device)
+    offsets = torch.tensor([0, 20, 23, 32], dtype=torch.int32, device=device)
+    at = torch.tensor(starts, dtype=torch.int32, device=device)
+    got = paged_prefill(query, memory.blocks, LAYER, memory.tables, at, offsets, max_tokens=20)
+    assert torch.equal(got, run(query, memory, starts, chunks))
+
+
 def test_an_empty_chunk_among_others_is_skipped(device: torch.device) -> None:
     torch.manual_seed(4)
     starts, chunks = [4, 9, 0], [7, 0, 20]
@@ -123,7 +134,9 @@ def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "heads", [Heads(32, 8, 128, 16), Heads(9, 3, 64, 32), Heads(16, 2, 256, 16)], ids=str
+    "heads",
+    [Heads(32, 8, 128, 16), Heads(9, 3, 64, 32), Heads(12, 12, 80, 16), Heads(16, 2, 256, 16)],
+    ids=str,
 )
 def test_real_sizes(heads: Heads, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
