@@ -21,7 +21,7 @@ from engine.batch import AbortWords, SequenceStep
 from engine.decode_graphs import DRAW_FIELDS, DecodeGraphs, draw_tokens, sampled
 from engine.drawn import Drawn, Launched
 from engine.gpu.activations import Activations
-from engine.gpu.decode_buffers import draw_values
+from engine.gpu.decode_buffers import FIELD_TYPES, draw_values
 from engine.gpu.layers import Layers
 from engine.gpu.operators import Operators, triton_operators
 from engine.gpu.pace import Pace
@@ -170,15 +170,9 @@ class TritonBackend:
             return Drawn.nothing(logits.cpu())
         left = [row for row, draw in enumerate(draws) if draw is None]
         values = [draw_values(draw) for draw in draws if draw is not None]
-        kinds = {
-            "seeds": torch.int64,
-            "counters": torch.int64,
-            "top_k": torch.int32,
-            "top_p": torch.float64,
-        }
         by = {
             name: torch.tensor(
-                [value[name] for value in values], dtype=kinds.get(name, torch.float32), device=self._device
+                [value[name] for value in values], dtype=FIELD_TYPES[name], device=self._device
             )
             for name in DRAW_FIELDS
         }

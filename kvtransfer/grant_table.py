@@ -40,7 +40,7 @@ class Grant:
 
     def owes(self, places: range) -> bool:
         """Whether all of them are the writer's to fill."""
-        return self.cached_blocks <= places.start and places.stop <= self.num_blocks
+        return self.due.start <= places.start and places.stop <= self.due.stop
 
     @property
     def pins(self) -> list[int]:

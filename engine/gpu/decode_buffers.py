@@ -39,6 +39,9 @@ _FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
 }
 
 
+FIELD_TYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, (kind, _) in _FIELDS.items()}
+"""What each is on the device."""
+
 Fields = dict[str, npt.NDArray[Any]]
 
 
@@ -67,8 +70,7 @@ class RowFields:
             for copy, fields in zip(self._host_bytes, self._host, strict=True):
                 fields[name] = copy[begin : begin + size].numpy().view(kind)
                 fields[name][:] = padding
-            width = torch.from_numpy(self._host[0][name]).dtype
-            self._device[name] = self._device_bytes[begin : begin + size].view(width)
+            self._device[name] = self._device_bytes[begin : begin + size].view(FIELD_TYPES[name])
             begin += size
         self.upload(0)
 

@@ -204,6 +204,20 @@ class _Arrays:
 
 
 @dataclass(frozen=True)
+class _DecodePlan:
+    """Decode rows whose arrays are not on the device yet."""
+
+    rows: slice
+    width: int
+    places: tuple[slice, ...]
+    """Of tables and lengths in the joined array."""
+
+    def on(self, found: _Found) -> DecodeRows:
+        tables, lengths = (found.narrow[place] for place in self.places)
+        return DecodeRows(self.rows, tables.view(-1, self.width), lengths)
+
+
+@dataclass(frozen=True)
 class _ChunkPlan:
     """Chunks whose arrays are not on the device yet."""
 
@@ -225,16 +239,12 @@ class _GroupPlan:
     """A group whose arrays are not on the device yet: places in the joined array."""
 
     group: Group
-    decodes: tuple[slice, int, tuple[slice, ...]] | None
+    decodes: _DecodePlan | None
     chunks: tuple[_ChunkPlan, ...]
 
     def on(self, found: _Found) -> Group:
-        group = self.group
-        if self.decodes is not None:
-            rows, width, (tables, lengths) = self.decodes
-            table = found.narrow[tables].view(-1, width)
-            group = replace(group, decodes=DecodeRows(rows, table, found.narrow[lengths]))
-        return replace(group, chunks=tuple(plan.on(found) for plan in self.chunks))
+        decodes = None if self.decodes is None else self.decodes.on(found)
+        return replace(self.group, decodes=decodes, chunks=tuple(plan.on(found) for plan in self.chunks))
 
 
 def _plan_group(
@@ -246,18 +256,20 @@ def _plan_group(
 ) -> _GroupPlan:
     decodes = [i for i in members if len(sequences[i].token_ids) == 1]
     chunks = [i for i in members if len(sequences[i].token_ids) > 1]
-    rows = slice(spans[members[0]].start, spans[members[-1]].stop)
+
+    def rows_of(some: Sequence[int]) -> slice:
+        return slice(spans[some[0]].start, spans[some[-1]].stop)
+
     decode_plan = None
     if decodes:
         tables = _tables([sequences[i] for i in decodes])
         lengths = np.array([sequences[i].start + 1 for i in decodes], dtype=np.int64)
-        span = slice(spans[decodes[0]].start, spans[decodes[-1]].stop)
-        decode_plan = (span, tables.shape[1], arrays.add(tables, lengths))
+        decode_plan = _DecodePlan(rows_of(decodes), tables.shape[1], arrays.add(tables, lengths))
     plans = [
-        _plan_chunks([sequences[i] for i in some], slice(spans[some[0]].start, spans[some[-1]].stop), arrays)
+        _plan_chunks([sequences[i] for i in some], rows_of(some), arrays)
         for some in _gathered_together(chunks, sequences)
     ]
-    return _GroupPlan(Group(memory.data, rows, None, ()), decode_plan, tuple(plans))
+    return _GroupPlan(Group(memory.data, rows_of(members), None, ()), decode_plan, tuple(plans))
 
 
 def _gathered_together(chunks: Sequence[int], sequences: Sequence[SequenceStep]) -> list[list[int]]:

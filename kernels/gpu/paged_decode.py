@@ -103,7 +103,6 @@ def _splits(
         if SCALED:
             key_scale = score_scale * tl.load(scales + head)
             value_scale = tl.load(scales + KV_HEADS + head)
-
         if HALVED:
             # A power of two off the query and back on the scores: bfloat16 goes beyond float16's 65,504.
             q = q.to(tl.float32) * 0.015625

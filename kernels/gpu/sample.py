@@ -207,12 +207,15 @@ def _draw(
             floor = tl.full([], LEAST, tl.int32)
             border = tl.full([], -1, tl.int32)
             ties = tl.zeros([], tl.int64)
-            mass = tl.sum(tl.load(totals + number * parts + part, mask=there, other=0.0), axis=0)
-            if (top_k > 0) & (top_k < vocab):
+            picks = (top_k > 0) & (top_k < vocab)
+            if picks:
                 floor = threshold(scores, count, highest, temperature, floor, top_k, False, TILE)
-                if top_p < 1.0:
-                    mass = mass_above(scores, count, highest, temperature, floor, -1, TILE)
             if top_p < 1.0:
+                # Of what top-k leaves, which is in the list; without top-k of the whole row, which is not.
+                if picks:
+                    mass = mass_above(scores, count, highest, temperature, floor, -1, TILE)
+                else:
+                    mass = tl.sum(tl.load(totals + number * parts + part, mask=there, other=0.0), axis=0)
                 border, ties = _nucleus(scores, count, highest, temperature, floor, top_p, mass, TILE)
             min_p = tl.load(min_ps + number)
             count = _keep(scores, ids, count, highest, temperature, floor, border, ties, min_p, TILE)

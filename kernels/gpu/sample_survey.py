@@ -64,7 +64,7 @@ class Survey:
     counts: torch.Tensor
     """int32 `[rows, parts]`: scores that reach the floor."""
     totals: torch.Tensor
-    """float64 `[rows, parts]`: of the weights, the row's largest being 1."""
+    """float64 `[rows, parts]`: under top-p alone, of the weights, the row's largest being 1."""
 
     @classmethod
     def make(cls, rows: int, vocab: int, device: torch.device) -> Survey:
@@ -187,7 +187,6 @@ def _count(
         at = tl.program_id(0) * PART + tl.arange(0, PART)
         inside = at < vocab
         x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
-        weights, _ = weighed(x, inside, highest, temperature, LEAST)
         floor = tl.load(floors + number)
         lowest = tl.load(lowests + number)
         if lowest < 0.0:
@@ -196,9 +195,10 @@ def _count(
             floor = raised(above, mass, highest, temperature, lowest, parts, PARTS_PAD, LEVELS)
             # All programs of the row find the same, and none reads this one before the next launch.
             tl.store(floors + number, floor, mask=tl.program_id(0) == 0)
+            weights, _ = weighed(x, inside, highest, temperature, LEAST)
+            tl.store(totals + slot, tl.sum(weights.to(tl.float64), axis=0))
         left = inside & (ordered(x) >= floor)
         tl.store(counts + slot, tl.sum(left.to(tl.int32), axis=0))
-        tl.store(totals + slot, tl.sum(weights.to(tl.float64), axis=0))
     elif mode == WHOLE:
         columns = vocab // TABLE
         column = tl.program_id(0) * (PART // TABLE) + tl.arange(0, PART // TABLE)
