@@ -265,3 +265,17 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_list_is_taken_when_the_requests_that_nobody_waited_for_are_long_over() -> None:
+    """Requests that leave before their first token are time in which nothing was done."""
+    queue = AdmissionQueue(64, 100_000, patience=Patience(services=4))
+    queue.prefilled(queue.offer(5000, now=0), 1)
+    now = 1.0
+    for _ in range(120):
+        impatient = queue.offer(7000, now=now)
+        now += 0.15
+        queue.leave(impatient, now)
+    now += 10
+    batch = [queue.offer(500, now=now) for _ in range(32)]
+    assert len(batch) == 32

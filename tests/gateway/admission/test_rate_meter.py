@@ -26,11 +26,22 @@ def test_nothing_is_said_too_early() -> None:
     assert meter.per_s == pytest.approx(100 / (2 * FIRST_S), rel=0.1)
 
 
-def test_idle_time_does_not_count() -> None:
+@pytest.mark.parametrize("idle_s", [1, 5, 600])
+def test_idle_time_does_not_count(idle_s: float) -> None:
     meter = RateMeter()
     now = work(meter, 1000, 0.0, 2)
-    now = work(meter, 1000, now + 600, 2)
+    now = work(meter, 1000, now + idle_s, 2)
     assert meter.per_s == pytest.approx(1000, rel=0.05)
+
+
+def test_what_was_slow_before_a_pause_is_forgotten() -> None:
+    meter = RateMeter()
+    now = work(meter, 10, 0.0, 30)
+    meter.begin(now + 1)
+    assert meter.per_s == pytest.approx(10, rel=0.1)
+    meter.done(0, now + 1, more=False)
+    meter.begin(now + 10)
+    assert meter.per_s is None
 
 
 def test_it_follows_a_change() -> None:
