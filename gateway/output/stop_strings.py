@@ -5,13 +5,17 @@ depends on the text alone, not on how it was cut into pieces. Text that may stil
 beginning of a match is held back, unless the match is to be shown anyway.
 
 Each stop string is a Knuth–Morris–Pratt automaton: its state is how many of its characters the end of the
-text already matches, so a character costs O(1) amortised per stop string, however long or self-similar.
+text already matches, so a character costs O(1) amortised per stop string, however long or self-similar. Its
+table is made once for all outputs of a request, and for all prompts of a list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+_TABLES: Final = 64  # that are kept: of four requests with as many stop strings as there may be
 
 
 class StopResult(NamedTuple):
@@ -88,7 +92,8 @@ class _Automaton:
         return False
 
 
-def _fallbacks(stop: str) -> list[int]:
+@lru_cache(_TABLES)
+def _fallbacks(stop: str) -> tuple[int, ...]:
     """For each matched length, the next shorter one to try: the longest proper border of that prefix."""
     borders = [0] * (len(stop) + 1)
     length = 0
@@ -98,4 +103,4 @@ def _fallbacks(stop: str) -> list[int]:
         if stop[index] == stop[length]:
             length += 1
         borders[index + 1] = length
-    return borders
+    return tuple(borders)

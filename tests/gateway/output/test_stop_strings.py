@@ -124,3 +124,12 @@ def test_a_long_self_similar_stop_string_costs_linear_time() -> None:
     shown = sum(len(watcher.push("a" * 1000).text_to_emit) for _ in range(1000))
     assert shown == 1_000_000 - 1023
     assert watcher.push("b").matched is not None
+
+
+def test_many_outputs_of_a_request_share_the_tables_of_their_stop_strings() -> None:
+    stops = [letter * 1000 + "b" for letter in "cdefghijklmnopqr"]
+    first, second = StopStrings(stops, include=False), StopStrings(stops, include=False)
+    tables = [[automaton._fallback for automaton in watcher._automata] for watcher in (first, second)]
+    assert all(one is other for one, other in zip(*tables, strict=True))
+    assert first.push(stops[0][:-1]).text_to_emit == ""
+    assert second.push("b").text_to_emit == "b"  # where one is in its text is its own
