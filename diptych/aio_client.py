@@ -18,7 +18,7 @@ from diptych.resumption import Resumption
 from diptych.servers import Servers
 from diptych.sync_client import DEFAULT_ADDRESS, first_model
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
-from diptych.timeouts import call_timeout
+from diptych.timeouts import call_timeout, time_left
 from diptych.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -78,8 +78,9 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
-        request = build_request(prompt, await self.model(), options)
-        return read_completion(await _typed(self._stub.Generate(request, timeout=timeout_s)))
+        left = time_left(timeout_s)
+        request = build_request(prompt, await self._model_at(self._stub, left()), options)
+        return read_completion(await _typed(self._stub.Generate(request, timeout=left())))
 
     def stream(
         self,
@@ -93,8 +94,9 @@ class AsyncClient:
         timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
 
         async def call() -> Any:
-            request = build_request(prompt, await self.model(), options)
-            return self._stub.StreamGenerate(request, timeout=timeout_s)
+            left = time_left(timeout_s)
+            request = build_request(prompt, await self._model_at(self._stub, left()), options)
+            return self._stub.StreamGenerate(request, timeout=left())
 
         if not resume:
             return AsyncStream(lambda received: _chunks(call, received))
@@ -117,15 +119,17 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokens:
         """The tokens that a request with this text or chat would run on."""
-        request = tokenize_request(prompt, await self.model(), **options)
-        return read_tokens(await _typed(self._stub.Tokenize(request, timeout=timeout_s)))
+        left = time_left(timeout_s)
+        request = tokenize_request(prompt, await self._model_at(self._stub, left()), **options)
+        return read_tokens(await _typed(self._stub.Tokenize(request, timeout=left())))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
     ) -> str:
-        model = await self.model()
+        left = time_left(timeout_s)
+        model = await self._model_at(self._stub, left())
         request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
-        return str((await _typed(self._stub.Detokenize(request, timeout=timeout_s))).text)
+        return str((await _typed(self._stub.Detokenize(request, timeout=left()))).text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """What the server serves."""

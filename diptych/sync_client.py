@@ -16,7 +16,7 @@ from diptych.results import Chunk, Completion, Model, Tokens
 from diptych.resumption import Resumption
 from diptych.servers import Servers
 from diptych.text_requests import TokenizeOptions, detokenize_request, tokenize_request
-from diptych.timeouts import call_timeout
+from diptych.timeouts import call_timeout, time_left
 from diptych.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -87,8 +87,9 @@ class Client:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
-        request = build_request(prompt, self.model, options)
-        return read_completion(_typed(lambda: self._stub.Generate(request, timeout=timeout_s)))
+        left = time_left(timeout_s)
+        request = build_request(prompt, self._model_at(self._stub, left()), options)
+        return read_completion(_typed(lambda: self._stub.Generate(request, timeout=left())))
 
     def stream(
         self,
@@ -104,15 +105,14 @@ class Client:
         next token; see `diptych.resumption`. `timeout_s` then bounds all of it.
         """
         timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
+
+        def call() -> Any:
+            left = time_left(timeout_s)
+            request = build_request(prompt, self._model_at(self._stub, left()), options)
+            return self._stub.StreamGenerate(request, timeout=left())
+
         if not resume:
-            return Stream(
-                lambda received: _chunks(
-                    lambda: self._stub.StreamGenerate(
-                        build_request(prompt, self.model, options), timeout=timeout_s
-                    ),
-                    received,
-                )
-            )
+            return Stream(lambda received: _chunks(call, received))
         return Stream(
             lambda received: _resumed_chunks(
                 lambda: build_request(prompt, "", options),
@@ -132,14 +132,17 @@ class Client:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokens:
         """The tokens that a request with this text or chat would run on."""
-        request = tokenize_request(prompt, self.model, **options)
-        return read_tokens(_typed(lambda: self._stub.Tokenize(request, timeout=timeout_s)))
+        left = time_left(timeout_s)
+        request = tokenize_request(prompt, self._model_at(self._stub, left()), **options)
+        return read_tokens(_typed(lambda: self._stub.Tokenize(request, timeout=left())))
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
     ) -> str:
-        request = detokenize_request(token_ids, self.model, skip_special_tokens=skip_special_tokens)
-        return str(_typed(lambda: self._stub.Detokenize(request, timeout=timeout_s)).text)
+        left = time_left(timeout_s)
+        model = self._model_at(self._stub, left())
+        request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
+        return str(_typed(lambda: self._stub.Detokenize(request, timeout=left())).text)
 
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """What the server serves."""

@@ -26,12 +26,15 @@ class Inference(rpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.listed = 0
+        self.silent = False  # whether ListModels never answers
         self.cancelled = threading.Event()
 
     def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:
         self.listed += 1
+        while self.silent and context.is_active():
+            threading.Event().wait(0.01)
         return pb.ListModelsResponse(models=[pb.Model(name="small"), pb.Model(name="other")])
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
@@ -248,3 +251,27 @@ def test_a_key_that_was_read_from_a_file_ends_where_its_text_does(monkeypatch: p
     assert Access(" dk-1\r\n") == Access("dk-1")
     monkeypatch.setenv("DIPTYCH_API_KEY", " \n")
     assert Access.from_environment().metadata == ()
+
+
+def test_the_timeout_is_for_the_look_up_of_the_model_as_well(address: str, service: Inference) -> None:
+    service.silent = True
+
+    async def asked() -> list[CallFailed]:
+        async with AsyncClient(address) as client:
+            failures = []
+            for call in (
+                client.generate("x", timeout_s=0.2),
+                client.tokenize("x", timeout_s=0.2),
+                anext(aiter(client.stream("x", timeout_s=0.2))),
+            ):
+                with pytest.raises(CallFailed) as failed:
+                    await call
+                failures.append(failed.value)
+            return failures
+
+    with Client(address) as client:
+        for call in (client.generate, client.tokenize, lambda *a, **b: next(iter(client.stream(*a, **b)))):
+            with pytest.raises(CallFailed) as failed:
+                call("x", timeout_s=0.2)
+            assert failed.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [one.code for one in asyncio.run(asked())] == [grpc.StatusCode.DEADLINE_EXCEEDED] * 3
