@@ -50,6 +50,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.access.caller import Caller, Scope
 from gateway.access.meter import Charges
+from gateway.request.validate_names import id_from_header
 from runtime.errors import DiptychError, Internal
 from runtime.metrics import GatewayMetrics
 from runtime.telemetry import Attributes, ServerSpan, Telemetry
@@ -69,7 +70,8 @@ class Call(ABC):
         method: the SERVER span's name, of few values: "diptych.v1.InferenceService/Generate" or
             "POST /v1/completions".
         received_at: when it came.
-        header_request_id: x-request-id as the client sent it, or "".
+        header_request_id: x-request-id as the client sent it, or ""; inside `Calls.account` what is made
+            of it.
         time_left_s: until the client's deadline; None without one.
         trace: (traceparent, tracestate) as the client sent them, each possibly "".
         authorization: the credential as the client sent it, or "".
@@ -173,6 +175,9 @@ class Calls:
         self._scope = scope
         self.clock = clock
         self.running = 0
+        self._header_ids: set[tuple[str, str]] = (
+            set()
+        )  # (tenant, id) of running calls that have it from a header
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -203,7 +208,8 @@ class Calls:
         self._idle.clear()
         try:
             call.admit(self._access, self._scope)
-            yield
+            with self._named(call):
+                yield
         except asyncio.CancelledError:
             code = call.why_cancelled(self.clock())
             raise
@@ -222,3 +228,18 @@ class Calls:
             self.running -= 1
             if not self.running:
                 self._idle.set()
+
+    @contextmanager
+    def _named(self, call: Call) -> Iterator[None]:
+        """An id made of the x-request-id header, for this call alone as long as it runs."""
+        if not call.header_request_id:
+            yield
+            return
+        tenant = call.caller.tenant
+        name = id_from_header(call.header_request_id, lambda one: (tenant, one) in self._header_ids)
+        call.header_request_id = call.request_id = name
+        self._header_ids.add((tenant, name))
+        try:
+            yield
+        finally:
+            self._header_ids.discard((tenant, name))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -187,8 +188,13 @@ async def test_request_ids_come_back(bundled: ServedModel, redis_url: str) -> No
             stack, "/v1/completions", {**body, "top_p": 2}, x_request_id="bad"
         )
         assert (status, headers["x-request-id"]) == (400, "bad")
-        status, answer, _ = await post(stack, "/v1/completions", body, x_request_id="no spaces")
-        assert (status, answer["error"]["param"]) == (400, "x-request-id")
+        foreign = "Root=1-67891233-abcdef012345678912345678"  # AWS's form
+        _, answer, headers = await post(stack, "/v1/completions", body, x_request_id=foreign)
+        name = foreign.replace("=", "_")
+        assert (answer["id"], headers["x-request-id"]) == (f"cmpl-{name}", name)
+        bad = {**body, "request_id": "no spaces"}
+        status, answer, _ = await post(stack, "/v1/completions", bad, x_request_id="mine")
+        assert (status, answer["error"]["param"]) == (400, "request_id")
 
 
 async def test_a_client_that_leaves_cancels_on_both_workers(bundled: ServedModel, redis_url: str) -> None:
@@ -276,13 +282,25 @@ async def test_a_live_id_twice_is_a_conflict(bundled: ServedModel, redis_url: st
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
     body: Any = {"model": bundled.card.name, "prompt": "x", "max_tokens": 400}
     async with door(bundled, redis_url, slow) as (stack, client, decode):
-        named = {"x-request-id": "twin"}
-        first = asyncio.ensure_future(client.completions.create(**body, extra_headers=named))
+        named = {"request_id": "twin"}
+        first = asyncio.ensure_future(client.completions.create(**body, extra_body=named))
         await decode.wait_for("attach")
         with pytest.raises(openai.ConflictError) as refused:
-            await client.with_options(max_retries=2).completions.create(**body, extra_headers=named)
+            await client.with_options(max_retries=2).completions.create(**body, extra_body=named)
         assert refused.value.code == "duplicate_request"
         first.cancel()
+        await stack.until_idle()
+
+
+async def test_one_header_may_name_several_live_requests(bundled: ServedModel, redis_url: str) -> None:
+    """Meshes pass one x-request-id on to all calls that one action of a user causes."""
+    async with door(bundled, redis_url) as (stack, client, _):
+        ask = partial(client.completions.create, model=bundled.card.name, prompt="x")
+        headers = {"x-request-id": "click"}
+        answers = await asyncio.gather(*(ask(extra_headers=headers) for _ in range(3)))
+        assert sorted(answer.id[:10] for answer in answers) == ["cmpl-click"] * 3
+        assert len({answer.id for answer in answers}) == 3
+        assert (await ask(extra_headers=headers)).id == "cmpl-click"
         await stack.until_idle()
 
 
