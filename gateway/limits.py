@@ -19,8 +19,10 @@ INLINE_PARSE_BYTES: Final = 2 * 1024
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
 MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers
 # Python parses a body in one go, and nobody's tokens move meanwhile. Text costs next to nothing, members and
-# elements up to 1 µs each; commas and colons, those in texts as well, bound their number.
-MAX_JSON_COMMAS: Final = 131_072
+# elements up to 1 µs each, numbers in lists a tenth of that; commas and colons, those in texts as well, bound
+# how many there are. Lists of prompts in token ids have their commas after digits.
+MAX_JSON_COMMAS: Final = 131_072  # that follow no digit
+MAX_JSON_NUMBERS: Final = 524_288  # commas that do
 MAX_JSON_COLONS: Final = 65_536
 MAX_JSON_LIST: Final = 4096  # elements of lists that have no limit of their own below
 MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer context or a larger vocabulary

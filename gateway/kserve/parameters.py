@@ -117,13 +117,13 @@ def _message(request: pb.GenerateRequest, group: str) -> Any:
 
 def _number(group: str, field: str) -> Put:
     return lambda request, path, value: setattr(
-        _message(request, group), field, number(path, _unquoted(value))
+        _message(request, group), field, number(path, unquoted(value))
     )
 
 
 def _count(group: str, field: str, bounds: tuple[int, int] = UINT32) -> Put:
     return lambda request, path, value: setattr(
-        _message(request, group), field, integer(path, _unquoted(value), bounds)
+        _message(request, group), field, integer(path, unquoted(value), bounds)
     )
 
 
@@ -141,7 +141,7 @@ def boolean(path: str, value: object) -> bool:
     return value
 
 
-def _unquoted(value: object) -> object:
+def unquoted(value: object) -> object:
     """The number that a string spells, or the value as it is."""
     if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
@@ -162,7 +162,7 @@ def _put_allowed(request: pb.GenerateRequest, path: str, value: object) -> None:
 
 
 def _put_priority(request: pb.GenerateRequest, path: str, value: object) -> None:
-    request.priority = -integer(path, _unquoted(value), (0, INT32[1]))  # Triton: the lower number comes first
+    request.priority = -integer(path, unquoted(value), (0, INT32[1]))  # Triton: the lower number comes first
 
 
 def _put_salt(request: pb.GenerateRequest, path: str, value: object) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.kserve.parameters import boolean, gather, one_text, put_all
+from gateway.kserve.parameters import boolean, gather, one_text, put_all, unquoted
 from gateway.kserve.tensors import Tensor, read_inputs, refuse_parameters
 from gateway.request.json_members import integer, token_ids
 from runtime.errors import DiptychError, FieldViolation, InvalidParameter, UnknownModel, UnsupportedFeature
@@ -56,7 +56,8 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
     stream = boolean(path, value)
     if stream and not streaming:
         raise UnsupportedFeature(path, "needs ModelStreamInfer")
-    timeout_us = integer(*found.pop("timeout", ("", 0)), _TIMEOUT_US)
+    path, value = found.pop("timeout", ("", 0))
+    timeout_us = integer(path, unquoted(value), _TIMEOUT_US)
     if "exclude_input_in_output" in found:
         path, value = found.pop("exclude_input_in_output")
         if not boolean(path, value):

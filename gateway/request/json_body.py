@@ -18,8 +18,11 @@ BODY = "body"
 
 def parse_body(data: bytes) -> dict[str, object]:
     """The top-level members. Raises `InvalidParameter` naming the body."""
-    if data.count(b",") > limits.MAX_JSON_COMMAS or data.count(b":") > limits.MAX_JSON_COLONS:
-        most = f"{limits.MAX_JSON_COMMAS} commas and {limits.MAX_JSON_COLONS} colons"
+    if _too_many(data):
+        most = (
+            f"{limits.MAX_JSON_COMMAS} commas, {limits.MAX_JSON_NUMBERS} more after digits, and "
+            f"{limits.MAX_JSON_COLONS} colons"
+        )
         raise InvalidParameter(BODY, f"has too many elements: at most {most} are read, in texts too")
     try:
         found = _DECODER.decode(data.decode("utf-8"))
@@ -36,6 +39,16 @@ def parse_body(data: bytes) -> dict[str, object]:
     if not isinstance(found, dict):
         raise InvalidParameter(BODY, "must be a JSON object")
     return found
+
+
+def _too_many(data: bytes) -> bool:
+    if data.count(b":") > limits.MAX_JSON_COLONS:
+        return True
+    commas = data.count(b",")
+    if commas <= limits.MAX_JSON_COMMAS:
+        return False
+    after_digits = sum(data.count(b"%d," % digit) for digit in range(10))
+    return after_digits > limits.MAX_JSON_NUMBERS or commas - after_digits > limits.MAX_JSON_COMMAS
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -156,6 +156,7 @@ ELSEWHERE = {
     "MAX_BODY_BYTES": "gateway/openai/test_bodies.py",
     "MAX_JSON_COMMAS": "gateway/openai/test_bodies.py",
     "MAX_JSON_COLONS": "gateway/openai/test_bodies.py",
+    "MAX_JSON_NUMBERS": "gateway/openai/test_bodies.py",
     "MAX_TIMEOUT_MS": "gateway/openai/test_door.py",
     "MAX_MESSAGE_NAME_CHARS": "gateway/request/test_validate_prompt.py",
     "MAX_RENDERED_CHARS": "gateway/model/test_chat_template.py",

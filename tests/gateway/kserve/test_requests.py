@@ -83,6 +83,7 @@ def test_how_the_answer_is_wanted() -> None:
     assert read_request(asking(), streaming=True).timeout_s is None
     assert read_request(asking(timeout=0), streaming=True).timeout_s is None
     assert read_request(asking(timeout=1_500_000), streaming=True).timeout_s == 1.5
+    assert read_request(asking(timeout="1500000"), streaming=True).timeout_s == 1.5
     assert not read_request(asking(), streaming=True).raw
     assert read_request(asking_raw(("text_input", "BYTES", [1], raw_texts(b"x"))), streaming=True).raw
     request = asking(exclude_input_in_output=True, triton_enable_empty_final_response=True)
@@ -136,6 +137,7 @@ BAD: list[tuple[oip.ModelInferRequest, str]] = [
     (asking(ignore_eos=1), "parameters[ignore_eos]"),
     (asking(stream="maybe"), "parameters[stream]"),
     (asking(timeout=-1), "parameters[timeout]"),
+    (asking(timeout="soon"), "parameters[timeout]"),
     (asking(timeout=2**62), "parameters[timeout]"),
     (asking(exclude_input_in_output=False), "parameters[exclude_input_in_output]"),
     (asking(inputs={"max_tokens": ("INT32", [1, 2])}), "inputs[1]"),

@@ -306,3 +306,10 @@ def test_any_bytes_are_members_or_an_error(data: bytes) -> None:
         found = {violation.field: "" for violation in error.violations}
         assert set(found) == {"body"}
     assert isinstance(found, dict)
+
+
+def test_lists_of_numbers_may_be_longer_than_other_lists() -> None:
+    body = b'{"prompt": [' + b"7,\n" * limits.MAX_JSON_NUMBERS + b"7]}"
+    assert len(parse_body(body)["prompt"]) == limits.MAX_JSON_NUMBERS + 1  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="too many elements"):
+        parse_body(body.replace(b"7]", b"7,7]"))
