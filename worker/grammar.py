@@ -1,8 +1,13 @@
 """What may come next in an output that must match a grammar: a mask over the vocabulary, kept token by token.
 
-A grammar is compiled once for the model's vocabulary and kept; each output begins with a copy of it and
+A grammar is compiled for the model's vocabulary and kept; each output begins with a copy of it and
 follows its own tokens. An attempt that takes a request up again follows the tokens delivered so far, which
 costs about 2 µs each.
+
+Copies share the table of their lexer's states, which grows with all that they follow and is full some time
+(`runtime.grammar.matcher.LIMITS`): from then on none of them can go on. So after so many tokens a grammar is compiled
+anew for the outputs to come, and an output that finds a table full which others filled goes on with one of
+its own.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +36,10 @@ log = logging.getLogger(__name__)
 
 KEPT: Final = 64
 """Compiled grammars that are kept, the last used ones."""
+FRESH_TOKENS: Final = 16_384
+"""A compiled grammar whose copies have followed so many tokens is compiled anew: a choice of a thousand labels fills
+its table in 65,000, and compiling takes milliseconds.
+"""
 KINDS: Final = {
     work_pb2.Grammar.KIND_JSON_SCHEMA: Kind.JSON_SCHEMA,
     work_pb2.Grammar.KIND_REGEX: Kind.REGEX,
@@ -36,21 +47,48 @@ KINDS: Final = {
 }
 
 
+@dataclass(slots=True)
+class Compiled:
+    """A grammar at its start, and how many tokens all its copies have followed."""
+
+    matcher: LLMatcher
+    vocab_size: int
+    followed: int = 0
+
+    def copy(self) -> LLMatcher | None:
+        """For one more output; None if there is no room for it."""
+        matcher = self.matcher.deep_copy()
+        matcher.compute_bitmask()  # its first mask, which is there already or cannot be made any more
+        return None if matcher.is_error() else matcher
+
+
 class GrammarState:
     """Where one output stands in its grammar; a `TokenMask` of the engine's. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        compiled: Compiled,
+        anew: Callable[[], Compiled],
+        output: Iterable[int] = (),
+    ) -> None:
+        """`matcher` is a copy of `compiled` that has followed `output`; `anew` compiles the grammar again."""
         self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._allowed = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
+        self._compiled = compiled
+        self._anew = anew
+        self._output = list(output)
+        self._allowed = np.zeros((compiled.vocab_size + 31) // 32, dtype=np.int32)
 
     def accept(self, token_id: int) -> None:
         """The output goes on with `token_id`. One that the mask forbids makes the state `stuck`."""
-        self._matcher.consume_token(token_id)
+        self.follow((token_id,))
 
     def follow(self, token_ids: Iterable[int]) -> None:
         """`accept` all of them."""
-        self._matcher.consume_tokens(list(token_ids))
+        tokens = list(token_ids)
+        self._output += tokens
+        self._compiled.followed += len(tokens)
+        self._matcher.consume_tokens(tokens)
 
     def apply(self, scores: npt.NDArray[np.float32]) -> None:
         """Set what must not come to minus infinity, in place: everything, if the state is `stuck`.
@@ -58,18 +96,17 @@ class GrammarState:
         `scores` is `[vocab]`; rows past the vocabulary, which only pad, are forbidden too. Applying twice
         changes nothing, so that a step may be computed again.
         """
-        if not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(self._allowed.ctypes.data, self._allowed.nbytes)
-        if self._matcher.is_error():
+        if not self._masked() and not (self._crowded and self._begin_anew() and self._masked()):
             scores[:] = -np.inf
             return
-        bits = np.unpackbits(self._allowed.view(np.uint8), count=self._vocab_size, bitorder="little")
-        np.putmask(scores[: self._vocab_size], bits == 0, -np.inf)
-        scores[self._vocab_size :] = -np.inf
+        vocab_size = self._compiled.vocab_size
+        bits = np.unpackbits(self._allowed.view(np.uint8), count=vocab_size, bitorder="little")
+        np.putmask(scores[:vocab_size], bits == 0, -np.inf)
+        scores[vocab_size:] = -np.inf
 
     def copy(self) -> GrammarState:
         """The same place in the grammar, for an output that parts from this one."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarState(self._matcher.deep_copy(), self._compiled, self._anew, self._output)
 
     @property
     def complete(self) -> bool:
@@ -81,6 +118,30 @@ class GrammarState:
         """Whether the grammar cannot continue: a token broke it, or a mask took too much work."""
         return self._matcher.is_error()
 
+    def _masked(self) -> bool:
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(self._allowed.ctypes.data, self._allowed.nbytes)
+        return not self._matcher.is_error()
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether it was others that filled the table: who fills one alone would fill the next one, too, and
+        compiling holds up the step.
+        """
+        full = "too many states" in self._matcher.get_error()
+        return full and 2 * len(self._output) < self._compiled.followed
+
+    def _begin_anew(self) -> bool:
+        """The same place, in a table of its own."""
+        try:
+            self._compiled = self._anew()
+        except BadGrammar:
+            return False
+        self._matcher = self._compiled.matcher.deep_copy()
+        output, self._output = self._output, []
+        self.follow(output)
+        return True
+
 
 class Grammars:
     """Compiles for one model and keeps what was compiled last. The vocabulary is read at the first use."""
@@ -88,7 +149,7 @@ class Grammars:
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
@@ -104,21 +165,26 @@ class Grammars:
             raise BadGrammar("is of a kind that this worker does not know")
         grammar = Grammar(kind, message.text)
         with self._lock:
-            matcher = self._matcher(grammar).deep_copy()
-            vocab_size = self._loaded().vocab_size
-        state = GrammarState(matcher, vocab_size)
+            compiled, matcher = self._copied(grammar)
+        state = GrammarState(matcher, compiled, partial(self._compile, grammar))
         state.follow(delivered)
         return state
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
+    def _copied(self, grammar: Grammar) -> tuple[Compiled, LLMatcher]:
         digest = grammar.digest
-        found = self._compiled.get(digest)
-        if found is None:
-            found = self._compiled[digest] = new_matcher(grammar, self._loaded())
+        compiled = self._compiled.get(digest)
+        matcher = compiled.copy() if compiled is not None and compiled.followed < FRESH_TOKENS else None
+        if compiled is None or matcher is None:
+            compiled = self._compiled[digest] = self._compile(grammar)
+            matcher = compiled.matcher.deep_copy()
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(digest)
-        return found
+        return compiled, matcher
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        vocabulary = self._loaded()
+        return Compiled(new_matcher(grammar, vocabulary), vocabulary.vocab_size)
 
     def _loaded(self) -> LLTokenizer:
         if self._vocabulary is None:

@@ -13,7 +13,7 @@ from diptych.worker.v1 import work_pb2
 from runtime.grammar.grammar import BadGrammar
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.tokenizer.small_models import CONTROL, byte_level, sentencepiece_like, write_folder
-from worker.grammar import KEPT, Grammars, GrammarState
+from worker.grammar import FRESH_TOKENS, KEPT, Grammars, GrammarState
 
 PATTERNS = [r"[a-z ]{0,6}", r"(the|quick|qué|12)+!?", r"[😀-😃]+|(a|b)*abb", r'\{"x": ?[0-9]{1,3}\}']
 ABROAD = "éü😀😃😄"
@@ -153,3 +153,49 @@ def test_so_many_are_kept(folder: Path) -> None:
     first = next(iter(grammars._compiled.values()))
     grammars.start_now(message("a{4}"))  # the oldest that is left is used again
     assert next(iter(grammars._compiled.values())) is not first
+
+
+CROWDED = r"([a-z ]*q[a-z ]{20}|[a-z ]*e[a-z ]{18})*"
+"""Two hundred random tokens fill the table of its lexer."""
+
+
+def fill(bundled_path: Path, grammars: Grammars) -> GrammarState:
+    """An output of `CROWDED` that goes on until there is no room left."""
+    tokenizer, rng = Tokenizer.load(bundled_path), random.Random(1)
+    letters = frozenset(b" abcdefghijklmnopqrstuvwxyz")
+    fitting = [
+        token_id
+        for token_id in range(tokenizer.vocab_size)
+        if (piece := tokenizer.piece(token_id)) and letters.issuperset(piece)
+    ]
+    state = grammars.start_now(message(CROWDED))
+    for _ in range(400):
+        state.apply(np.zeros(tokenizer.vocab_size, dtype=np.float32))
+        if state.stuck:
+            return state
+        state.accept(rng.choice(fitting))
+    raise AssertionError("there is room for 400 tokens")
+
+
+def test_an_output_that_fills_the_table_leaves_the_others_alone(bundled_path: Path) -> None:
+    grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
+    text = tokenizer.encode_parts(["the quick brown fox"])
+    running, other = (grammars.start_now(message(CROWDED), text[:2]) for _ in range(2))
+    expected = allowed(grammars.start_now(message(CROWDED), text), tokenizer.vocab_size)
+    hot = fill(bundled_path, grammars)
+    assert allowed(hot, tokenizer.vocab_size) == set()  # who fills a table alone has no second one
+    running.follow(text[2:])
+    assert allowed(running, tokenizer.vocab_size) == expected
+    assert allowed(running.copy(), tokenizer.vocab_size) == expected
+    assert allowed(grammars.start_now(message(CROWDED), text), tokenizer.vocab_size) == expected
+    other.follow(tokenizer.encode_parts(["1"]))
+    assert allowed(other, tokenizer.vocab_size) == set()  # a token that the grammar forbids is none of that
+
+
+def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:
+    grammars, tokenizer = Grammars(folder), Tokenizer.load(folder)
+    a = tokenizer.encode_parts(["xa"])[-1]
+    states = [grammars.start_now(message("a*"), [a] * (FRESH_TOKENS // 2)) for _ in range(3)]
+    assert states[0]._compiled is states[1]._compiled
+    assert states[1]._compiled is not states[2]._compiled
+    assert len(grammars._compiled) == 1
