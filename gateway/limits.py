@@ -80,4 +80,4 @@ MAX_CHOICES: Final = 1024
 MAX_TOOLS: Final = 128
 MAX_TOOL_NAME_CHARS: Final = 64
 MAX_TOOL_CALLS: Final = 128  # of one assistant turn
-MAX_TOOL_CALL_ID_CHARS: Final = 64
+MAX_TOOL_CALL_ID_CHARS: Final = 256  # and of a name in a conversation's calls

@@ -62,7 +62,7 @@ class ToolSupport:
         """A fresh parser for an output that may call these tools; None if there is nothing to look for."""
         if tools is None or self.form is None or tools.mode is Mode.NONE:
             return None
-        return self.form.parser_for(begun=tools.forced)
+        return self.form.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -7,6 +7,7 @@ are its size and its form.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -19,6 +20,8 @@ from runtime.errors import InvalidParameter, UnsupportedFeature
 from runtime.grammar.grammar import Grammar, Kind
 
 ANY_OBJECT: Final = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
+# Possessive, and good without its end: looked at once, whatever is written.
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
 def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
@@ -74,9 +77,9 @@ def _no_constant(name: str) -> object:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are open, those inside strings included: an upper bound that costs one pass."""
+    """How deep brackets are open outside strings: exact up to where the text ceases to be JSON."""
     deepest = depth = 0
-    for char in text:
+    for char in _STRING.sub("", text):
         if char in "{[":
             depth += 1
             deepest = max(deepest, depth)

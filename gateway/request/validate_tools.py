@@ -17,6 +17,8 @@ from runtime.errors import InvalidParameter, UnsupportedFeature
 from runtime.grammar.grammar import Grammar, Kind
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+# Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.
+_BRACKETS: Final = frozenset("<>[]")
 _MODES: Final = {
     pb.ToolChoice.MODE_UNSPECIFIED: Mode.AUTO,
     pb.ToolChoice.MODE_AUTO: Mode.AUTO,
@@ -88,7 +90,7 @@ def tool_call_id(path: str, message: pb.ChatMessage, support: ToolSupport) -> st
         raise UnsupportedFeature(f"{path}.role", "this model's chat template has no tool turns")
     if message.tool_call_id and message.role != "tool":
         raise InvalidParameter(f"{path}.tool_call_id", "is a tool's")
-    return _id(f"{path}.tool_call_id", message.tool_call_id)
+    return _label(f"{path}.tool_call_id", message.tool_call_id)
 
 
 def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
@@ -119,7 +121,9 @@ def _call(path: str, call: pb.ToolCall) -> ToolCall:
     arguments = call.arguments_json or "{}"
     check_size(f"{path}.arguments_json", arguments)
     read_schema(f"{path}.arguments_json", arguments)  # an object of bounded depth
-    return ToolCall(_name(f"{path}.name", call.name), arguments, _id(f"{path}.id", call.id))
+    if not call.name:
+        raise InvalidParameter(f"{path}.name", "must not be empty")
+    return ToolCall(_label(f"{path}.name", call.name), arguments, _label(f"{path}.id", call.id))
 
 
 def _name(path: str, name: str) -> str:
@@ -130,10 +134,11 @@ def _name(path: str, name: str) -> str:
     return name
 
 
-def _id(path: str, given: str) -> str:
-    if len(given) > limits.MAX_TOOL_CALL_ID_CHARS or (given and not _NAME.fullmatch(given)):
+def _label(path: str, given: str) -> str:
+    """An id, maybe another server's, or the name of what was called, which a model may have made up."""
+    if len(given) > limits.MAX_TOOL_CALL_ID_CHARS or not given.isprintable() or _BRACKETS.intersection(given):
         raise InvalidParameter(
             path,
-            f"must be at most {limits.MAX_TOOL_CALL_ID_CHARS} letters, digits, dots, dashes and underscores",
+            f"must be at most {limits.MAX_TOOL_CALL_ID_CHARS} printable characters without <, >, [ and ]",
         )
     return given

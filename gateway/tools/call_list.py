@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from gateway.tools.json_call import call_from_json
 from gateway.tools.json_objects import JsonObjects
@@ -17,7 +18,7 @@ class CallList:
         between: the same of each other one.
         tag: the only piece of the two that is longer than a character, if there is one.
         end: what ends a list of at least one call.
-        arguments: the name of the arguments in a call.
+        names: what is called without the tag before it is one of these; None: anything is.
     """
 
     def __init__(
@@ -27,13 +28,13 @@ class CallList:
         *,
         tag: str = "",
         end: str = "",
-        arguments: str = "arguments",
+        names: Collection[str] | None = None,
     ) -> None:
         self._separator = before
         self._between = between
         self._tag = tag
         self._end = end
-        self._arguments = arguments
+        self._names = names
         self._objects = JsonObjects()
         self._held = ""  # since the last call
         self.called = False
@@ -69,11 +70,17 @@ class CallList:
         self._held += text[: len(text) - len(rest)]
         if found is None:
             return None, "", None
-        call = call_from_json(found, arguments=self._arguments)
-        if call is None:
+        call = call_from_json(found)
+        if call is None or not self._meant(call, self._held.removesuffix(found)):
             return None, "", self._held + rest
         self._held, self._separator, self.called = "", self._between, True
         return call, rest, None
+
+    def _meant(self, call: ToolCall, before: str) -> bool:
+        """Whether it is a call, not an answer that has the looks of one."""
+        if self._names is None or call.name in self._names:
+            return True
+        return bool(self._tag) and self._tag in before
 
 
 def _length(separator: re.Pattern[str], text: str) -> int:

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import string
+from collections.abc import Mapping
 from typing import Final, NamedTuple, NoReturn
 
 from gateway.tools.tool import ToolCall
@@ -19,20 +20,32 @@ class _Member(NamedTuple):
     text: str  # of the value, as it was written
 
 
-_NO_ARGUMENTS: Final = _Member({}, "{}")
+def call_from_json(text: str) -> ToolCall | None:
+    """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is.
 
-
-def call_from_json(text: str, *, arguments: str = "arguments") -> ToolCall | None:
-    """The call in a JSON object of ``name`` and ``arguments``, or None if that is not what it is."""
+    The arguments may be called ``parameters``, whatever the form: models mix the two up. Without either it is
+    a call if the name is all there is.
+    """
     try:
         members = _members(text)
-        name = _text(members["name"].value)
-        given = members.get(arguments, _NO_ARGUMENTS)
-        # Some models quote the object.
-        written = given.text if isinstance(given.value, dict) else _text(given.value)
+        name = _text(members.pop("name").value)
+        arguments = _arguments(members)
     except (KeyError, ValueError, RecursionError):
         return None
-    return ToolCall(name, written, _new_id()) if name else None
+    return ToolCall(name, arguments, _new_id()) if name else None
+
+
+def _arguments(members: Mapping[str, _Member]) -> str:
+    """An object, as it was written. Raises what `call_from_json` catches if the members hold none."""
+    if not members:
+        return "{}"
+    given = members["arguments" if "arguments" in members else "parameters"]
+    if isinstance(given.value, dict):
+        return given.text
+    quoted = _text(given.value)  # as some models do
+    if not isinstance(_DECODER.decode(quoted), dict):
+        raise ValueError("is not an object")
+    return quoted
 
 
 def _members(text: str) -> dict[str, _Member]:

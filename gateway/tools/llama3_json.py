@@ -1,12 +1,13 @@
 """Calls as Llama 3 writes them: the output begins with ``{"name": …, "parameters": …}``.
 
 Several are joined by ``;``, and a ``<|python_tag|>`` may stand before each. What follows the last is text.
+An answer in JSON may look the same: without the tag, only the name of a tool makes it a call.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from gateway.tools.call_list import CallList
@@ -23,10 +24,14 @@ _BETWEEN: Final = re.compile(rf"[\s;,]*(?:{re.escape(TAG)}\s*)?")
 
 
 class Llama3JsonParser:
-    """Reads calls from the output's beginning on, until something else comes."""
+    """Reads calls from the output's beginning on, until something else comes.
 
-    def __init__(self) -> None:
-        self._list: CallList | None = CallList(_BEFORE, _BETWEEN, tag=TAG, arguments="parameters")
+    Args:
+        names: of the tools; None if they are not known, and all names are taken for tools'.
+    """
+
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._list: CallList | None = CallList(_BEFORE, _BETWEEN, tag=TAG, names=names)
 
     def push(self, text: str) -> Parsed:
         if self._list is None:

@@ -33,7 +33,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. ``arguments_json`` is as the model wrote it, a JSON object as a rule."""
+    """One call. ``arguments_json`` is a JSON object, as the model wrote it."""
 
     name: str
     arguments_json: str = field(repr=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ def test_depth_of_a_schema_at_the_limit_and_one_above() -> None:
     assert grammar(json_schema=nested(limits.MAX_SCHEMA_DEPTH)) is not None
     over = nested(limits.MAX_SCHEMA_DEPTH + 1)
     assert field_of(InvalidParameter, json_schema=over) == "structured_output.json_schema"
+    for text in ("[" * 99, r"\"" + "{" * 99, "\\\\", r"}\\\"" + "[" * 99):
+        assert grammar(json_schema=f'{{"title": "{text}"}}') is not None
+        behind = f'{{"title": "{text}", "not": {over}}}'
+        with pytest.raises(InvalidParameter, match="nested"):
+            grammar(json_schema=behind)
+
+
+@pytest.mark.parametrize("text", ['{"' + "\\" * 60_000, '{"' + '\\"' * 30_000, '{"a' * 20_000, '"' * 60_001])
+def test_depth_of_strings_without_an_end_is_found_in_no_time(text: str) -> None:
+    begin = time.process_time()
+    assert field_of(InvalidParameter, json_schema=text) == "structured_output.json_schema"
+    assert time.process_time() - begin < 1.0
 
 
 @pytest.mark.parametrize(

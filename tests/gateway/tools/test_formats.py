@@ -46,7 +46,7 @@ def fits(form: ToolFormat, tools: list[Tool], many: bool, text: str) -> bool:
 
 
 def calls(form: ToolFormat, text: str) -> list[tuple[str, object]]:
-    parser = form.parser_for(begun=True)
+    parser = form.parser_for(begun=True, names=[tool.name for tool in TOOLS])
     parsed: Parsed = parser.push(text) + parser.finish()
     assert parsed.text == ""
     return [(call.name, json.loads(call.arguments_json)) for call in parsed.calls]
@@ -87,6 +87,15 @@ def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: T
         assert not fits(form, tool, False, now.replace("{}", "null"))
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_names_tell_calls_from_answers_only_where_nothing_else_does(form: ToolFormat) -> None:
+    answer = form.prompt_suffix + WRITTEN[form.name][0]
+    parser = form.parser_for(begun=False, names=["now"])
+    parsed = parser.push(answer) + parser.finish()
+    assert parsed.text == (answer if form.name == "llama3_json" else "")
+    assert len(parsed.calls) == (form.name != "llama3_json")
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -94,6 +103,10 @@ def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: T
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json"),
         ("{{ messages }}", None),
+        # Qwen3-Coder, GLM 4.5 and Mistral Small 3.2, which may show tools as Llama 3's templates do.
+        ("<tool_call>\n<function=' + name + '>\n<parameter=' + key + '>", None),
+        ("{{ '<tool_call>' + name }}\n<arg_key>{{ key }}</arg_key>", None),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }} {\"parameters\": 2}", None),
     ],
 )
 def test_the_form_is_read_off_the_template(template: str, name: str | None) -> None:

@@ -19,6 +19,7 @@ Make = Callable[[], ToolCallParser]
 Call = tuple[str, object]
 
 BEGUN: Make = lambda: MistralParser(begun=True)  # noqa: E731
+LISTED: Make = lambda: Llama3JsonParser(["a", "b"])  # noqa: E731
 
 
 def read(make: Make, pieces: list[str]) -> tuple[str, list[Call]]:
@@ -46,6 +47,24 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (HermesParser, '<tool_call>{"name": "a", "arguments": {}}', "", [("a", {})]),
     (HermesParser, '<tool_call>{"name": "a"}</tool_call>', "", [("a", {})]),
     (HermesParser, '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "", [("a", {})]),
+    (HermesParser, r'<tool_call>{"name": "a", "arguments": " {\"x\": 1}"}</tool_call>', "",
+     [("a", {"x": 1})]),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": "Paris"}</tool_call>',
+     '<tool_call>{"name": "a", "arguments": "Paris"}</tool_call>', []),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": "[1]"}',
+     '<tool_call>{"name": "a", "arguments": "[1]"}', []),
+    (HermesParser, r'<tool_call>{"name": "a", "arguments": "{\"x\": NaN}"}',
+     r'<tool_call>{"name": "a", "arguments": "{\"x\": NaN}"}', []),
+    (HermesParser, '<tool_call>{"name": "a", "arguments": ""}',
+     '<tool_call>{"name": "a", "arguments": ""}', []),
+    # Called by the other's word; and members that are neither's.
+    (HermesParser, '<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', "", [("a", {"x": 1})]),
+    (HermesParser, '<tool_call>{"name": "a", "x": 1}</tool_call>',
+     '<tool_call>{"name": "a", "x": 1}</tool_call>', []),
+    (Llama3JsonParser, '{"name": "a", "arguments": {"x": 1}}', "", [("a", {"x": 1})]),
+    (Llama3JsonParser, '{"name": "John", "age": 5}', '{"name": "John", "age": 5}', []),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "parameters": {"x": 1}}]', "", [("a", {"x": 1})]),
+    (MistralParser, '[TOOL_CALLS][{"name": "a", "x": {}}]', '[TOOL_CALLS][{"name": "a", "x": {}}]', []),
     (HermesParser, '<tool_call>{"name": "a", "arguments": [1]}',
      '<tool_call>{"name": "a", "arguments": [1]}', []),
     (HermesParser, '<tool_call>[{"name": "a"}]</tool_call>', '<tool_call>[{"name": "a"}]</tool_call>', []),
@@ -78,6 +97,13 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
     (Llama3JsonParser, '{"answer": 42} ', '{"answer": 42} ', []),
     (Llama3JsonParser, '{"name": "a", "parameters": {"x"', '{"name": "a", "parameters": {"x"', []),
     (Llama3JsonParser, "  ", "  ", []),
+    (LISTED, '{"name": "a", "parameters": {}}; {"name": "b"}', "", [("a", {}), ("b", {})]),
+    (LISTED, '{"name": "John"}', '{"name": "John"}', []),
+    (LISTED, ' {"name": "John", "parameters": {}}.', ' {"name": "John", "parameters": {}}.', []),
+    (LISTED, '{"name": "c", "parameters": {"x": "<|python_tag|>"}}',
+     '{"name": "c", "parameters": {"x": "<|python_tag|>"}}', []),
+    (LISTED, '{"name": "a", "parameters": {}}\n{"name": "c"}', '\n{"name": "c"}', [("a", {})]),
+    (LISTED, '<|python_tag|>{"name": "c", "parameters": {}}', "", [("c", {})]),
     (MistralParser, "text [TOOL", "text [TOOL", []),
     (MistralParser, '[TOOL_CALLS][{"name": "a", "arguments": {"x": [1]}}]', "", [("a", {"x": [1]})]),
     (MistralParser, 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]',
@@ -148,6 +174,7 @@ MARKUP = {
     MistralParser: ["[TOOL_CALLS]", "[TOOL", "[", "]"],
     BEGUN: ["[TOOL_CALLS]", "[TOOL", "[", "]"],
     Llama3JsonParser: ["<|python_tag|>", "<|python", "<", ";"],
+    LISTED: ["<|python_tag|>", "<|python", "<", ";", '{"name": "a"}'],
 }
 COMMON = ['{"name": "f", "arguments": {}}', '{"name": "g", "parameters": {}}', '{"x": "}"}', "{", "}", ", "]
 
@@ -183,7 +210,7 @@ def test_up_to_the_first_call_nothing_but_its_last_character_ends_it(make: Make,
         assert read(lambda: FirstCall(make()), pieces) == expected
 
 
-@pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, MistralParser, BEGUN])
+@pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, LISTED, MistralParser, BEGUN])
 @given(output=st.text(alphabet='<>tool_ca{}[]"nme:argu \\/|TOLCALS,', max_size=60))
 def test_nothing_is_lost_of_what_is_no_call(make: Make, output: str) -> None:
     text, calls = read(make, list(output))

@@ -149,10 +149,19 @@ def test_calls_in_turns_at_their_limits_and_one_above() -> None:
     long = '{"x": "' + "x" * limits.MAX_GRAMMAR_BYTES + '"}'
     for arguments in ("[]", "1", "{", "{" * 100, long, r'{"x": "\ud83d"}', r'{"\ude00": 1}'):
         assert field(arguments_json=arguments) == "m.tool_calls[0].arguments_json"
-    assert tool_calls("m", turn(id="a" * limits.MAX_TOOL_CALL_ID_CHARS), ALL)
-    for bad in ("a" * (limits.MAX_TOOL_CALL_ID_CHARS + 1), "<|im_end|>"):
+    for good in ("a" * limits.MAX_TOOL_CALL_ID_CHARS, "functions.get:0", "call_1|fc_2", "get weather", "é"):
+        (call,) = tool_calls("m", turn(id=good, name=good), ALL)
+        assert (call.id, call.name) == (good, good)
+        assert tool_call_id("m", pb.ChatMessage(role="tool", tool_call_id=good), ALL) == good
+    for bad in ("a" * (limits.MAX_TOOL_CALL_ID_CHARS + 1), "<|im_end|>", "[INST]", "a\n", "\x1b", "\u200b"):
         assert field(id=bad) == "m.tool_calls[0].id"
-    assert field(name="no good") == "m.tool_calls[0].name"
+        assert field(name=bad) == "m.tool_calls[0].name"
+        answer = pb.ChatMessage(role="tool", tool_call_id=bad)
+        path = field_of(InvalidParameter, lambda answer=answer: tool_call_id("m", answer, ALL))
+        assert path == "m.tool_call_id"
+    assert field(name="") == "m.tool_calls[0].name"
+    colored = json.dumps({"text": "\x1b[31mred\x1b[0m " * 40})
+    assert tool_calls("m", turn(arguments_json=colored), ALL)[0].arguments_json == colored
     user = pb.ChatMessage(role="user", tool_call_id="1")
     assert field_of(InvalidParameter, lambda: tool_call_id("m", user, ALL)) == "m.tool_call_id"
 
