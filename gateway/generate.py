@@ -20,10 +20,11 @@ from gateway.attempt.work import Job, TraceParent, work_id
 from gateway.call import REJECTIONS, Call
 from gateway.fleet.fleet import Fleet
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import Detokenizer, unfinished
+from gateway.output.detokenizer import Detokenizer, text_after
 from gateway.output.output import OutputStream
 from gateway.output.ranking import best
 from gateway.output.stop_strings import StopStrings
+from gateway.output.utf8_text import Utf8Text
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import resumable as can_resume
@@ -150,7 +151,7 @@ class Generator:
         ticket: Ticket | None = None
         conversation: Conversation | None = None
         try:
-            conversation = self._start(job, one_message=one_message)
+            conversation = self._start(job, chat=report.operation == "chat", one_message=one_message)
             conversation.resume_token = resume_token
             conversation.on_first_token = lambda: self._gate.prefilled(_owed(ticket))
             report.conversation = conversation
@@ -187,11 +188,12 @@ class Generator:
             tenant=call.caller.tenant,
         )
 
-    def _start(self, job: Job, *, one_message: bool) -> Conversation:
+    def _start(self, job: Job, *, chat: bool, one_message: bool) -> Conversation:
         request = job.request
-        before = unfinished(self._model.tokenizer, request.prompt_ids)
+        before = () if chat else request.prompt_ids
+        text = text_after(self._model.tokenizer, before, prompt_shown=request.echo)
         stop_ids = frozenset(job.stop_token_ids)
-        outputs = [self._output(request, stop_ids, before) for _ in range(request.choices)]
+        outputs = [self._output(request, stop_ids, text.copy()) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
         conversation = Conversation(
             job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
@@ -200,13 +202,11 @@ class Generator:
             raise InvalidParameter("received_token_ids", "goes on after the end of the output")
         return conversation
 
-    def _output(self, request: ParsedRequest, stop_ids: frozenset[int], before: bytes) -> OutputStream:
+    def _output(self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text) -> OutputStream:
         parser = self._model.tools.parser(request.tools)
         shown = self._model.tools.shown if parser is not None else frozenset()
         needs_text = request.want_text or request.stop or parser is not None
-        detokenizer = Detokenizer(
-            self._model.tokenizer, request.skip_special, shown, before, after_prompt=request.echo
-        )
+        detokenizer = Detokenizer(self._model.tokenizer, request.skip_special, shown, text)
         return OutputStream(
             detokenizer if needs_text else None,
             StopStrings(request.stop, request.include_stop) if request.stop else None,

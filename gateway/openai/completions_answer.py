@@ -11,8 +11,9 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.openai.answer import Answer
 from gateway.openai.draft import Asked
 from gateway.openai.json_text import ids_inside, inside
-from gateway.openai.logprobs import LISTS, completion_lists
+from gateway.openai.logprobs import LISTS, completion_lists, prompt_offsets
 from gateway.openai.text_offsets import TextOffsets
+from gateway.output.utf8_text import Utf8Text
 from gateway.turns import Turns
 
 
@@ -20,7 +21,7 @@ from gateway.turns import Turns
 class _Echo:
     """What comes back of a prompt, as JSON without what encloses it; empty where it was not asked for.
 
-    ``offsets``: after the text that ``lists``, its scores, are about.
+    ``offsets``: where the output begins, after the text that ``lists``, its scores, are about.
     """
 
     text: str = ""
@@ -33,8 +34,9 @@ class CompletionsAnswer(Answer):
     """
     Args:
         decode: the text of token ids, for prompts that came as ids and are to be echoed.
-        unfinished: what there is of a character that such a prompt ends within. It is the first one of the
-            output's text, if that completes it or the prompt is echoed (see `gateway.output.detokenizer`).
+        text_after: where the output's text begins after such a prompt (see `gateway.output.detokenizer`);
+            after no ids, where a text of its own does.
+        special: whether a token is a control token.
     """
 
     id_prefix: ClassVar[str] = "cmpl"
@@ -49,11 +51,13 @@ class CompletionsAnswer(Answer):
         fingerprint: str,
         created: int,
         decode: Callable[[Sequence[int]], str],
-        unfinished: Callable[[Sequence[int]], bytes],
+        text_after: Callable[[Sequence[int]], Utf8Text],
+        special: Callable[[int], bool],
     ) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._decode = decode
-        self._unfinished = unfinished
+        self._text_after = text_after
+        self._special = special
         self._offsets: dict[int, TextOffsets] = {}  # by choice; what comes of it in pieces is one text
         self._echoes: dict[int, _Echo] = {}  # by prompt; of whole answers, whose choices come one by one
 
@@ -110,14 +114,15 @@ class CompletionsAnswer(Answer):
 
     async def _echo(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> _Echo:
         """To be made once for all choices of a prompt."""
-        echo = _Echo()
-        if self._asked.echo:
+        asked, echo = self._asked, _Echo()
+        if asked.echo:
             echo.text = inside(self._prompt_text(prompt))
-        if self._asked.echo and self._asked.logprobs:
+        if asked.echo and asked.logprobs:
+            echo.offsets = self._prompt_offsets(prompt, info)
             echo.lists = await completion_lists(info.logprobs, echo.offsets, turns)
-        elif self._asked.logprobs:
-            echo.offsets = TextOffsets(self._unfinished(self._prompt_ids(prompt)))
-        if self._asked.token_ids:
+        if asked.logprobs:
+            echo.offsets.go_on(self._output_text(prompt), self._special if self._skips(prompt) else None)
+        if asked.token_ids:
             echo.ids = await ids_inside(self._prompt_ids(prompt) or info.token_ids, turns)
         return echo
 
@@ -125,8 +130,22 @@ class CompletionsAnswer(Answer):
         """Up to where the output's text begins; all of it where none is shown."""
         ids = self._prompt_ids(prompt)
         text = self._decode(ids) if ids else self._asked.drafts[prompt].request.text
-        belongs_to_output = self._unfinished(ids) and not self._asked.prompt_only
+        belongs_to_output = self._output_text(prompt).unfinished and not self._asked.prompt_only
         return text[:-1] if belongs_to_output else text  # without the U+FFFD for it
+
+    def _prompt_offsets(self, prompt: int, info: pb.PromptInfo) -> TextOffsets:
+        if self._prompt_ids(prompt):
+            return TextOffsets(self._text_after(()))
+        return prompt_offsets(self._asked.drafts[prompt].request.text, info.logprobs, self._special)
+
+    def _output_text(self, prompt: int) -> Utf8Text:
+        ids = self._prompt_ids(prompt)
+        return self._text_after(ids) if ids else Utf8Text()
+
+    def _skips(self, prompt: int) -> bool:
+        """Whether the output's text leaves control tokens out."""
+        response = self._asked.drafts[prompt].request.response
+        return not response.HasField("skip_special_tokens") or response.skip_special_tokens
 
     def _prompt_ids(self, prompt: int) -> Sequence[int]:
         """None of a prompt that came as text: that has whole characters only."""

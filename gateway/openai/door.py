@@ -33,7 +33,7 @@ from gateway.openai.completions_request import read_completions
 from gateway.openai.draft import Asked
 from gateway.openai.errors import plain_error
 from gateway.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
-from gateway.output.detokenizer import unfinished
+from gateway.output.detokenizer import text_after
 from gateway.request.json_body import parse_body
 from gateway.request.validate_names import request_id
 from gateway.text_rpcs import TextRpcs
@@ -179,7 +179,8 @@ class OpenAIDoor:
             fingerprint=self._fingerprint,
             created=int(time.time()),
             decode=lambda ids: self._model.tokenizer.decode(ids, False),
-            unfinished=partial(unfinished, self._model.tokenizer),
+            text_after=partial(text_after, self._model.tokenizer, prompt_shown=asked.echo),
+            special=self._model.tokenizer.is_special,
         )
 
     def _chat_answer(self, asked: Asked) -> Answer:

@@ -6,12 +6,13 @@ would be the name of many tokens at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.openai.json_text import inside, joined
 from gateway.openai.text_offsets import TextOffsets
+from gateway.output.utf8_text import Utf8Text
 from gateway.turns import Turns, slices
 
 _LOWEST: Final = -9999.0  # JSON has no infinity
@@ -55,8 +56,30 @@ def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) 
         "tokens": [token_name(item) for item in items],
         "token_logprobs": [_logprob(item) for item in items],
         "top_logprobs": [_top(item) for item in items],
-        "text_offset": [offsets.take(_data(item)) for item in items],
+        "text_offset": [offsets.take(item.token_id, _data(item)) for item in items],
     }
+
+
+def prompt_offsets(
+    text: str, items: Iterable[pb.TokenLogprob], special: Callable[[int], bool]
+) -> TextOffsets:
+    """At the first of ``items``, the tokens of a prompt that came as ``text``.
+
+    Control tokens among them are none of it, nor is a space that the tokenizer put in front.
+    """
+    spaces = _leading_spaces(_data(item) for item in items if not special(item.token_id))
+    added = spaces > _leading_spaces([text.encode("utf-8")])
+    return TextOffsets(Utf8Text(left_out=" " if added else ""), special)
+
+
+def _leading_spaces(pieces: Iterable[bytes]) -> int:
+    spaces = 0
+    for piece in pieces:
+        rest = piece.lstrip(b" ")
+        spaces += len(piece) - len(rest)
+        if rest:
+            break
+    return spaces
 
 
 def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
@@ -97,8 +120,10 @@ def _broken(item: pb.TokenLogprob) -> bool:
 def _top(item: pb.TokenLogprob) -> dict[str, float] | None:
     if not item.HasField("logprob"):
         return None
-    top = {token_name(other): max(other.logprob, _LOWEST) for other in item.top}
-    top.setdefault(token_name(item), max(item.logprob, _LOWEST))
+    top: dict[str, float] = {}
+    for other in (*item.top, item):
+        # The likeliest come first, and several tokens may have one text.
+        top.setdefault(token_name(other), max(other.logprob, _LOWEST))
     return top
 
 

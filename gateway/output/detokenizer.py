@@ -8,6 +8,9 @@ A prompt of token ids may end within a character, too. The output's text begins 
 output completes it. If it does not, what there is of it is no part of the output, whose text may have to be
 JSON, say. Where the prompt is shown in front of the output its text ends before that character, and an output
 that does not complete it begins with U+FFFD: both together are the text of all tokens.
+
+SentencePiece writes a space before every word. Where a text begins it is left out, as by `Tokenizer.decode`.
+An output that goes on with its prompt's text keeps it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,21 @@ from runtime.tokenizer.tokenizer import Tokenizer
 _MOST_UNFINISHED: Final = 3  # bytes of a character that lacks at least its last one
 
 
-def unfinished(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
+def text_after(tokenizer: Tokenizer, prompt_ids: Sequence[int], *, prompt_shown: bool = False) -> Utf8Text:
+    """Where the text of an output begins.
+
+    Args:
+        prompt_ids: what it goes on with; none where it is a text of its own, as an answer in a chat is.
+        prompt_shown: the prompt's text is shown in front of it.
+    """
+    before = _unfinished(tokenizer, prompt_ids)
+    if before:
+        return Utf8Text(before, "" if prompt_shown else REPLACEMENT)
+    first_space = " " if tokenizer.strips_first_space and not _ends_in_text(tokenizer, prompt_ids) else ""
+    return Utf8Text(left_out=first_space)
+
+
+def _unfinished(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
     """What there is of the character that the text of ``token_ids`` ends within; mostly nothing."""
     data = b""
     for token_id in reversed(token_ids):
@@ -29,6 +46,12 @@ def unfinished(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bytes:
         if len(data) >= _MOST_UNFINISHED:
             break
     return Utf8Text(data[-_MOST_UNFINISHED:]).unfinished
+
+
+def _ends_in_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
+    """Whether the last of them is no control token; those that stand for nothing do not count."""
+    last = next((one for one in reversed(token_ids) if tokenizer.piece(one)), None)
+    return last is not None and not tokenizer.is_special(last)
 
 
 class Detokenizer:
@@ -39,21 +62,17 @@ class Detokenizer:
         tokenizer: Tokenizer,
         skip_special: bool,
         shown: frozenset[int] = frozenset(),
-        before: bytes = b"",
-        *,
-        after_prompt: bool = False,
+        text: Utf8Text | None = None,
     ) -> None:
         """
         Args:
             shown: control tokens whose text is not left out even so.
-            before: what is `unfinished` before the first token.
-            after_prompt: the prompt's text is shown in front of this one.
+            text: what `text_after` says, for this output alone; None = a text of its own.
         """
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._shown = shown
-        uncompleted = "" if after_prompt else REPLACEMENT
-        self._text = Utf8Text(before, uncompleted if before else _first_space(tokenizer))
+        self._text = text_after(tokenizer, ()) if text is None else text
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` complete; possibly empty."""
@@ -66,9 +85,5 @@ class Detokenizer:
     def flush(self) -> str:
         """The end of the output: bytes that stayed incomplete are U+FFFD. The detokenizer starts anew."""
         text = self._text.push(b"", final=True)
-        self._text = Utf8Text(left_out=_first_space(self._tokenizer))
+        self._text = text_after(self._tokenizer, ())
         return text
-
-
-def _first_space(tokenizer: Tokenizer) -> str:
-    return " " if tokenizer.strips_first_space else ""

@@ -18,11 +18,18 @@ from gateway.openai.draft import param_of
 from gateway.openai.json_text import blocks
 from gateway.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.openai.text_offsets import TextOffsets
+from gateway.output.utf8_text import Utf8Text
 from gateway.request.validate_structured import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "héllo"}
 ENVELOPE: Any = {"model": "served", "fingerprint": "fp_1", "created": 7}
+TOKENS: Any = {
+    "decode": lambda ids: "".join(f"<{i}>" for i in ids),
+    "text_after": lambda _: Utf8Text(),
+    "special": lambda _: False,
+}
+"""What an answer knows of the model's tokens."""
 CALL = pb.ToolCall(id="c1", name="weather", arguments_json='{"city": "Paris"}')
 
 
@@ -32,9 +39,7 @@ def chat(**members: Any) -> Answer:
 
 def completion(**members: Any) -> Answer:
     asked = read_completions({**COMPLETION, **members})
-    return CompletionsAnswer(
-        asked, **ENVELOPE, unfinished=lambda _: b"", decode=lambda ids: "".join(f"<{i}>" for i in ids)
-    )
+    return CompletionsAnswer(asked, **ENVELOPE, **TOKENS)
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -209,6 +214,12 @@ def test_tokens_that_are_no_text_are_told_apart() -> None:
     assert made["text_offset"] == [0, 1, 1]
     content = chat_logprobs(halves)["content"]
     assert [record["bytes"] for record in content] == [[0xE2, 0x96], [0x81]]
+
+
+def test_of_tokens_with_the_same_text_the_likeliest_counts() -> None:
+    top = [token("b", -0.25), token("a", -1), token("b", -2), token("a", -3)]
+    (made,) = completion_logprobs([token("a", -3, top=top)], TextOffsets())["top_logprobs"]
+    assert made == {"b": -0.25, "a": -1}
 
 
 def test_no_infinity_gets_into_json() -> None:

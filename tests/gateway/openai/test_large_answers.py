@@ -21,6 +21,7 @@ from gateway.openai.text_offsets import TextOffsets
 from gateway.turns import PORTION, Turns
 from tests.gateway.loop_turns import turns_beside
 from tests.gateway.openai.test_answers import CHAT, ENVELOPE, events, message, token
+from tests.gateway.openai.test_answers import TOKENS as KNOWN
 from tests.gateway.openai.test_door import TEXT as SAID
 from tests.gateway.openai.test_door import door, post
 
@@ -39,7 +40,7 @@ def completion(**members: Any) -> Answer:
     asked = read_completions(
         {"model": "m", "prompt": TEXT, "echo": True, "logprobs": ALTERNATIVES, **members}
     )
-    return CompletionsAnswer(asked, **ENVELOPE, unfinished=lambda _: b"", decode=lambda _: TEXT)
+    return CompletionsAnswer(asked, **ENVELOPE, **KNOWN)
 
 
 def answered(choices: int) -> pb.GenerateResponse:

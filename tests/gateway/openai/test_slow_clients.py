@@ -16,6 +16,7 @@ from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.http_call import EventStream
 from runtime.http_edge import HttpEdge
+from tests.gateway.openai.test_answers import ENVELOPE, TOKENS
 from tests.gateway.openai.test_door import door, post
 
 MEGABYTE = pb.GenerateResponse(outputs=[pb.OutputDelta(text="x" * (1 << 20))])
@@ -27,9 +28,7 @@ async def test_a_reader_that_stalls_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def endless(request: web.BaseRequest) -> web.StreamResponse:
         asked = read_completions({"model": "m", "prompt": "x", "stream": True})
-        answer = CompletionsAnswer(
-            asked, model="m", fingerprint="f", created=0, unfinished=lambda _: b"", decode=str
-        )
+        answer = CompletionsAnswer(asked, **ENVELOPE, **TOKENS)
         stream = EventStream(request, answer)
         stream.name("r")
         sent = 0

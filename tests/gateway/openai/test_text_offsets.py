@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
@@ -11,7 +12,8 @@ from gateway.model.served_model import ServedModel
 from gateway.openai.completions_answer import CompletionsAnswer
 from gateway.openai.completions_request import read_completions
 from gateway.openai.text_offsets import TextOffsets
-from tests.gateway.openai.test_answers import ENVELOPE, completion, events, message, sent, token, whole
+from gateway.output.utf8_text import REPLACEMENT, Utf8Text
+from tests.gateway.openai.test_answers import ENVELOPE, TOKENS, events, message, sent, token, whole
 from tests.gateway.openai.test_door import door
 from tests.gateway.scripted_workers import answering
 
@@ -28,15 +30,27 @@ def scored(data: bytes) -> pb.TokenLogprob:
         return token(data.decode(errors="replace"), -1, data)
 
 
+def after(prompt: bytes, left_out: str = "", **members: Any) -> CompletionsAnswer:
+    """The answer to a prompt of ids, which stand for these bytes."""
+
+    def text_after(ids: Sequence[int]) -> Utf8Text:
+        unfinished = Utf8Text(prompt).unfinished if ids else b""
+        return Utf8Text(unfinished, left_out if unfinished else "")
+
+    asked = read_completions({"model": "m", "prompt": [5], "logprobs": 0, **members})
+    return CompletionsAnswer(asked, **ENVELOPE, **(TOKENS | {"text_after": text_after}))
+
+
 @pytest.mark.parametrize("cut", range(len(SPLIT) + 1))
 async def test_whole_and_streamed_with_the_prompt_in_front(cut: int) -> None:
     """What is split is in the prompt, in the output, or begins in one and ends in the other."""
     info = pb.PromptInfo(logprobs=map(scored, SPLIT[:cut]))
+    prompt = b"".join(SPLIT[:cut])
     end = pb.OutputDelta(logprobs=map(scored, SPLIT[cut:]), finish_reason=pb.FINISH_REASON_LENGTH)
-    made = await whole(completion(echo=True, logprobs=0), [message(end, prompt=info)])
+    made = await whole(after(prompt, echo=True), [message(end, prompt=info)])
     assert made["choices"][0]["logprobs"]["text_offset"] == OFFSETS
 
-    answer = completion(echo=True, logprobs=0, stream=True, n=2)
+    answer = after(prompt, echo=True, stream=True, n=2)
     answer.begin("r")
     text = await sent(answer, 0, message(prompt=info))
     for one in map(scored, SPLIT[cut:]):
@@ -53,8 +67,7 @@ async def test_whole_and_streamed_with_the_prompt_in_front(cut: int) -> None:
 async def test_an_output_may_begin_within_a_character_of_the_prompt(
     stream: bool, said: tuple[bytes, ...], offsets: list[int]
 ) -> None:
-    asked = read_completions({"model": "m", "prompt": [5], "logprobs": 0, "stream": stream})
-    answer = CompletionsAnswer(asked, **ENVELOPE, decode=lambda _: "\ufffd", unfinished=lambda _: SPLIT[0])
+    answer = after(SPLIT[0], REPLACEMENT, stream=stream)
     answer.begin("r")
     end = pb.OutputDelta(logprobs=map(scored, said), finish_reason=pb.FINISH_REASON_LENGTH)
     made = message(end, prompt=pb.PromptInfo())
@@ -68,7 +81,7 @@ def test_what_is_no_character_counts_as_what_is_shown_for_it() -> None:
     shown = b"".join(data).decode(errors="replace")
     assert shown == "\ufffda\ufffd\ufffd\ufffdbc"
     # The second begins where it is certain that the first is no character.
-    assert [offsets.take(one) for one in data] == [0, 0, 2, 3, 3, 6]
+    assert [offsets.take(0, one) for one in data] == [0, 0, 2, 3, 3, 6]
 
 
 @pytest.mark.parametrize("echo", [False, True])

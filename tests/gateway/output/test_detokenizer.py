@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import Detokenizer, unfinished
+from gateway.output.detokenizer import Detokenizer, text_after
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.tokenizer.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
 
@@ -39,16 +39,51 @@ def test_pushes_add_up_to_decode(
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids, skip_special)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(data=st.data())
-def test_a_prompt_and_its_output_are_one_text(small: dict[str, Tokenizer], data: st.DataObject) -> None:
-    """Wherever the one ends: a character that is split between them is the output's."""
-    tokenizer = small["byte_level"]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+def test_a_prompt_and_its_output_are_one_text(
+    small: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    """Wherever the one ends: a character that is split between them is the output's, and so is a space."""
+    tokenizer = small[kind]
+    plain = st.integers(0, tokenizer.vocab_size - 1).filter(lambda one: not tokenizer.is_special(one))
+    ids = data.draw(st.lists(plain, max_size=12))
     cut = data.draw(st.integers(0, len(ids)))
-    before = unfinished(tokenizer, ids[:cut])
-    detokenizer = Detokenizer(tokenizer, skip_special=False, before=before, after_prompt=True)
+    text = text_after(tokenizer, ids[:cut], prompt_shown=True)
+    detokenizer = Detokenizer(tokenizer, skip_special=False, text=text)
     shown = detokenizer.push(ids[cut:]) + detokenizer.flush()
     assert Detokenizer(tokenizer, skip_special=False).push(ids[:cut]) + shown == tokenizer.decode(ids, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        (("the quick",), " brown fox"),
+        (("<s>", "the quick"), " brown fox"),
+        ((), "brown fox"),
+        (("<s>",), "brown fox"),
+        (("the quick", "<|im_end|>"), "brown fox"),
+        (("<think>",), " brown fox"),  # no control token: its text is the prompt's
+        (("<padding>",), "brown fox"),  # stands for nothing
+        (("the quick", "<padding>"), " brown fox"),
+        (("<s>", "<padding>"), "brown fox"),
+    ],
+)
+@pytest.mark.parametrize("prompt_shown", [False, True])
+def test_the_first_space_is_left_out_where_a_text_begins(
+    small: dict[str, Tokenizer], prompt: tuple[str, ...], shown: str, prompt_shown: bool
+) -> None:
+    tokenizer = small["byte_fallback"]
+    ids: list[int] = []
+    for part in prompt:
+        if part == "<padding>":
+            ids.append(tokenizer.vocab_size - 1)
+        else:
+            known = tokenizer.id_of(part)
+            ids += tokenizer.encode(part) if known is None else [known]
+    text = text_after(tokenizer, ids, prompt_shown=prompt_shown)
+    detokenizer = Detokenizer(tokenizer, skip_special=True, text=text)
+    assert detokenizer.push(tokenizer.encode("brown fox")) + detokenizer.flush() == shown
 
 
 @pytest.mark.parametrize(
@@ -69,8 +104,8 @@ def test_an_output_begins_with_the_character_that_the_prompt_leaves_unfinished(
     small: dict[str, Tokenizer], prompt: bytes, output: bytes, shown: str
 ) -> None:
     tokenizer = small["byte_level"]
-    before = unfinished(tokenizer, _bytes_to_ids(tokenizer, prompt))
-    detokenizer = Detokenizer(tokenizer, skip_special=True, before=before)
+    text = text_after(tokenizer, _bytes_to_ids(tokenizer, prompt))
+    detokenizer = Detokenizer(tokenizer, skip_special=True, text=text)
     assert detokenizer.push(_bytes_to_ids(tokenizer, output)) + detokenizer.flush() == shown
 
 
