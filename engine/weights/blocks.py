@@ -46,11 +46,13 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
 
 
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
-    """A tensor of full numbers as `precision` stores it."""
+    """A tensor of full numbers as `precision` stores it, in memory of its own: `tensor` may be the file itself,
+    mapped, and whoever writes another model over that would change one that is in use.
+    """
     if precision in PLAIN:
-        return tensor.to(PLAIN[precision])
+        return tensor.to(PLAIN[precision], copy=True)
     if is_matrix(name):
         if precision == "int8":
             return byte_linear.quantise_matrix(tensor)
         return quantised_linear.quantise_matrix(tensor)
-    return tensor.to(torch.bfloat16 if name == "embed" else torch.float32)
+    return tensor.to(torch.bfloat16 if name == "embed" else torch.float32, copy=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
+from engine.precision import Precision
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
 from engine.weights.checkpoint import read_checkpoint
@@ -181,3 +182,22 @@ def test_more_layers_than_the_config_counts_are_refused(folder: Path) -> None:
 def test_tensors_that_the_computation_has_no_need_of_are_no_hindrance(folder: Path, name: str) -> None:
     change(folder, lambda tensors: tensors.update({name: torch.ones(8)}))
     assert read_checkpoint(folder, "fp32").shape.num_layers == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_file_that_is_written_over_changes_no_model_in_use(folder: Path, precision: Precision) -> None:
+    """`cp new/model.safetensors served/` writes into the file that workers have mapped."""
+    if precision != "fp32":
+        change(folder, lambda tensors: tensors.update({k: v.bfloat16() for k, v in tensors.items()}))
+    path = folder / "model.safetensors"
+    weights = read_checkpoint(folder, precision).weights
+    layer = weights.layers[0]
+    kept = [
+        one
+        for one in (weights.embed, weights.final_norm, layer.o, layer.input_norm, layer.down)
+        if isinstance(one, torch.Tensor)
+    ]
+    before = [one.clone() for one in kept]
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
