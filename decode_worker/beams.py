@@ -7,6 +7,7 @@ siblings it shares until it writes (attempt_blocks.py), so that a search over W 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import Candidate as Planned
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
-from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted
+from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted, deciding
 from engine.sampling import Candidate, SampleFailure, candidates
 from engine.sampling.sample import NOTHING_LEFT
 from worker.grammar import GrammarState
@@ -41,7 +42,8 @@ class Beams(Gang):
         for number, (gang, sequence) in enumerate(rows):
             attempt = gang.request.attempt
             count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
-            picked += candidates(logits[number : number + 1], [sequence.next_row], count)
+            wanted = partial(deciding, width=attempt.beam_width, stop_ids=attempt.stop_token_ids)
+            picked += candidates(logits[number : number + 1], [sequence.next_row], count, wanted)
         return picked
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:

@@ -24,8 +24,24 @@ from engine.sampling import Candidate, Score
 
 
 def candidates_wanted(width: int, stop_ids: Collection[int]) -> int:
-    """How many candidates of each live beam decide a step."""
+    """Among how many candidates of each live beam are those that decide a step."""
     return max(2, 1 + len(stop_ids)) * width
+
+
+def deciding(token_ids: Sequence[int], width: int, stop_ids: Collection[int]) -> list[int]:
+    """Places of the tokens that decide a step, among those wanted of a beam, likeliest first.
+
+    The first `width` of all beams are among the first `width` of their own, and so are the first `width` that
+    do not stop. With a hundred stop tokens thousands are wanted, and these are a few.
+    """
+    going = 0
+    places = []
+    for place, token_id in enumerate(token_ids):
+        goes_on = token_id not in stop_ids
+        if place < width or (goes_on and going < width):
+            places.append(place)
+        going += goes_on
+    return places
 
 
 class Fork(NamedTuple):
@@ -63,8 +79,8 @@ class BeamSearch:
     """One search. Feed `first` with the candidates after the prompt, then `advance` with those of the live
     beams, until `done`; `result` has the answers.
 
-    Candidates come likeliest first, `candidates_wanted` of each beam or as many as the rules allow. That stop
-    tokens must not come yet (min_tokens) is such a rule.
+    Candidates come likeliest first: `candidates_wanted` of each beam, or as many as the rules allow, or of
+    these the `deciding` ones. That stop tokens must not come yet (min_tokens) is such a rule.
     """
 
     def __init__(self, width: int, *, stop_ids: Collection[int], max_tokens: int) -> None:

@@ -6,16 +6,17 @@ Simple rather than thrifty: every beam has all its blocks to itself, and a fork 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 
 from engine.batch import SequenceStep
-from engine.beam_search import Beam, BeamSearch, candidates_wanted
+from engine.beam_search import Beam, BeamSearch, candidates_wanted, deciding
 from engine.block_pool import BlockPool
 from engine.generate import GenerationFailed
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
-from engine.sampling import Candidate, SampleFailure, SampleRow, SamplingParams, candidates
+from engine.sampling import Candidate, Choice, SampleFailure, SampleRow, SamplingParams, candidates
 
 
 def generate_beams(
@@ -48,7 +49,8 @@ def generate_beams(
             length = len(search.live[0].token_ids)
             suppress = tuple(stop_ids) if length < min_tokens else ()
             rows = [SampleRow(params, prompt_ids, beam.token_ids, suppress) for beam in search.live]
-            forks = search.advance(_candidates(logits, rows, candidates_wanted(width, stop_ids)))
+            wanted = partial(deciding, width=width, stop_ids=stop_ids)
+            forks = search.advance(_candidates(logits, rows, candidates_wanted(width, stop_ids), wanted))
             for fork, place in zip(forks, spare, strict=False):
                 for src, dst in zip(here[fork.parent], place, strict=True):
                     memory.copy_block(src, dst)
@@ -67,10 +69,12 @@ def generate_beams(
     return best
 
 
-def _candidates(logits: torch.Tensor, rows: Sequence[SampleRow], count: int) -> list[list[Candidate]]:
+def _candidates(
+    logits: torch.Tensor, rows: Sequence[SampleRow], count: int, wanted: Choice
+) -> list[list[Candidate]]:
     """Candidates of each beam; none of one that the rules let go nowhere."""
     found: list[list[Candidate]] = []
-    for of_one in candidates(logits, rows, count):
+    for of_one in candidates(logits, rows, count, wanted):
         if isinstance(of_one, SampleFailure) and not of_one.by_request:
             raise GenerationFailed.by(of_one)
         found.append([] if isinstance(of_one, SampleFailure) else of_one)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,10 +36,15 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Sa
     ]
 
 
+Choice = Callable[[Sequence[int]], Sequence[int]]
+"""Which places of tokens, likeliest first, are wanted."""
+
+
 def candidates(
-    logits: torch.Tensor, rows: Sequence[SampleRow], count: int
+    logits: torch.Tensor, rows: Sequence[SampleRow], count: int, wanted: Choice | None = None
 ) -> list[list[Candidate] | SampleFailure]:
     """The `count` likeliest tokens of each row after the rules, likeliest first; of equal ones the lower id.
+    With `wanted`, those of them that it chooses.
 
     As in transformers' beam search the rules change log-probabilities, which are not normalised again.
     Temperature, top-k, top-p and min-p play no part. Fewer come where the rules allow fewer. `logits` as in
@@ -47,7 +52,7 @@ def candidates(
     """
     plain: Scores = logits.detach().numpy()
     return [
-        _candidates(plain[i], row, count) if np.isfinite(plain[i]).all() else NOT_FINITE
+        _candidates(plain[i], row, count, wanted) if np.isfinite(plain[i]).all() else NOT_FINITE
         for i, row in enumerate(rows)
     ]
 
@@ -66,13 +71,17 @@ def _sample(plain: Scores, row: SampleRow, best: int) -> Sampled | SampleFailure
     return Sampled(token, scores_of(plain, [token], params.logprobs)[0])
 
 
-def _candidates(plain: Scores, row: SampleRow, count: int) -> list[Candidate] | SampleFailure:
+def _candidates(
+    plain: Scores, row: SampleRow, count: int, wanted: Choice | None
+) -> list[Candidate] | SampleFailure:
     scores = plain - log_total(plain)
     if row.ruled:
         _ruled(scores, row)
     ids = largest(scores, count)
     if not len(ids):
         return NOTHING_LEFT
+    if wanted is not None:
+        ids = ids[wanted(ids.tolist())]
     tokens, logprobs = ids.tolist(), scores[ids].tolist()
     if row.params.logprobs is None:
         return [Candidate(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]

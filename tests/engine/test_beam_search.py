@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted
+from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted, deciding
 from engine.block_pool import BlockPool
 from engine.generate import GenerationFailed, generate, generate_choices
 from engine.generate_beams import generate_beams
@@ -325,3 +325,26 @@ def test_one_allowed_answer_and_none(model: Model) -> None:
     memory, pool = KVMemory(model.kv_layout(16), 8), BlockPool(8)
     with pytest.raises(GenerationFailed, match="forbidden"):
         generate(Runner(model, 1), memory, pool, [1, 2], nothing, max_tokens=4)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_few_candidates_decide_as_all_of_them_do(seed: int) -> None:
+    rng = random.Random(seed)
+    vocab, width, max_tokens = rng.choice([8, 40]), rng.choice([1, 2, 5]), rng.choice([1, 3, 6])
+    stop_ids = rng.sample(range(vocab), rng.choice([0, 1, 3, vocab - 1]))
+    whole, thinned = (BeamSearch(width, stop_ids=stop_ids, max_tokens=max_tokens) for _ in range(2))
+    while not whole.done:
+        beams = [
+            sorted(
+                itertools.starmap(Candidate, enumerate(log_probabilities(seed, beam.token_ids, vocab))),
+                key=lambda candidate: -candidate.logprob,
+            )[: candidates_wanted(width, stop_ids)]
+            for beam in whole.live
+        ]
+        few = [
+            [beam[place] for place in deciding([one.token_id for one in beam], width, stop_ids)]
+            for beam in beams
+        ]
+        assert max(map(len, few)) <= 2 * width
+        assert whole.advance(beams) == thinned.advance(few)
+    assert whole.result(width) == thinned.result(width)
