@@ -5,9 +5,9 @@ follows its own tokens. An attempt that takes a request up again follows the tok
 costs about 2 µs each.
 
 Copies share the table of their lexer's states, which grows with all that they follow and is full some time
-(`runtime.grammar.matcher.LIMITS`): from then on none of them can go on. So after so many tokens a grammar is compiled
-anew for the outputs to come, and an output that finds a table full which others filled goes on with one of
-its own.
+(`runtime.grammar.matcher.LIMITS`): from then on none of them can go on. So after so many tokens a grammar is
+compiled anew for the outputs to come, and an output that finds a table full which others filled goes on with
+one of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ log = logging.getLogger(__name__)
 KEPT: Final = 64
 """Compiled grammars that are kept, the last used ones."""
 FRESH_TOKENS: Final = 16_384
-"""A compiled grammar whose copies have followed so many tokens is compiled anew: a choice of a thousand labels fills
+"""A grammar whose copies have followed so many tokens is compiled anew: a choice of a thousand labels fills
 its table in 65,000, and compiling takes milliseconds.
 """
+INLINE_TOKENS: Final = 512
+"""Delivered tokens that an output follows on the event loop, in a millisecond."""
 KINDS: Final = {
     work_pb2.Grammar.KIND_JSON_SCHEMA: Kind.JSON_SCHEMA,
     work_pb2.Grammar.KIND_REGEX: Kind.REGEX,
@@ -150,37 +152,56 @@ class Grammars:
         self._model_path = model_path
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of these
+        self._compiling = threading.Lock()  # one at a time: the cores are for steps
 
     def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
         """The state after the tokens `delivered`, compiled off the event loop. Ends in `BadGrammar` or it."""
-        task = asyncio.create_task(asyncio.to_thread(self.start_now, message, tuple(delivered)))
+        task = asyncio.create_task(self._start(message, tuple(delivered)))
         task.add_done_callback(_seen)
         return task
 
+    async def _start(self, message: work_pb2.Grammar, delivered: tuple[int, ...]) -> GrammarState:
+        if len(delivered) <= INLINE_TOKENS and (found := self._copied(_grammar(message))) is not None:
+            return self._state(*found, _grammar(message), delivered)  # behind nobody's new grammar
+        return await asyncio.to_thread(self.start_now, message, delivered)
+
     def start_now(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
         """As `start`, on this thread."""
-        kind = KINDS.get(message.kind)
-        if kind is None:
-            raise BadGrammar("is of a kind that this worker does not know")
-        grammar = Grammar(kind, message.text)
-        with self._lock:
-            compiled, matcher = self._copied(grammar)
+        grammar = _grammar(message)
+        found = self._copied(grammar)
+        if found is None:
+            with self._compiling:
+                found = self._copied(grammar) or self._added(
+                    grammar
+                )  # somebody may have compiled it meanwhile
+        return self._state(*found, grammar, delivered)
+
+    def _state(
+        self, compiled: Compiled, matcher: LLMatcher, grammar: Grammar, delivered: Iterable[int]
+    ) -> GrammarState:
         state = GrammarState(matcher, compiled, partial(self._compile, grammar))
         state.follow(delivered)
         return state
 
-    def _copied(self, grammar: Grammar) -> tuple[Compiled, LLMatcher]:
-        digest = grammar.digest
-        compiled = self._compiled.get(digest)
-        matcher = compiled.copy() if compiled is not None and compiled.followed < FRESH_TOKENS else None
-        if compiled is None or matcher is None:
-            compiled = self._compiled[digest] = self._compile(grammar)
-            matcher = compiled.matcher.deep_copy()
+    def _copied(self, grammar: Grammar) -> tuple[Compiled, LLMatcher] | None:
+        """A grammar that is kept, and a copy of it; None if there is none, or no room in its table."""
+        with self._lock:
+            compiled = self._compiled.get(grammar.digest)
+            if compiled is None or compiled.followed >= FRESH_TOKENS or (matcher := compiled.copy()) is None:
+                return None
+            self._compiled.move_to_end(grammar.digest)
+            return compiled, matcher
+
+    def _added(self, grammar: Grammar) -> tuple[Compiled, LLMatcher]:
+        """It is compiled, and kept in place of an older one."""
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar.digest] = compiled
+            self._compiled.move_to_end(grammar.digest)
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(digest)
-        return compiled, matcher
+        return compiled, compiled.matcher.deep_copy()
 
     def _compile(self, grammar: Grammar) -> Compiled:
         vocabulary = self._loaded()
@@ -193,6 +214,13 @@ class Grammars:
             except (ValueError, OSError) as error:
                 raise BadGrammar(f"cannot be applied to this model: {error}") from error
         return self._vocabulary
+
+
+def _grammar(message: work_pb2.Grammar) -> Grammar:
+    kind = KINDS.get(message.kind)
+    if kind is None:
+        raise BadGrammar("is of a kind that this worker does not know")
+    return Grammar(kind, message.text)
 
 
 def _seen(task: asyncio.Task[GrammarState]) -> None:

@@ -46,8 +46,9 @@ def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | N
 
 
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
-    """A tensor of full numbers as `precision` stores it, in memory of its own: `tensor` may be the file itself,
-    mapped, and whoever writes another model over that would change one that is in use.
+    """A tensor of full numbers as `precision` stores it, in memory of its own.
+
+    `tensor` may be the file itself, mapped: whoever writes another model over it would change one in use.
     """
     if precision in PLAIN:
         return tensor.to(PLAIN[precision], copy=True)

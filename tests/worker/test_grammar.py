@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -199,3 +200,15 @@ def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:
     assert states[0]._compiled is states[1]._compiled
     assert states[1]._compiled is not states[2]._compiled
     assert len(grammars._compiled) == 1
+
+
+async def test_a_known_grammar_waits_for_no_new_one(folder: Path) -> None:
+    grammars = Grammars(folder)
+    known = message("a*")
+    grammars.start_now(known)
+    with grammars._compiling:  # as while others are compiled
+        waiting = [grammars.start(message(f"b{{{number}}}")) for number in range(1, 9)]
+        await asyncio.wait_for(grammars.start(known), 10)
+        assert not any(task.done() for task in waiting)
+    for task in waiting:
+        assert not (await task).stuck
