@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -31,6 +32,13 @@ _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 _RELINK_PAUSE_S = 0.2
 _UNMAP_AFTER_S = 1.0
 _RELINK_FOR_S = 120.0
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    incarnation: int
+    reason: int
+    message: str
 
 
 class HandoffClient:
@@ -71,6 +79,8 @@ class HandoffClient:
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
+        self._tried: dict[str, _Refusal] = {}
+        """How the last try to link to an address failed: all that waited for it are refused with it."""
         self._opening: set[PeerLink] = set()
         """Welcomed, their transport on its way: they hear our heartbeats, and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,6 +92,7 @@ class HandoffClient:
         peer = self._peers.get(address)
         if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
             return peer
+        tried = self._tried.get(address)
         async with self._connecting.setdefault(address, asyncio.Lock()):
             peer = self._peers.get(address)
             if peer is not None and peer.linked:
@@ -90,7 +101,19 @@ class HandoffClient:
                 # A late request for the process that was here before. A second hello from us would end the
                 # good link, and with it all that is on its way there.
                 raise PeerReplaced
-            return await self._link(address, expected_incarnation)
+            last = self._tried.get(address)
+            if last is not None and last is not tried and last.incarnation == expected_incarnation:
+                raise HandoffRefused(
+                    last.reason, last.message
+                )  # while we waited, and each try may take seconds
+            try:
+                return await self._link(address, expected_incarnation)
+            except PeerReplaced:
+                raise
+            except HandoffRefused as refused:
+                failure = refused.failure
+                self._tried[address] = _Refusal(expected_incarnation, failure.reason, failure.message)
+                raise
 
     async def close(self) -> None:
         """End all links. Commit or stop every grant first: a writer that just leaves is killed."""

@@ -1,0 +1,49 @@
+"""A decode worker that takes connections and says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvtransfer import peer_link
+from kvtransfer.errors import HandoffRefused
+from runtime.links.local import socket_name
+from tests.kvtransfer.conftest import INCARNATION, pairs
+
+ADDRESS = "127.0.0.1:9"
+
+
+@pytest.fixture
+def silent() -> Iterator[None]:
+    """As one that is stopped: its kernel accepts."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(socket_name(ADDRESS))
+        listener.listen(50)
+        yield
+
+
+@pytest.mark.usefixtures("silent")
+async def test_all_that_wait_for_a_link_are_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+    connect = peer_link.PeerLink.connect
+
+    async def counted(*args: object) -> object:
+        nonlocal tries
+        tries += 1
+        return await connect(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(peer_link.PeerLink, "connect", counted)
+    async with pairs() as make:
+        client = (await make("tcp")).prefill.client
+        found = await asyncio.gather(
+            *(client.peer(ADDRESS, INCARNATION) for _ in range(5)), return_exceptions=True
+        )
+        assert [type(one) for one in found] == [HandoffRefused] * 5
+        assert len({str(one) for one in found}) == 1
+        assert tries == 1
+        with pytest.raises(HandoffRefused):
+            await client.peer(ADDRESS, INCARNATION)
+        assert tries == 2  # who comes later tries anew
