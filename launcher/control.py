@@ -28,8 +28,13 @@ def socket_name(grpc_port: int) -> str:
 
 
 @asynccontextmanager
-async def control_socket(grpc_port: int, restart: Restart) -> AsyncIterator[None]:
-    """Listens while the context lasts; one restart at a time."""
+async def control_socket(
+    grpc_port: int, restart: Restart, warn: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Listens while the context lasts; one restart at a time.
+
+    Where another system has the port, on another address of this machine, it warns and does without.
+    """
     lock = asyncio.Lock()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,7 +44,14 @@ async def control_socket(grpc_port: int, restart: Restart) -> AsyncIterator[None
         finally:
             writer.close()
 
-    server = await asyncio.start_unix_server(serve, socket_name(grpc_port), limit=_LINE_BYTES)
+    try:
+        server = await asyncio.start_unix_server(serve, socket_name(grpc_port), limit=_LINE_BYTES)
+    except OSError:
+        warn(
+            f"`diptych restart` is for another system with port {grpc_port} on this machine, not for this one"
+        )
+        yield
+        return
     try:
         yield
     finally:

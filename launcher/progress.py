@@ -1,7 +1,9 @@
 """What a person sees of the processes: who is loading and for how long, who serves, who ended and why."""
 
 import contextlib
+import sys
 import time
+from typing import IO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -10,13 +12,16 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from launcher.events import Ended, Event, Loading, Replaced, Serving, Stale, Stopping, Wrote
+from runtime.patient_stream import PatientStream
 
 
 class NoteConsole(Console):
-    """Standard error. Once nobody reads it any more it is silent; rich's own would end the process."""
+    """Standard error. Once nobody reads it any more it is silent; rich's own would end the process. It waits
+    for nobody: whoever supervises has to hear signals, and to read what its processes say.
+    """
 
     def __init__(self) -> None:
-        super().__init__(stderr=True)
+        super().__init__(file=cast("IO[str]", PatientStream(sys.stderr)))
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -38,7 +38,8 @@ async def _serve(
     try:
         async with running_stack(options, progress, ready_file=ready_file) as stack:
             _welcome(console, options, stack, show_secrets)
-            async with control_socket(stack.grpc_port, partial(rolling_restart, stack)):
+            warn = partial(console.print, style="yellow", highlight=False, soft_wrap=True)
+            async with control_socket(stack.grpc_port, partial(rolling_restart, stack), warn):
                 await asyncio.Event().wait()  # until cancelled
             return 0
     finally:

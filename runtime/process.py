@@ -16,6 +16,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -28,6 +29,7 @@ import uvloop
 
 from runtime.cannot_start import CannotStart
 from runtime.cpu_slice import take_short_turns
+from runtime.patient_stream import PatientStream
 from runtime.settings import ProgramSettings
 
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +54,7 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     """
     set_up_logging(settings)
     take_short_turns()
+    allow_descriptors()
     if settings.death_fd is not None:
         watch_parent(settings.death_fd)
     try:
@@ -63,6 +66,16 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     except Exception:
         _log.exception("stopped by an error")
         return 1
+
+
+def allow_descriptors() -> None:
+    """As many open files as the system lets us have: logins and systemd begin with 1,024, which so many idle
+    connections use up, and then there are none for links and probes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave(status: int) -> NoReturn:
@@ -160,7 +173,7 @@ class OneLineFormatter(logging.Formatter):
 
 def set_up_logging(settings: ProgramSettings) -> None:
     """Sends all logging to stderr, one line a record, replacing what was set up before."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(PatientStream(sys.stderr))
     handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     if settings.log_level != "debug":

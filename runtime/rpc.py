@@ -26,6 +26,8 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_METADATA_BYTES = 16 << 10
 MAX_CONCURRENT_STREAMS = 1024
 
+_IDLE_MS = 300_000
+"""After which a client's connection without a call is closed; its next call makes another one."""
 _KEEPALIVE_MS = 1000
 _PING_TIMEOUT_MS = 1000
 
@@ -46,8 +48,7 @@ def server_options(
         ("grpc.max_concurrent_streams", max_concurrent_streams),
         ("grpc.so_reuseport", int(share_port)),
     ]
-    if internal:
-        options += _liveness_options()
+    options += _liveness_options() if internal else [("grpc.max_connection_idle_ms", _IDLE_MS)]
     return options
 
 

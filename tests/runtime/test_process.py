@@ -151,3 +151,13 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_program_has_all_the_descriptors_that_it_may_have() -> None:
+    code = (
+        "import resource; from runtime.process import allow_descriptors; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); allow_descriptors(); "
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(512, 512)"
