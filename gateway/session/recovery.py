@@ -36,7 +36,7 @@ DEATHS_SURVIVED = 1
 LOSSES_RECOVERED = 8  # without a token between them: the way to the workers is no good
 REFUSALS_REROUTED = 3  # likewise: workers that were draining when the request reached them
 PREEMPTIONS_BEFORE_RESERVE = 2  # from then on a grant needs room for the worst case
-WAIT_FOR_WORKER_S = 30.0  # a supervisor has a dead worker back in a few seconds, on a busy machine in twenty
+WAIT_FOR_WORKER_S = 60.0  # a supervisor has a dead worker back in a few seconds, one that hangs in forty-five
 
 
 @dataclass(frozen=True, slots=True)
