@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from runtime.grammar.faults import fault_of
 from runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
 # Fuel is llguidance's count of elementary work: about 50,000 a millisecond while a lexer is built, 14,000 in
@@ -31,41 +31,6 @@ _BOUNDED: Final = {"x-guidance": {"whitespace_pattern": r" |\n[ \t]{0,24}"}}
 # depend on how the text before is cut into tokens.
 _HEADER: Final = '%llguidance {"no_forcing": true}\n'
 
-_KEYWORD: Final = re.compile(r'"(\$?[A-Za-z]{1,24})"')
-# JSON Schema's own words may be named in an error: the caller did not invent them.
-_KEYWORDS: Final = frozenset(
-    [
-        *("$dynamicRef", "$recursiveRef", "contains", "contentEncoding", "contentMediaType", "contentSchema"),
-        *(
-            "dependencies",
-            "dependentRequired",
-            "dependentSchemas",
-            "else",
-            "if",
-            "maxContains",
-            "maxProperties",
-        ),
-        *("minContains", "minProperties", "not", "propertyNames", "then", "unevaluatedItems"),
-        *("unevaluatedProperties", "uniqueItems"),
-    ]
-)
-_FAULTS: Final = (
-    ("Unsatisfiable", "nothing can satisfy it"),
-    ("NoExtension", "nothing can satisfy it"),
-    ("oneOf constraints", "has a oneOf whose alternatives are not told apart by their types; anyOf is"),
-    ("Unknown format", "has a format that is not known here"),
-    ("look-around", "has look-around, which is not supported"),
-    ("backreferences", "has back references, which are not supported"),
-    ("not present in a registry", "refers to another document"),
-    ("recursion limit", "is nested too deep"),
-    ("too large", "is too complex"),
-    ("too many", "is too complex"),
-    ("too complex", "is too complex"),
-    ("fuel", "is too complex"),
-    ("limit", "is too complex"),
-    ("Unable to determine", "is too complex"),
-)
-
 
 def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     """A matcher at the start of `grammar`, its first mask computed. Raises `BadGrammar`.
@@ -80,7 +45,7 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise BadGrammar(_fault(matcher.get_error()))
+        raise BadGrammar(fault_of(matcher.get_error()))
     return matcher
 
 
@@ -107,12 +72,3 @@ def _lark(text: str) -> str:
 
 
 _SOURCES: Final = {Kind.JSON_SCHEMA: _json_schema, Kind.REGEX: _regex, Kind.LARK: _lark}
-
-
-def _fault(error: str) -> str:
-    """llguidance's words quote the grammar; these do not."""
-    if "Unimplemented keys" in error:
-        known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(error)))
-        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
-    head = error.split("<state>", 1)[0]
-    return next((fault for word, fault in _FAULTS if word in head), "is not valid")

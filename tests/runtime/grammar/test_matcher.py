@@ -89,14 +89,22 @@ def test_all_tokens_that_fit_may_come() -> None:
 @pytest.mark.parametrize(
     ("kind", "grammar", "fault"),
     [
-        (Kind.REGEX, "(secret", "is not valid"),
+        (Kind.REGEX, "(secret", "is not valid: unclosed group, at character 1 of a regular expression"),
+        (Kind.REGEX, "secret limit[z-a]", "must be <= the end, at character 14 of"),
         (Kind.REGEX, "(" * 10_000 + "a" + ")" * 10_000, "is not valid"),
         (Kind.REGEX, r"[^\s\S]", "nothing can satisfy"),
         (Kind.REGEX, "(?=secret)b", "look-around"),
         (Kind.REGEX, r"(secret)\1", "back references"),
         (Kind.JSON_SCHEMA, "{secret", "no JSON object"),
         (Kind.JSON_SCHEMA, "[1]", "no JSON object"),
-        (Kind.JSON_SCHEMA, '{"type": "secret"}', "is not valid"),
+        (Kind.JSON_SCHEMA, '{"type": "secret"}', "a type that is none of"),
+        (Kind.JSON_SCHEMA, '{"enum": "secret"}', "is not valid: enum must be an array"),
+        (
+            Kind.JSON_SCHEMA,
+            '{"minLength": "secret"}',
+            "is not valid: minLength must be of the kind: positive",
+        ),
+        (Kind.JSON_SCHEMA, '{"$ref": "#/definitions/secret"}', "refers to a definition"),
         (Kind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can satisfy"),
         (Kind.JSON_SCHEMA, "false", "no JSON object"),
         (Kind.JSON_SCHEMA, '{"$ref": "http://secret/x.json"}', "another document"),
@@ -104,8 +112,10 @@ def test_all_tokens_that_fit_may_come() -> None:
         (Kind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "not supported: uniqueItems"),
         (Kind.JSON_SCHEMA, '{"oneOf": [{"minLength": 1}, {"minLength": 2}]}', "oneOf"),
         (Kind.JSON_SCHEMA, '{"items":' * 1000 + "{}" + "}" * 1000, "nested too deep"),
-        (Kind.LARK, "start: secret", "is not valid"),
-        (Kind.LARK, "", "is not valid"),
+        (Kind.LARK, "start: secret", "uses a rule that it does not define"),
+        (Kind.LARK, "secret: /a/", "no rule of the name start"),
+        (Kind.LARK, 'start: a\na: "secret', "is not valid at line 2, column 11"),
+        (Kind.LARK, "", "is not valid|no rule of the name"),
     ],
 )
 def test_bad_grammars_are_named_and_not_quoted(kind: Kind, grammar: str, fault: str) -> None:

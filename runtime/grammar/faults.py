@@ -1,0 +1,78 @@
+"""What is wrong with a grammar, in words that quote none of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_KEYWORD: Final = re.compile(r'"(\$?[A-Za-z]{1,24})"')
+# JSON Schema's own words may be named in an error: the caller did not invent them.
+_KEYWORDS: Final = frozenset(
+    [
+        *("$dynamicRef", "$recursiveRef", "contains", "contentEncoding", "contentMediaType", "contentSchema"),
+        *(
+            "dependencies",
+            "dependentRequired",
+            "dependentSchemas",
+            "else",
+            "if",
+            "maxContains",
+            "maxProperties",
+        ),
+        *("minContains", "minProperties", "not", "propertyNames", "then", "unevaluatedItems"),
+        *("unevaluatedProperties", "uniqueItems"),
+    ]
+)
+_FAULTS: Final = (
+    ("Unsatisfiable", "nothing can satisfy it"),
+    ("NoExtension", "nothing can satisfy it"),
+    ("oneOf constraints", "has a oneOf whose alternatives are not told apart by their types; anyOf is"),
+    ("Unknown format", "has a format that is not known here"),
+    ("look-around", "has look-around, which is not supported"),
+    ("backreferences", "has back references, which are not supported"),
+    ("not present in a registry", "refers to another document"),
+    ("Invalid type", "has a type that is none of JSON Schema's"),
+    ("does not exist", "refers to a definition that is not there"),
+    ("unknown name", "uses a rule that it does not define"),
+    ("no start rule", "has no rule of the name start"),
+    ("recursion limit", "is nested too deep"),
+    ("too large", "is too complex"),
+    ("too many", "is too complex"),
+    ("too complex", "is too complex"),
+    ("fuel", "is too complex"),
+    ("limit", "is too complex"),
+    ("Unable to determine", "is too complex"),
+)
+# What the libraries say in words of their own: of a regular expression with a mark below the place, of a
+# schema's keyword, of a place in a grammar (whose first line is ours).
+_IN_REGEX: Final = re.compile(
+    r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: ([A-Za-z][A-Za-z ,<=>-]{1,100})\n"
+)
+_MUST_BE: Final = re.compile(r"JSON schema: ([a-zA-Z$]{1,24}) must be (an? [a-z ]{1,40}|[a-z ]{1,40})\n")
+_EXPECTED: Final = re.compile(r"JSON schema: Expected ([a-z ]{1,40}) for '([a-zA-Z$]{1,24})'")
+_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): (?:lexer error|Expected)")
+
+
+def fault_of(error: str) -> str:
+    """llguidance's words quote the grammar; these do not. They go on after the name of its field."""
+    if "Unimplemented keys" in error:
+        known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(error)))
+        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
+    head = error.split("<state>", 1)[0]
+    in_regex = _IN_REGEX.search(head)
+    words = head if in_regex is None else in_regex[2]  # the expression itself may hold any word
+    fault = next((fault for word, fault in _FAULTS if word in words), None)
+    return fault or _placed(head) or "is not valid"
+
+
+def _placed(error: str) -> str | None:
+    """What and where it is, if that is said."""
+    if (found := _IN_REGEX.search(error)) is not None:
+        return f"is not valid: {found[2]}, at character {len(found[1]) + 1} of a regular expression"
+    if (found := _MUST_BE.search(error)) is not None:
+        return f"is not valid: {found[1]} must be {found[2]}"
+    if (found := _EXPECTED.search(error)) is not None:
+        return f"is not valid: {found[2]} must be of the kind: {found[1]}"
+    if (found := _PLACE.match(error)) is not None and int(found[1]) > 1:
+        return f"is not valid at line {int(found[1]) - 1}, column {found[2]}"
+    return None
