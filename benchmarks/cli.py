@@ -28,8 +28,8 @@ _DRAWS_PER_SECOND = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0, 1 when the server cannot be measured or answers wrongly, or a result cannot be written,
-    2 for wrong flags, 130 when interrupted."""
+    """Exit status: 0, 1 when the server cannot be measured, a request fails, an answer is wrong or a result
+    cannot be written, 2 for wrong flags, 130 when interrupted."""
     parser = flags.parser()
     options = parser.parse_args(argv)
     if options.plot is not None and not plot.can_plot():
@@ -70,7 +70,12 @@ async def _bench(options: argparse.Namespace, dataset: Dataset) -> int:
     finally:
         await backend.close()
     written = outputs.tell(options, results, described)
-    return 0 if written and all(result.figures()["completed"] for result in results) else 1
+    return 0 if written and all(_all_answered(result) for result in results) else 1
+
+
+def _all_answered(result: LoadResult) -> bool:
+    figures = result.figures()
+    return bool(figures["completed"]) and not figures["failed"]
 
 
 def _tell_complete(

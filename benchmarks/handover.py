@@ -37,6 +37,7 @@ from kvtransfer.ready import Ready
 from kvtransfer.server import HandoffServer
 from runtime.links.local_door import LocalDoor
 from runtime.links.over_grpc import add_links
+from runtime.module_command import module_command
 from runtime.rpc import bind, make_server
 
 TRANSPORTS = {
@@ -137,7 +138,7 @@ class Pair:
     @classmethod
     async def start(cls, stack: AsyncExitStack, transport: str, setting: Setting) -> Pair:
         """A pair over one transport; it ends with the stack."""
-        command = [sys.executable, "-m", "benchmarks.handover", "--serve", transport]
+        command = [*module_command("benchmarks.handover"), "--serve", transport]
         command += ["--shape", setting.shape, "--device", setting.device, "--blocks", str(setting.blocks)]
         process = await asyncio.create_subprocess_exec(
             *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE

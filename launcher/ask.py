@@ -1,14 +1,19 @@
 """`diptych generate`: one question to a running server."""
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
 
 from diptych.access import Access
-from diptych.client import CallFailed, Client, Prompt, Timings, Usage, chat
+from diptych.client import CallFailed, Chunk, Client, Completion, Prompt, Timings, Usage, chat
+from launcher.refusals import repeated
+
+Say = Callable[[str], None]
 
 
 class BadQuestion(ValueError):
@@ -46,11 +51,16 @@ def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int
     except OSError as error:
         notes.out(f"DIPTYCH_CA_FILE and its like: {error}", style="red", highlight=False)
         return 1
+
+    def say(line: str) -> None:
+        notes.out(f"{address}: {line}", style="yellow", highlight=False)
+
     try:
         with Client(
-            address, model=question.model, api_key=access.api_key, credentials=access.credentials
+            address, model=question.model, api_key=access.api_key, credentials=access.credentials, retries=0
         ) as client:
-            spent, usage = _streamed(client, question) if stream else _whole(client, question)
+            answer = _streamed if stream else _whole
+            spent, usage = answer(client, question, say)
     except CallFailed as failure:
         notes.out(f"{address}: {failure}", style="red", highlight=False)
         for path, problem in failure.violations.items():
@@ -63,18 +73,25 @@ def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int
     return 0
 
 
-def _whole(client: Client, question: Question) -> tuple[Timings | None, Usage | None]:
-    answer = client.generate(question.as_prompt(), timeout_s=question.timeout_s, **question.options)
+def _whole(client: Client, question: Question, say: Say) -> tuple[Timings | None, Usage | None]:
+    def call(left_s: float | None) -> Completion:
+        return client.generate(question.as_prompt(), timeout_s=left_s, **question.options)
+
+    answer = repeated(call, question.timeout_s, say)
     print(answer.text)
     return answer.timings, answer.usage
 
 
-def _streamed(client: Client, question: Question) -> tuple[Timings | None, Usage | None]:
+def _streamed(client: Client, question: Question, say: Say) -> tuple[Timings | None, Usage | None]:
+    def begin(left_s: float | None) -> Iterator[Chunk]:
+        stream = client.stream(question.as_prompt(), timeout_s=left_s, **question.options)
+        return chain(list(islice(stream, 1)), stream)  # what comes later is not repeated
+
     spent: Timings | None = None
     usage: Usage | None = None
     begun = False
     try:
-        for chunk in client.stream(question.as_prompt(), timeout_s=question.timeout_s, **question.options):
+        for chunk in repeated(begin, question.timeout_s, say):
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             begun = True

@@ -16,7 +16,7 @@ from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from launcher.child import Slot
 from launcher.options import StackOptions
 from launcher.ready_file import why_unwritable
-from launcher.stack import SharedSecrets, program_specs, switch
+from launcher.stack import OWNED_FLAGS, SharedSecrets, program_specs, switch
 from prefill_worker.config import PrefillSettings
 from runtime.bind_address import UnsafeBindError, require_safe_bind
 from runtime.directory.store import STORE_ERRORS, connect
@@ -53,6 +53,16 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> list
     return _read_settings(options)
 
 
+def roles_with(flag: str) -> list[str]:
+    """The programs that have a flag, such as "max-batch", and may be given it by --set."""
+    field = flag.replace("-", "_")
+    return [
+        role
+        for role, settings in _SETTINGS.items()
+        if field in settings.model_fields and flag not in OWNED_FLAGS
+    ]
+
+
 def _check_switches(options: StackOptions) -> None:
     """A program, whose switches take no value, could only say that there is a word too many."""
     for role, flag, value in options.overrides:
@@ -65,9 +75,16 @@ def _check_ports(options: StackOptions) -> None:
     if clash := port_clash(options.grpc_port, options.http_port, options.admin_port):
         raise BadOptions(clash)
     admin_port = admin_port_beside(options.grpc_port, options.admin_port)
-    for port in (options.grpc_port, options.http_port, admin_port):
+    public = "--grpc-port and --http-port"
+    for port, flags in (
+        (options.grpc_port, public),
+        (options.http_port, public),
+        (admin_port, "--admin-port"),
+    ):
         if _taken(options.host, port):
-            raise BadOptions(f"port {port} of {options.host} is taken")
+            raise BadOptions(
+                f"port {port} of {options.host} is taken: {flags} choose others, 0 = any free one"
+            )
 
 
 def _taken(host: str, port: int) -> bool:
@@ -97,7 +114,7 @@ def _read_settings(options: StackOptions) -> list[ProgramSettings]:
     settings: list[ProgramSettings] = []
     faults: dict[str, None] = {}
     for spec in program_specs(options, shared, cores=1):
-        argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[3:]]
+        argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[spec.argv.index("-m") + 2 :]]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:
             settings.append(_SETTINGS[spec.role].read_argv(argv))

@@ -14,6 +14,9 @@ from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
 from launcher.key import key
 from launcher.options import StackOptions, takes_stack_options
 from launcher.stack import BadOverride, parse_override
+from launcher.up_command import UpCommand
+from runtime.module_command import module_command
+from runtime.variables import unknown_variables
 
 ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
 
@@ -27,10 +30,29 @@ app = typer.Typer(
 
 app.add_typer(key)
 
+_PROGRAMS = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@app.command()
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(installed_version("diptych"))
+        raise typer.Exit
+
+
+@app.callback()
+def _before_each(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    # The programs say it themselves: they are started in other ways as well.
+    if context.invoked_subcommand not in _PROGRAMS and (unknown := unknown_variables()) is not None:
+        print(f"diptych: {unknown}", file=sys.stderr)
+
+
+@app.command(cls=UpCommand)
 @takes_stack_options(grpc_port=GRPC_PORT, http_port=HTTP_PORT)
 def up(
     options: StackOptions,
@@ -59,19 +81,19 @@ def up(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """Run one gateway alone (gRPC 50051, HTTP 8000). `diptych gateway --help` lists its flags."""
-    _become("gateway", context.args)
+    _become(_PROGRAMS["gateway"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def prefill(context: typer.Context) -> None:
     """Run one prefill worker alone. `diptych prefill --help` lists its flags."""
-    _become("prefill_worker", context.args)
+    _become(_PROGRAMS["prefill"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def decode(context: typer.Context) -> None:
     """Run one decode worker alone. `diptych decode --help` lists its flags."""
-    _become("decode_worker", context.args)
+    _become(_PROGRAMS["decode"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
@@ -249,7 +271,7 @@ def doctor() -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(installed_version("diptych"))
+    _version(True)
 
 
 def main() -> None:
@@ -259,7 +281,7 @@ def main() -> None:
 
 def _become(module: str, argv: Sequence[str]) -> None:
     """Replaces this process by the program: signals and exit status are its own, as in a container."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+    os.execv(sys.executable, [*module_command(module), *argv])
 
 
 def _overrides(texts: Sequence[str]) -> tuple[tuple[str, str, str], ...]:

@@ -20,7 +20,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process ended unasked, or never became ready; it starts again in `restart_in_s` seconds."""
+    """A process ended unasked, or never became ready; it starts again in `restart_in_s` seconds.
+
+    `reason` goes on where the name ends: "ended: killed by SIGKILL".
+    """
 
     name: str
     reason: str

@@ -11,6 +11,7 @@ from diptych.access import Access, Metadata
 from diptych.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
+from gateway.config import GRPC_PORT, admin_port_beside
 from launcher.control import ask_restart
 
 _TIMEOUT_S = 10.0
@@ -21,6 +22,10 @@ _STATES = {
     pb.WORKER_STATE_DRAINING: "[yellow]draining[/]",
     pb.WORKER_STATE_INCOMPATIBLE: "[red]incompatible[/]",
 }
+_NO_ADMIN_PORT = (
+    "; it is no admin port: a gateway's is its gRPC port + 1 unless --admin-port says otherwise, "
+    f"{admin_port_beside(GRPC_PORT, None)} by default"
+)
 _ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
 
 
@@ -82,7 +87,9 @@ def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metad
         try:
             ask(admin_pb2_grpc.AdminServiceStub(channel), access.metadata)
         except grpc.RpcError as error:
-            print(f"diptych: {address}: {read_failure(error)}", file=sys.stderr)
+            failure = read_failure(error)
+            hint = _NO_ADMIN_PORT if failure.code is grpc.StatusCode.UNIMPLEMENTED else ""
+            print(f"diptych: {address}: {failure}{hint}", file=sys.stderr)
             return 1
     return 0
 

@@ -58,7 +58,7 @@ class Progress:
                 self._say(f"[green]●[/] {name} is ready [dim]({seconds:.1f} s)[/]")
             case Ended(name, reason, restart_in_s):
                 self._loading.pop(name, None)
-                self._say(f"[red]●[/] {name} ended: {reason}; starts again in {restart_in_s:.1f} s")
+                self._say(f"[red]●[/] {name} {reason}; starts again in {restart_in_s:.1f} s")
             case Replaced(name):
                 self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
             case Stopping(requests, grace_s) if requests != 0:

@@ -1,6 +1,5 @@
 """Which processes make up Diptych on one machine, and with which flags."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +9,7 @@ from launcher.child import Announcement, ChildSpec, Slot
 from launcher.options import LOOPBACK, StackOptions
 from launcher.probe import http_status, reachable
 from launcher.thread_plan import split_cores
+from runtime.module_command import module_command
 
 _HEALTH_TIMEOUT_S = 5.0
 _MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
@@ -18,7 +18,7 @@ ROLES = tuple(_MODULES)
 _GPU_UTILIZATION = 0.9
 
 # What `diptych up` decides itself: two owners of one flag would be a riddle.
-_OWNED_FLAGS = frozenset(
+OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
         *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca"),
@@ -56,7 +56,7 @@ def parse_override(text: str) -> tuple[str, str, str]:
     flag = flag.removeprefix("--").replace("_", "-")
     if not (equals and dot and flag) or role not in _MODULES:
         raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
-    if flag in _OWNED_FLAGS:
+    if flag in OWNED_FLAGS:
         raise BadOverride(f"--{flag} is chosen by the launcher")
     return role, flag, value
 
@@ -172,7 +172,7 @@ def _spec(
         **own,
         **{flag: switch(value) for target, flag, value in options.overrides if target == role},
     }
-    argv: list[str | Slot] = [sys.executable, "-m", _MODULES[role]]
+    argv: list[str | Slot] = [*module_command(_MODULES[role])]
     for flag, value in flags.items():
         if value is True:
             argv.append(f"--{flag}")

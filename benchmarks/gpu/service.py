@@ -11,7 +11,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import torch
 from benchmarks.gpu.section import Context, Figure, Unmeasured, device_of, figure
 from benchmarks.peers.process import RunningServer
 from benchmarks.peers.servers import Server
+from runtime.module_command import module_command
 from runtime.settings import resolve_model
 
 SECTION = "service"
@@ -65,7 +65,7 @@ def service(context: Context) -> Iterator[Figure]:
         against="transformers' continuous batching",
         ratio=float(found["output_throughput"]) / peer,
         at_least=_AT_LEAST,
-        note=f"bundled model in bf16, {load.given} tokens in, {load.asked} out, {found['failed']} failed",
+        note=f"bundled model in bf16, {load.given} tokens in, {load.asked} out",
     )
     yield figure(SECTION, "time to the first token, median", float(found["median_ttft_ms"]), "ms")
     yield figure(SECTION, "between tokens, median", float(found["median_itl_ms"]), "ms")
@@ -77,7 +77,8 @@ def _served(folder: Path, device: torch.device, load: Load) -> dict[str, Any]:
         family="diptych",
         precision="bf16",
         arguments=(
-            *(sys.executable, "-m", "launcher", "up", "--device", device.type, "--dtype", "bf16"),
+            *module_command("launcher"),
+            *("up", "--device", device.type, "--dtype", "bf16"),
             *("--gpu-memory-utilization", "0.3"),
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
         ),
@@ -93,7 +94,8 @@ def _bench(address: str, load: Load, output: Path) -> dict[str, Any]:
     """What one run of the load generator found."""
     subprocess.run(
         [
-            *(sys.executable, "-m", "launcher", "bench", "--address", address),
+            *module_command("launcher"),
+            *("bench", "--address", address),
             *("--max-concurrency", str(load.clients), "--num-prompts", str(load.requests), "--rounds", "1"),
             *("--random-input-len", str(load.given), "--random-output-len", str(load.asked)),
             *("--output-file", str(output)),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from benchmarks.peers.servers import Server
+from runtime.module_command import module_command
 
 APART, LENDING, WIDE = "apart", "lending", "wide"
 
@@ -28,7 +27,8 @@ def _diptych(name: str, dtype: str, model: str, flags: tuple[str, ...]) -> Serve
         family="diptych",
         precision=dtype,
         arguments=(
-            *(sys.executable, "-m", "launcher", "up", "--dtype", dtype, "--model", model, *flags),
+            *module_command("launcher"),
+            *("up", "--dtype", dtype, "--model", model, *flags),
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
         ),
     )

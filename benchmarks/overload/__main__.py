@@ -23,6 +23,7 @@ from benchmarks.overload.report import lines, table
 from benchmarks.peers.process import RunningServer, StartFailed
 from benchmarks.peers.servers import Server
 from benchmarks.request import RequestFailed
+from runtime.module_command import module_command
 
 _TIMEOUT_S = 120.0
 
@@ -66,7 +67,8 @@ def _server(model: str, dtype: str) -> Server:
         family="diptych",
         precision=dtype,
         arguments=(
-            *(sys.executable, "-m", "launcher", "up", "--dtype", dtype, "--model", model),
+            *module_command("launcher"),
+            *("up", "--dtype", dtype, "--model", model),
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
             *("--set", "gateway.max-queue-delay-s=auto"),
         ),

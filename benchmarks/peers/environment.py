@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +15,7 @@ from benchmarks.peers import recipes
 from benchmarks.peers.cells import MACHINE, PEAK
 from benchmarks.peers.summary import Summary
 from benchmarks.peers.targets import Limits
+from runtime.module_command import module_command
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -54,7 +54,7 @@ def parse_cpu_info(text: str) -> tuple[str, list[str]]:
 
 def bf16_peak() -> float:
     """FLOP/s on all cores, measured now in a process of its own; takes seconds."""
-    command = [sys.executable, "-m", "benchmarks.peers.peak", str(len(cores()))]
+    command = [*module_command("benchmarks.peers.peak"), str(len(cores()))]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 

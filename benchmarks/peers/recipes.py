@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers.places import Places
+from runtime.module_command import module_command
 
 LLAMA_CPP_PYTHON = "0.3.36"  # its source distribution carries llama.cpp whole
 CMAKE, NINJA = "4.4.4", "1.13.2"
@@ -95,7 +96,7 @@ def quantize_step(places: Places, source: Path, kind: str) -> Step:
 
 def folder_step(module: str, source: Path, target: Path) -> Step:
     """Runs a module of this package that writes a Hugging Face folder."""
-    command = (sys.executable, "-m", f"benchmarks.peers.{module}", str(source), str(target))
+    command = (*module_command(f"benchmarks.peers.{module}"), str(source), str(target))
     return Step(f"model as {target.name}", command)
 
 

@@ -6,13 +6,13 @@ them); Diptych has what a user gets who names a --dtype and nothing else.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.peers.places import Places
+from runtime.module_command import module_command
 
 Family = Literal["diptych", "llama.cpp", "vllm"]
 
@@ -50,7 +50,8 @@ def diptych(dtype: str, model: str) -> Server:
         family="diptych",
         precision=dtype,
         arguments=(
-            *(sys.executable, "-m", "launcher", "up", "--dtype", dtype, "--model", model),
+            *module_command("launcher"),
+            *("up", "--dtype", dtype, "--model", model),
             *("--grpc-port", "{port}", "--http-port", "{spare_port}", "--ready-file", "{ready_file}"),
         ),
         streams=True,

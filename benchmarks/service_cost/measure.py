@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from benchmarks.closed_turn import Size, closed_turn, tokens_of
 from benchmarks.cpu_time import cpu_s, family_of, main_thread_cpu_s
 from benchmarks.drive import Run
 from benchmarks.peers.process import RunningServer
+from runtime.module_command import module_command
 
 WARM_UP_SEED = 1
 EVENT_LOOP, OTHERS = "event loop", "other threads"
@@ -69,7 +69,7 @@ class BareProcess:
 def bare_engine(model: str, dtype: str, size: Size) -> Iterator[BareProcess]:
     """Raises RuntimeError if it does not come up."""
     sizes = (os.cpu_count() or 1, size.clients, size.input_len, size.output_len)
-    command = [sys.executable, "-m", "benchmarks.service_cost.bare", model, dtype, *map(str, sizes)]
+    command = [*module_command("benchmarks.service_cost.bare"), model, dtype, *map(str, sizes)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
             _answer(child)

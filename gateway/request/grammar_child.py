@@ -16,13 +16,13 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Final
 
 from runtime.errors import GrammarNotChecked
 from runtime.grammar.check import LENGTH
 from runtime.grammar.grammar import Grammar
+from runtime.module_command import module_command
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            (sys.executable, "-m", "runtime.grammar.check"),
+            module_command("runtime.grammar.check"),
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=subprocess.DEVNULL,  # a panic would quote the grammar

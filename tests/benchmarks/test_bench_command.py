@@ -146,6 +146,15 @@ async def test_failures_are_named_and_no_answer_at_all_is_one() -> None:
     assert "HTTP 503" in err
 
 
+async def test_a_run_in_which_a_request_failed_is_told_and_is_no_success() -> None:
+    service = ScriptedService(refuse_every=4)
+    async with scripted_grpc.serving(service) as address:
+        status, out, err = await bench("--address", address, "--num-warmups", "0", "--num-prompts", "4")
+    assert status == 1
+    assert "1 of 4" in out
+    assert "failed requests: 1 × " in err
+
+
 @pytest.mark.parametrize("flag", ["--output-file", "--plot"])
 @pytest.mark.parametrize("path", ["/proc/nope/x", "."])
 async def test_a_path_that_cannot_be_written_is_told_before_the_first_request(flag: str, path: str) -> None:

@@ -1,14 +1,18 @@
-"""The directory that `up` is given, asked before anything starts. Without a server: test_cli.py."""
+"""What `up` asks before anything starts: ports, and the directory. Without a directory: test_cli.py."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 
-from launcher.checks import BadOptions, check_directory
+from launcher.checks import BadOptions, check_directory, check_options
+from launcher.options import StackOptions
 from tests.gateway.running_gateway import valkey
+from tests.launcher.specs import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +41,28 @@ async def test_a_login_that_is_refused_is_told_from_silence(url: str) -> None:
     with pytest.raises(BadOptions, match="refuses this login") as refused:
         await check_directory(with_login(url, "nobody:s3cret"))
     assert "s3cret" not in str(refused.value)
+
+
+def test_options_are_read_alike_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a working tree the programs' commands have one word more."""
+    for folder in (ROOT, tmp_path):
+        monkeypatch.chdir(folder)
+        settings = check_options(StackOptions(block_size=32))
+        assert [one.program for one in settings] == ["gateway", "decode", "prefill"]
+        assert {one.block_size for one in settings} == {32}
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("grpc_port", "--grpc-port and --http-port choose others, 0 = any free one"),
+        ("http_port", "--grpc-port and --http-port choose others, 0 = any free one"),
+        ("admin_port", "--admin-port choose others, 0 = any free one"),
+    ],
+)
+def test_who_finds_a_port_taken_learns_how_to_choose_another(field: str, told: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"grpc_port": 0, "http_port": 0, "admin_port": 0, field: port}
+        with pytest.raises(BadOptions, match=f"^port {port} of 127.0.0.1 is taken: {told}$"):
+            check_options(StackOptions(**ports))

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -32,7 +33,52 @@ def test_prints_its_version() -> None:
         expected = version("diptych")
     except PackageNotFoundError:
         pytest.skip("runs from the source tree without an installation")
-    assert CliRunner().invoke(app, ["version"]).stdout.strip() == expected
+    for said in ("version", "--version"):
+        assert CliRunner().invoke(app, [said]).stdout.strip() == expected
+
+
+def test_a_folder_that_is_called_like_a_program_is_not_started(tmp_path: Path) -> None:
+    (tmp_path / "gateway").mkdir()
+    (tmp_path / "gateway" / "__main__.py").write_text("raise SystemExit('somebody else')")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launcher", "gateway", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--max-inflight" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--max-batch", "8"], "--set decode.max-batch=8"),
+        (["--max-batch=8", "--insecure"], "--set decode.max-batch=8"),
+        (["--metrics-compat", "vllm"], "--set gateway.metrics-compat=vllm"),
+        (["--backend=torch"], "--set prefill.backend=torch --set decode.backend=torch"),
+        (["--max-inflight"], "--set gateway.max-inflight=…"),
+        (["--max-batches=8"], "No such option"),
+        (["--worker-id=w"], "No such option"),
+    ],
+)
+def test_up_says_how_a_program_gets_its_flag(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    refused = CliRunner().invoke(app, ["up", *arguments])
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+
+
+def test_a_mistyped_variable_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_MAX_BACTH", "8")
+    done = run("up", "--grpc-port=0", "--http-port=0", "--model=/nowhere")
+    assert done.stderr.count("DIPTYCH_MAX_BACTH") == 1
+    decode = run("decode", "--grpc-port=x")
+    assert "DIPTYCH_MAX_BACTH" not in decode.stderr  # the program itself says it, once its flags are right
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,9 +1,13 @@
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
+import grpc
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from diptych.v1 import admin_pb2 as pb
+from launcher.cli import app
 from launcher.operate import reasons, worker_table
 
 WORKERS = [
@@ -39,6 +43,20 @@ def test_a_wide_one_has_a_line_a_worker() -> None:
     assert head.split()[0] == "worker"
     assert len(rows) == 2
     assert all(row.rstrip().endswith("127.0.0.1:54321") for row in rows)
+
+
+@pytest.mark.parametrize("arguments", [["workers"], ["flush"], ["drain", "decode-0-0123abcd"]])
+def test_who_asks_another_port_learns_where_the_admin_port_is(arguments: list[str]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        public = grpc.server(threads)
+        address = f"127.0.0.1:{public.add_insecure_port('127.0.0.1:0')}"
+        public.start()
+        refused = CliRunner().invoke(app, [*arguments, "--address", address])
+        public.stop(0).wait()
+    assert refused.exit_code == 1
+    [line] = refused.stderr.splitlines()
+    assert "UNIMPLEMENTED" in line
+    assert line.endswith("gRPC port + 1 unless --admin-port says otherwise, 50052 by default")
 
 
 def test_only_who_gets_less_has_a_reason() -> None:

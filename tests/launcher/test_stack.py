@@ -1,3 +1,6 @@
+import sys
+from pathlib import Path
+
 import pytest
 
 from launcher.child import ChildSpec, Slot
@@ -21,6 +24,14 @@ def test_one_gateway_and_as_many_workers_as_asked_for_share_the_cores() -> None:
     assert list(made) == ["gateway", "decode-0", "prefill-0", "prefill-1"]
     assert [flag(made[name], "threads") for name in ("prefill-0", "prefill-1", "decode-0")] == ["2", "1", "1"]
     assert flag(made["gateway"], "threads") is None
+
+
+def test_programs_are_not_looked_for_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for spec in specs(StackOptions()).values():
+        assert spec.argv[:3] == (sys.executable, "-P", "-m")
 
 
 def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:

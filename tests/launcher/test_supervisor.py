@@ -84,7 +84,7 @@ async def test_a_killed_process_comes_back_as_another_one_on_the_port_it_keeps(w
     assert after.announced["worker_id"] != first["worker_id"]
     assert after.restarts == 1
     [ended] = [one for one in watched.events if isinstance(one, Ended)]
-    assert ended.reason == "killed by SIGKILL"
+    assert ended.reason == "ended: killed by SIGKILL"
 
 
 async def test_a_process_that_stops_answering_is_replaced(watched: Watched) -> None:

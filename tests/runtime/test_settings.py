@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from runtime.settings import ProgramSettings, cpu_features, resolve_model
+from runtime.settings import NoModel, ProgramSettings, cpu_features, resolve_model
 
 
 class PrefillLikeSettings(ProgramSettings):
@@ -107,6 +107,26 @@ def test_a_model_path_must_exist(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
     with pytest.raises(FileNotFoundError):
         resolve_model(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("model", "advised"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        ("models/small.gguf", None),
+        ("here/small", None),
+        ("/nowhere/model", None),
+    ],
+)
+def test_a_model_that_is_elsewhere_is_not_downloaded_and_its_user_learns_how(
+    model: str, advised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(NoModel, match="nothing is downloaded") as refused:
+        resolve_model(model)
+    assert ("hf download" in str(refused.value)) == (advised is not None)
+    assert (advised or "") in str(refused.value)
 
 
 def test_cpu_features_are_read_from_the_line_of_flags_alone(tmp_path: Path) -> None:

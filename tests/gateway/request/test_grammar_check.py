@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from gateway.request.constraint import Constraint
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
 from runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
 from runtime.grammar.grammar import BadGrammar, Grammar, Kind
+
+ROOT = Path(__file__).parents[3]
 
 # Deciding whether thirty patterns have a text in common takes llguidance hours.
 ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*b"} for n in range(1, 30)]})
@@ -33,6 +36,16 @@ async def test_good_and_bad(checker: GrammarCheck) -> None:
         await checker.check(Grammar(Kind.REGEX, "["))
     with pytest.raises(BadGrammar, match="is not valid"):  # from memory
         await checker.check(Grammar(Kind.REGEX, "["))
+
+
+async def test_a_folder_called_like_our_package_is_not_run(
+    checker: GrammarCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    await checker.check(Grammar(Kind.REGEX, "[a-z]+"))
 
 
 async def test_what_never_ends_is_refused_and_delays_nobody_for_long(checker: GrammarCheck) -> None:
