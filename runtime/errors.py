@@ -160,8 +160,10 @@ class UnknownModel(DiptychError):
     code = grpc.StatusCode.NOT_FOUND
     reason = "UNKNOWN_MODEL"
 
-    def __init__(self, name: str) -> None:
-        super().__init__("no such model is served here", resource=Resource("model", printable(name)))
+    def __init__(self, name: str, served: str = "") -> None:
+        """`served`: what is, instead."""
+        message = "no such model is served here" + (f"; {served} is" if served else "")
+        super().__init__(message, resource=Resource("model", printable(name)))
 
 
 class UnknownWorker(DiptychError):

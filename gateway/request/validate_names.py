@@ -50,7 +50,7 @@ def model_name(value: str, card: ModelCard) -> str:
     if not value:
         raise InvalidParameter("model", "is required")
     if not card.answers_to(value):
-        raise UnknownModel(value)
+        raise UnknownModel(value, card.name)
     return card.name
 
 
