@@ -21,6 +21,7 @@ from gateway.attempt.words import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.fleet.fleet import Fleet, FleetIdentity
+from gateway.fleet.load_metrics import LoadMetrics
 from gateway.generate import Generator
 from gateway.kserve.door import SERVICE as KSERVE_SERVICE
 from gateway.kserve.door import KServeDoor
@@ -115,7 +116,11 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether a request that comes now has workers to run on."""
-        return not self._leaving and self.fleet.roster.missing_role() is None
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> str:
+        """What is missing, in a line; empty while it is ready."""
+        return "it leaves" if self._leaving else self.fleet.roster.why_not_ready()
 
     def _gives_work(self, worker_id: str) -> bool:
         return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.roster.linked())
@@ -139,6 +144,7 @@ class Gateway:
             settings.http_port,
             registry=self.registry,
             ready=lambda: self.ready,
+            why_not_ready=self.why_not_ready,
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
@@ -224,7 +230,8 @@ class Gateway:
         said: str | None = None
         while True:
             self._changed.clear()
-            now = "ready" if self.ready else f"not ready: {self.fleet.roster.why_not_ready() or 'it leaves'}"
+            why = self.why_not_ready()
+            now = f"not ready: {why}" if why else "ready"
             if now != said:
                 said = now
                 _log.info(said)
@@ -251,6 +258,7 @@ class Gateway:
         if self._settings.metrics_compat == "vllm":
             name, roster = self._model.card.name, self.fleet.roster
             self.registry.register(VllmMetrics(self.metrics, name, lambda: roster.serving(Role.DECODE)))
+        self.registry.register(LoadMetrics(self.fleet.roster.linked))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
                 lambda role=role: len(self.fleet.roster.serving(role))  # type: ignore[misc]

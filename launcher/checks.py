@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError
@@ -19,6 +18,7 @@ from launcher.ready_file import why_unwritable
 from launcher.stack import OWNED_FLAGS, SharedSecrets, program_specs, switch
 from prefill_worker.config import PrefillSettings
 from runtime.bind_address import UnsafeBindError, require_safe_bind
+from runtime.directory.outages import without_login
 from runtime.directory.store import STORE_ERRORS, connect
 from runtime.settings import BadSettings, ProgramSettings, resolve_model
 
@@ -132,7 +132,7 @@ async def check_directory(url: str) -> None:
         deadline = time.monotonic() + _DIRECTORY_S
         while (why := await _silence(client)) is not None:
             if time.monotonic() > deadline:
-                raise BadOptions(f"the directory at {_without_secrets(url)} does not answer: {why}")
+                raise BadOptions(f"the directory at {without_login(url)} does not answer: {why}")
             await asyncio.sleep(_DIRECTORY_PAUSE_S)
     finally:
         await client.aclose()
@@ -149,8 +149,3 @@ async def _silence(client: Redis) -> str | None:
     except STORE_ERRORS as error:
         return str(error)
     return None
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -15,7 +15,6 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -54,12 +53,14 @@ class HttpEdge:
         ready: Callable[[], bool],
         door: Door | None,
         *,
+        why_not_ready: Callable[[], str],
         alive: Callable[[], bool],
         gives_work: Callable[[str], bool] | None = None,
         certificates: bool = False,
     ) -> None:
         self._registry = registry
         self._ready = ready
+        self._why_not_ready = why_not_ready
         self._alive = alive
         self._gives_work = gives_work
         self._door = door
@@ -77,6 +78,7 @@ class HttpEdge:
         *,
         registry: CollectorRegistry,
         ready: Callable[[], bool],
+        why_not_ready: Callable[[], str] = lambda: "",
         alive: Callable[[], bool] = lambda: True,
         gives_work: Callable[[str], bool] | None = None,
         tls: TlsFiles | None = None,
@@ -85,8 +87,9 @@ class HttpEdge:
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
     ) -> "HttpEdge":
-        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200 or 503, and
-        `alive` at each GET /health: whoever says no there is ended by its supervisor.
+        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200, or 503 with
+        what `why_not_ready` says in a line, and `alive` at each GET /health: whoever says no there is ended
+        by its supervisor.
 
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
         With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
@@ -96,7 +99,15 @@ class HttpEdge:
         """
         require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
         certificates = tls is not None and tls.client_ca is not None
-        edge = cls(registry, ready, door, alive=alive, gives_work=gives_work, certificates=certificates)
+        edge = cls(
+            registry,
+            ready,
+            door,
+            why_not_ready=why_not_ready,
+            alive=alive,
+            gives_work=gives_work,
+            certificates=certificates,
+        )
         edge._server = _Server(edge._answer, max_body_bytes)
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
@@ -161,10 +172,13 @@ class HttpEdge:
 
     def _readiness(self, request: web.BaseRequest) -> web.Response:
         worker = request.query.get("worker", "")
-        asked = self._ready if self._gives_work is None or not worker else partial(self._gives_work, worker)
-        if asked():
+        if worker and self._gives_work is not None:
+            ready, why = self._gives_work(worker), "this gateway gives the worker nothing new"
+        else:
+            ready, why = self._ready(), self._why_not_ready()
+        if ready:
             return _text(HTTPStatus.OK, "ready\n")
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, "not ready\n")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"not ready: {why}\n" if why else "not ready\n")
 
     def _metrics(self, _: web.BaseRequest) -> web.Response:
         return web.Response(

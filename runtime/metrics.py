@@ -2,7 +2,9 @@
 
 Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as underscores and the
 unit at the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is
-`diptych_…`. All times in seconds. Labels have few values by construction: never an id, never text.
+`diptych_…`. All times in seconds. Labels have few values by construction: never the id of a request, never
+text. Two collectors of the gateway's only pass on what others count: `gateway.fleet.load_metrics`, by worker,
+and `gateway.vllm_metrics`.
 
 Values are recorded at the end of a request or of an engine step, never per token; gauges of state
 that exists anyway are best bound with `set_function` and then cost something only when scraped.

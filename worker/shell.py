@@ -77,6 +77,7 @@ class WorkerShell:
             settings.http_port,
             registry=self._kind.registry,
             ready=lambda: not self._loop.draining,
+            why_not_ready=lambda: "it drains" if self._loop.draining else "",
             alive=lambda: self._loop.clock.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
         )

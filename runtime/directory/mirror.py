@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 
 from runtime.cancellation import end_task
 from runtime.directory import store
+from runtime.directory.outages import Outages
 from runtime.directory.prefix_index import PrefixIndex, PrefixSnapshot
 from runtime.directory.records import Identity, Lease, WorkerRecord
 
@@ -37,6 +38,7 @@ class DirectoryMirror:
     def __init__(self, redis_url: str) -> None:
         """Raises ValueError for a malformed URL."""
         self._redis: Redis = store.connect(redis_url)
+        self._outages = Outages(redis_url)
         self._leases: dict[str, Lease] = {}
         self._index = PrefixIndex()
         # Workers whose lease named more than we had at the last poll, and what we had then.
@@ -86,10 +88,8 @@ class DirectoryMirror:
                 failures = 0
                 await self._follow()
             except store.STORE_ERRORS as error:
-                if failures == 0:
-                    _log.warning(
-                        "the directory does not answer (%s); routing from memory", type(error).__name__
-                    )
+                if said := self._outages.failed(error, asyncio.get_running_loop().time()):
+                    _log.warning("%s; routing from memory", said)
             except Exception:
                 _log.exception("following the directory failed; trying on")
             self._connected = False
@@ -107,7 +107,7 @@ class DirectoryMirror:
         await self._read_leases()
         for worker_id in list(self._leases):
             await self._load(worker_id)
-        if not self._connected:
+        if not self._connected and self._outages.answered():
             _log.info("following the directory: %d workers", len(self._leases))
         self._connected = True
         self._synced.set()

@@ -23,6 +23,7 @@ from redis.asyncio.client import Pipeline
 
 from runtime.cancellation import end_task
 from runtime.directory import store
+from runtime.directory.outages import Outages
 from runtime.directory.prefix_index import PrefixEvent
 from runtime.directory.records import Lease, WorkerLoad, WorkerRecord
 
@@ -50,6 +51,7 @@ class DirectoryPublisher:
         Raises ValueError for a malformed URL.
         """
         self._redis: Redis = store.connect(redis_url)
+        self._outages = Outages(redis_url)
         self._record = record
         self._owned_keys = owned_keys
         self._load = WorkerLoad()
@@ -129,8 +131,8 @@ class DirectoryPublisher:
                 await self._follow()
             except store.STORE_ERRORS as error:
                 failures = 1 if self._connected else failures + 1
-                if failures == 1:
-                    _log.warning("the directory does not answer (%s); trying on", type(error).__name__)
+                if said := self._outages.failed(error, asyncio.get_running_loop().time()):
+                    _log.warning("%s; trying on", said)
             except Exception:
                 failures += 1
                 _log.exception("publishing in the directory failed; trying on")
@@ -147,8 +149,9 @@ class DirectoryPublisher:
                 await self._open()
             await self._renew()
             if not self._connected:
-                _log.info("published in the directory, epoch %d", self._record.epoch)
                 self._connected = True
+                if self._outages.answered():
+                    _log.info("published in the directory, epoch %d", self._record.epoch)
             next_renewal = loop.time() + _RENEW_S
             while not self._reopen and (left := next_renewal - loop.time()) > 0:
                 await self._flush()

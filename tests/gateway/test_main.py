@@ -50,6 +50,7 @@ def test_start_serve_and_stop() -> None:
         process.wait()
     assert process.returncode == 0, log
     assert "Traceback" not in log
+    assert "redis://127.0.0.1:1/0 does not answer (ConnectionError): start one, or give --redis-url" in log
 
 
 @pytest.mark.parametrize(

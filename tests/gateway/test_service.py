@@ -128,7 +128,8 @@ async def test_health_and_http_follow_the_workers(bundled: ServedModel, redis_ur
         await stack.until_ready(False)
         await asyncio.sleep(0.05)
         assert [await health(stack, ""), await health(stack, SERVICE)] == ["SERVING", "NOT_SERVING"]
-        assert (await asyncio.to_thread(http, stack, "/ready"))[0] == 503
+        why = "not ready: no prefill worker is linked\n"
+        assert await asyncio.to_thread(http, stack, "/ready") == (503, why)
         assert (await asyncio.to_thread(http, stack, "/health"))[0] == 200
 
 
@@ -145,6 +146,23 @@ async def test_metrics_count_requests(bundled: ServedModel, redis_url: str) -> N
     assert 'diptych_workers_ready{role="decode"} 1.0' in page
     assert 'diptych_route_decisions_total{policy="cost",reason="only_choice"} 1.0' in page
     assert f'rpc_method="{SERVICE}/StreamGenerate",rpc_response_status_code="OK"' in page
+
+
+async def test_metrics_have_the_load_of_the_workers_that_are_linked(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    prefill, decode = ScriptedPrefill(), ScriptedDecode(total_blocks=40)
+    async with running(bundled, redis_url, prefill, decode) as stack:
+        of_prefill = f'{{role="prefill",worker_id="{prefill.worker_id}"}}'
+        of_decode = f'{{role="decode",worker_id="{decode.worker_id}"}}'
+        _, page = await asyncio.to_thread(http, stack, "/metrics")
+        assert f"diptych_worker_requests_waiting{of_prefill} 0.0" in page
+        assert f"diptych_worker_kv_cache_blocks{of_decode} 40.0" in page
+        await prefill.kill()
+        await stack.until_ready(False)
+        _, page = await asyncio.to_thread(http, stack, "/metrics")
+        assert prefill.worker_id not in page
+        assert decode.worker_id in page
 
 
 async def test_only_the_public_services_are_there(bundled: ServedModel, redis_url: str) -> None:

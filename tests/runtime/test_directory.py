@@ -320,6 +320,39 @@ async def test_a_long_outage_ends_in_one_fresh_list(
     assert worker.publisher.record.epoch == 2
 
 
+async def test_nobody_there_is_told_once_with_the_place_and_without_the_password(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = "redis://:hidden@127.0.0.1:1/0"
+    mirror, publisher = DirectoryMirror(url), DirectoryPublisher(url, record("a"))
+    await publisher.start()
+    await mirror.start()
+    await asyncio.gather(mirror.close(), publisher.close())
+    server = "redis://127.0.0.1:1/0"
+    told = f"the directory at {server} does not answer (ConnectionError): start one, or give --redis-url"
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sorted(warnings) == [f"{told}; routing from memory", f"{told}; trying on"]
+    assert "hidden" not in caplog.text
+
+
+async def test_one_that_comes_and_goes_is_told_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    failures = 0
+
+    async def fails(_: DirectoryMirror) -> None:
+        nonlocal failures
+        failures += 1
+        raise TimeoutError
+
+    monkeypatch.setattr(DirectoryMirror, "_follow", fails)
+    await fleet.mirror()
+    await eventually(lambda: failures == 5)
+    assert caplog.text.count("does not answer (TimeoutError)") == 1
+    assert caplog.text.count("following the directory: 0 workers") == 2  # at first, and after what was told
+
+
 def test_a_malformed_url_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="scheme"):
         DirectoryMirror("127.0.0.1:6379")

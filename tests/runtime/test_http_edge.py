@@ -55,9 +55,33 @@ async def test_a_program_that_is_stuck_says_so() -> None:
         await http.close()
 
 
+async def test_who_is_not_ready_says_why() -> None:
+    why = "no decode worker is linked"
+    http = await HttpEdge.start(
+        "127.0.0.1",
+        0,
+        registry=CollectorRegistry(),
+        ready=lambda: not why,
+        why_not_ready=lambda: why,
+        gives_work=lambda worker: worker == "a",
+    )
+    try:
+        edge = Edge(http)
+        assert await edge.get("/ready") == (503, b"not ready: no decode worker is linked\n")
+        assert await edge.get("/ready?worker=a") == (200, b"ready\n")
+        assert await edge.get("/ready?worker=b") == (
+            503,
+            b"not ready: this gateway gives the worker nothing new\n",
+        )
+        why = ""
+        assert await edge.get("/ready") == (200, b"ready\n")
+    finally:
+        await http.close()
+
+
 async def test_health_ready_and_metrics(edge: Edge) -> None:
     assert await edge.get("/health") == (200, b"alive\n")
-    assert (await edge.get("/ready"))[0] == 503
+    assert await edge.get("/ready") == (503, b"not ready\n")
     edge.ready = True
     assert (await edge.get("/ready?verbose=1"))[0] == 200
     status, body = await edge.get("/metrics")

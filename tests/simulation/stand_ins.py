@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry
+
 from engine.kv_memory import KVLayout, KVMemory
 from kvtransfer.pool_memory import PoolMemory
 from kvtransfer.transports import registry, shared_memory
@@ -100,7 +102,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
     for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker", "worker.shell"):
         found[f"{module}.incarnation"] = _incarnation
     for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
-        found[f"{module}.new_registry"] = lambda: None
+        found[f"{module}.new_registry"] = CollectorRegistry
     for module, name in (
         ("gateway.program", "GatewayMetrics"),
         ("decode_worker.worker", "DecodeMetrics"),

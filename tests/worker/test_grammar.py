@@ -136,7 +136,7 @@ def test_a_token_that_the_grammar_forbids_leaves_nothing(folder: Path) -> None:
 async def test_what_cannot_be_compiled(folder: Path, tmp_path: Path) -> None:
     grammars = Grammars(folder)
     bad = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_LARK, text="start: nothing")
-    with pytest.raises(BadGrammar, match="not valid"):
+    with pytest.raises(BadGrammar, match="does not define"):
         await grammars.start(bad)
     with pytest.raises(BadGrammar, match="does not know"):
         await grammars.start(work_pb2.Grammar(text="a"))

@@ -1,0 +1,32 @@
+"""docs/operating.md lists what the three programs export, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from gateway.fleet.load_metrics import LoadMetrics
+from gateway.vllm_metrics import VllmMetrics
+from runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+
+OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
+
+
+def test_the_documented_metrics_are_those_that_are_exported() -> None:
+    gateway, prefill, decode = new_registry(), CollectorRegistry(), CollectorRegistry()
+    metrics = GatewayMetrics(gateway)
+    gateway.register(LoadMetrics(list))
+    gateway.register(VllmMetrics(metrics, "m", list))
+    PrefillMetrics(prefill)
+    DecodeMetrics(decode)
+    exported = {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for registry in (gateway, prefill, decode)
+        for family in registry.collect()
+    }
+    _, _, section = OPERATING.read_text().partition("\n## Metrics\n")
+    words = re.findall(r"`([a-z0-9_]+(?::[a-z0-9_]+)?)`", section.partition("\n## ")[0])
+    prefixes = ("diptych_", "gen_ai_server_", "rpc_server_call", "http_server_", "process_", "vllm:")
+    assert {word for word in words if word.startswith(prefixes)} == exported
