@@ -130,7 +130,7 @@ class Attempts:
                 self.preempt(gang)
             request.gateway.flush()
         sequences = attempt.beam_width or len(request.gangs)
-        self.grants.expect(Expected(attempt.key, len(tokens), keys, reserve, sequences))
+        self.grants.expect(Expected(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority))
 
     def on_ready(self, ready: Ready) -> None:
         """The hand-over is verified: the blocks are ours, first tokens go out before any step."""

@@ -68,8 +68,9 @@ class Beams(Gang):
 
     def candidate(self, unknown: int = 0) -> Planned:
         growth = self.request.blocks.joint_demand(self.rows)
-        reserved = self.request.attempt.reserve_worst_case
-        return Planned(self.joined, len(self.rows), growth, None, reserved)
+        attempt = self.request.attempt
+        rows = len(self.rows)
+        return Planned(self.joined, rows, growth, None, attempt.reserve_worst_case, attempt.priority)
 
     def _fork(self, forks: Sequence[Fork]) -> Outcome | None:
         """Replace the rows by their forks; without any the search is over."""

@@ -85,7 +85,8 @@ class Choice(Gang):
 
     def candidate(self, unknown: int = 0) -> Candidate:
         growth, shared = self.request.blocks.demand(self.rows[0], unknown)
-        return Candidate(self.joined, 1, growth, shared, self.request.attempt.reserve_worst_case)
+        attempt = self.request.attempt
+        return Candidate(self.joined, 1, growth, shared, attempt.reserve_worst_case, attempt.priority)
 
     def _accept(self, sampled: Sampled, times: work_pb2.PhaseTimes | None = None) -> Outcome | None:
         """Append one token, tell the gateway, end the choice if the token ends it."""

@@ -1,16 +1,16 @@
 """Which sequences run the next decode step, who gets blocks, and who must give its blocks back.
 
 Pure: plain counts in, a frozen `StepPlan` out. What is planned is a gang: the sequences that step together
-or not at all (one of an ordinary choice, all live beams of a search). The growth rule, in the order in which
-it is applied:
+or not at all (one of an ordinary choice, all live beams of a search). Gangs are in line by priority, then by
+age. The growth rule, in the order in which it is applied:
 
 1. A sequence whose next token starts a new block needs one block. So does one whose next token would be
    written to a block that others hold too: it gets a copy, and the last of them to be served keeps the block.
-2. While the pool cannot give them, the newest gang is preempted: it has the least to lose, and the oldest
-   always gets on, so the batch makes progress. One goes at a time, and then the plan is made again: what it
-   held may be shared, or lie under somebody's prefix, and not come free with it. A gang whose worst case was
-   reserved at its grant is never chosen.
-3. If the oldest alone still cannot grow, the rest is held by grants that prefill workers are still filling:
+2. While the pool cannot give them, the last gang in line is preempted: among equals it has the least to lose,
+   and the first always gets on, so the batch makes progress. One goes at a time, and then the plan is made
+   again: what it held may be shared, or lie under somebody's prefix, and not come free with it. A gang whose
+   worst case was reserved at its grant is never chosen.
+3. If the first alone still cannot grow, the rest is held by grants that prefill workers are still filling:
    the newest of those is aborted. Its blocks come back when its writer has stopped, so the gang sits this
    step out; while enough blocks are on that way back, nothing more is taken from anybody.
 """
@@ -33,6 +33,8 @@ class Candidate(NamedTuple):
     """A block that it would write to, and how often that is held: it needs a copy while others have it."""
     reserved: bool = False
     """Its worst case was granted with it: it grows on that, and is never the victim."""
+    priority: int = 0
+    """A higher one is further in front."""
 
 
 class StepPlan(NamedTuple):
@@ -50,14 +52,14 @@ class StepPlan(NamedTuple):
 def plan_step(
     candidates: Sequence[Candidate], *, free_blocks: int, max_batch: int, grants: int, quarantined: int
 ) -> StepPlan:
-    """Plan one step over `candidates`; at most `max_batch` sequences of them run, those of the oldest first.
+    """Plan one step over `candidates`; at most `max_batch` sequences of them run, those of the first in line.
 
     `free_blocks` is what the pool can give now (evictable cache included), `grants` how many grants are
     being filled by prefill workers, `quarantined` how many blocks wait for their writer's word. Gangs for
-    which the batch has no room wait and keep their blocks, but are the first to lose them. The oldest runs
-    even if it is larger than a batch.
+    which the batch has no room wait and keep their blocks, but are the first to lose them. The first in line
+    runs even if it is larger than a batch.
     """
-    alive = sorted(candidates)
+    alive = sorted(candidates, key=lambda one: (-one.priority, one.joined))
     batch = _fitting(alive, max_batch)
     run, grow, missing = _feed(batch, free_blocks)
     if not missing:
@@ -74,7 +76,7 @@ def plan_step(
 
 
 def _fitting(alive: Sequence[Candidate], max_batch: int) -> list[Candidate]:
-    """The oldest gangs whose rows fit. One that does not fit lets younger ones pass until it does."""
+    """The first gangs whose rows fit. One that does not fit lets others pass until it does."""
     batch: list[Candidate] = []
     room = max_batch
     for candidate in alive:

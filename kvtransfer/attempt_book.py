@@ -36,6 +36,10 @@ class AttemptBook:
         attempt.move(Phase.WAITING)
         self.queue[attempt.key] = attempt
 
+    def next_in_line(self) -> ReceivingAttempt | None:
+        """Whose turn it is to be given blocks. Nobody else passes: who wants many would never have them."""
+        return max(self.queue.values(), key=lambda attempt: attempt.wanted.priority, default=None)
+
     def try_grant(self, attempt: ReceivingAttempt) -> SendGrant | None:
         """Give blocks to an attempt that waits; None: there is no room now."""
         drawn = self._credit.draw(attempt.wanted)

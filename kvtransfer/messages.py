@@ -44,6 +44,8 @@ class Expected:
     """Hold this many blocks (the attempt's worst case), not only those of the prefill."""
     sequences: int = 1
     """How many sequences will go on from those tokens, each with blocks of its own."""
+    priority: int = 0
+    """Of those that wait for blocks, a higher one is served first."""
 
 
 # -- what the receiving side asks of its driver

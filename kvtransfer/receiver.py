@@ -70,8 +70,7 @@ class Receiver:
     def blocks_freed(self) -> list[ReceiverAction]:
         """The pool has more room, or fewer sequences run: serve waiting asks."""
         actions: list[ReceiverAction] = []
-        while self._book.queue:
-            attempt = next(iter(self._book.queue.values()))
+        while (attempt := self._book.next_in_line()) is not None:
             grant = self._book.try_grant(attempt)
             if grant is None:
                 break

@@ -8,7 +8,7 @@ queue here pins no blocks there.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,16 +76,18 @@ def plan_asks(
     A prompt asks while fewer than `lookahead` tokens, of fewer than `max_prompts` prompts, are granted here
     or asked of its own decode worker: one full decode worker does not hold up the prompts of another. Order
     among the prompts of one decode worker is kept: a small prompt does not overtake a large one that waits
-    for blocks.
+    for blocks, unless its priority is higher. Asks of a lower one are behind it there, too.
     """
     granted_tokens = sum(prompt.tokens for prompt in granted)
     tokens: defaultdict[str, int] = defaultdict(lambda: granted_tokens)
     prompts: defaultdict[str, int] = defaultdict(lambda: len(granted))
-    for prompt in asked:
-        tokens[prompt.decode] += prompt.tokens
-        prompts[prompt.decode] += 1
+    ahead = deque(_in_order(asked))
     keys = []
     for prompt in _in_order(queued):
+        while ahead and ahead[0].priority >= prompt.priority:
+            other = ahead.popleft()
+            tokens[other.decode] += other.tokens
+            prompts[other.decode] += 1
         if tokens[prompt.decode] >= lookahead or prompts[prompt.decode] >= max_prompts:
             continue
         keys.append(prompt.key)

@@ -20,6 +20,10 @@ def plan(
     )
 
 
+def in_line(candidate: Candidate) -> tuple[int, int]:
+    return -candidate.priority, candidate.joined
+
+
 def test_everybody_runs_and_only_full_tables_grow() -> None:
     out = plan([Candidate(1), Candidate(2, growth=1)], free=1)
     assert out == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
@@ -28,6 +32,14 @@ def test_everybody_runs_and_only_full_tables_grow() -> None:
 def test_the_newest_makes_room() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2)], free=0)
     assert out == StepPlan((), (), (2,), abort_newest_grant=False)
+
+
+def test_a_higher_priority_is_in_front_whatever_its_age() -> None:
+    old, urgent = Candidate(1, growth=1), Candidate(2, growth=1, priority=5)
+    assert plan([old, urgent], free=1).preempt == (1,)
+    assert plan([old, urgent], free=2).run == (2, 1)
+    assert plan([old, urgent], free=2, max_batch=1).run == (2,)
+    assert plan([old, Candidate(2, priority=-1), Candidate(3)], free=0).preempt == (2,)
 
 
 def test_one_victim_goes_at_a_time_for_it_may_free_less_than_it_held() -> None:
@@ -99,7 +111,8 @@ def gangs(draw: st.DrawFn) -> list[Candidate]:
         block = draw(st.sampled_from([None, 0, 1, 2]))
         if rows > 1 or reserved or block is None or not room[block]:
             growth = 0 if reserved else draw(st.integers(0, rows))
-            made.append(Candidate(joined, rows, growth, None, reserved))
+            priority = draw(st.integers(-1, 1))
+            made.append(Candidate(joined, rows, growth, None, reserved, priority))
         else:
             room[block] -= 1
             made.append(Candidate(joined, shared=(block, holders[block])))
@@ -116,7 +129,8 @@ def test_a_plan_can_always_be_carried_out(
     assert sum(c.rows for c in running) <= max_batch or len(running) == 1
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
-    assert list(out.run) == sorted(out.run)
+    line = sorted(candidates, key=in_line)
+    assert list(out.run) == [one.joined for one in line if one.joined in out.run]
     held = {c.shared[0]: c.shared[1] for c in candidates if c.shared}
     for candidate in running:  # serve them in order, as the worker does
         free -= candidate.growth
@@ -134,15 +148,15 @@ def test_a_plan_can_always_be_carried_out(
 def test_giving_way_one_by_one_ends_with_somebody_running(
     candidates: list[Candidate], free: int, max_batch: int
 ) -> None:
-    """A victim frees what its rows hold at least; the oldest of all is the last to go."""
-    alive = {c.joined: c for c in candidates}
+    """A victim frees what its rows hold at least; the first in line is the last to go."""
+    alive = {c.joined: c for c in sorted(candidates, key=in_line)}
     while alive:
         out = plan(list(alive.values()), free, max_batch=max_batch)
         if out.run:
             break
         (victim,) = out.preempt
-        assert not alive[victim].reserved or victim == min(alive)
-        assert victim == min(alive) or victim == max(j for j, c in alive.items() if not c.reserved)
+        first, *_ = alive
+        assert victim == first or victim == [j for j, c in alive.items() if not c.reserved][-1]
         free += alive.pop(victim).rows
 
 

@@ -170,6 +170,19 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     assert [a.ref.key[0] for a in granted_now if isinstance(a, SendGrant)] == ["large", "small"]
 
 
+def test_a_higher_priority_is_served_first():
+    pool = BlockPool(8)
+    receiver = Receiver(pool, 2, lambda: 0)
+    held = pool.allocate(8)
+    receiver.link_up(WRITER, in_place=True)
+    for name, priority in (("first", 0), ("urgent", 3), ("second", 0), ("low", -1)):
+        receiver.expect(Expected((name, 1), 4, [], priority=priority))
+        assert receiver.ask(WRITER, (name, 1)) == []
+    pool.release(held)
+    granted_now = [a.ref.key[0] for a in receiver.blocks_freed() if isinstance(a, SendGrant)]
+    assert granted_now == ["urgent", "first", "second", "low"]
+
+
 def test_what_no_pool_could_hold_is_denied_at_once():
     """It would stand before everybody else in the queue, for ever."""
     pool = BlockPool(8)

@@ -95,6 +95,14 @@ def test_small_prompts_for_a_full_decode_worker_do_not_hold_up_another() -> None
     assert plan_asks(queued, asked, computing, lookahead=1024, max_prompts=32) == []
 
 
+def test_a_higher_priority_asks_past_those_that_wait() -> None:
+    asked = [prompt("batch", 8000, 1), prompt("also", 10, 2, priority=5)]
+    queued = [prompt("urgent", 10, 3, priority=9), prompt("next", 300, 4, priority=5), prompt("low", 10, 5)]
+    assert plan_asks(queued, asked, [], lookahead=250, max_prompts=32) == [("urgent", 1), ("next", 1)]
+    computing = [prompt("computing", 250, 0)]
+    assert plan_asks(queued, asked, computing, lookahead=250, max_prompts=32) == []
+
+
 def test_the_number_of_prompts_is_bounded() -> None:
     queued = [prompt(str(i), 1, i) for i in range(10)]
     assert len(plan_asks(queued, [prompt("x", 1, 0)], [prompt("y", 1, 0)], lookahead=99, max_prompts=5)) == 3
