@@ -49,7 +49,7 @@ def generate_beams(
             length = len(search.live[0].token_ids)
             suppress = tuple(stop_ids) if length < min_tokens else ()
             rows = [SampleRow(params, prompt_ids, beam.token_ids, suppress) for beam in search.live]
-            wanted = partial(deciding, width=width, stop_ids=stop_ids)
+            wanted = partial(deciding, width=width, stop_ids=frozenset(stop_ids))
             forks = search.advance(_candidates(logits, rows, candidates_wanted(width, stop_ids), wanted))
             for fork, place in zip(forks, spare, strict=False):
                 for src, dst in zip(here[fork.parent], place, strict=True):

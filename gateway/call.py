@@ -159,6 +159,7 @@ class Calls:
     Args:
         access: who has which key.
         scope: that the callers of this door's services need.
+        alive: whether a live request of the tenant has an id.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Calls:
         clock: Callable[[], float],
         access: Access,
         scope: Scope = Scope.INFERENCE,
+        alive: Callable[[str, str], bool] = lambda tenant, name: False,
     ) -> None:
         self._telemetry = telemetry
         self._metrics = metrics
@@ -175,9 +177,9 @@ class Calls:
         self._scope = scope
         self.clock = clock
         self.running = 0
-        self._header_ids: set[tuple[str, str]] = (
-            set()
-        )  # (tenant, id) of running calls that have it from a header
+        self._alive = alive
+        self._header_ids: set[tuple[str, str]] = set()
+        """(tenant, id) of running calls that have it from a header."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -236,7 +238,11 @@ class Calls:
             yield
             return
         tenant = call.caller.tenant
-        name = id_from_header(call.header_request_id, lambda one: (tenant, one) in self._header_ids)
+
+        def taken(name: str) -> bool:
+            return (tenant, name) in self._header_ids or self._alive(tenant, name)
+
+        name = id_from_header(call.header_request_id, taken)
         call.header_request_id = call.request_id = name
         self._header_ids.add((tenant, name))
         try:

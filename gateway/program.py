@@ -239,7 +239,9 @@ class Gateway:
             await self._changed.wait()
 
     def _calls(self, scope: Scope) -> Calls:
-        return Calls(self.telemetry, self.metrics, time.monotonic, self._access, scope)
+        return Calls(
+            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.reserved
+        )
 
     def _operations(self) -> Operations:
         identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())

@@ -103,9 +103,8 @@ class HandoffClient:
                 raise PeerReplaced
             last = self._tried.get(address)
             if last is not None and last is not tried and last.incarnation == expected_incarnation:
-                raise HandoffRefused(
-                    last.reason, last.message
-                )  # while we waited, and each try may take seconds
+                # While we waited, and each try may take seconds.
+                raise HandoffRefused(last.reason, last.message)
             try:
                 return await self._link(address, expected_incarnation)
             except PeerReplaced:

@@ -1,64 +1,110 @@
 """Standard error for programs that must not wait for whoever reads it.
 
-A pager, a terminal that was stopped with Ctrl-S, a log shipper that hangs: a pipe that is full holds up who
-writes to it, and with an event loop everything that it serves. What does not fit is lost, and counted.
+A pager, a terminal that was stopped or hangs, a log shipper that is stuck: when its pipe is full, who writes
+to it sleeps, and with an event loop everything that it serves. Here what does not fit is lost, and counted.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import select
+import stat
 from typing import TextIO
 
-_CHARACTERS = 1024
-"""At once: 4,096 bytes at most, which a pipe takes whole if it takes anything (PIPE_BUF on Linux)."""
+_PIECE = 4096
+"""Bytes that a socket which takes anything takes as a rule."""
 
 
 class PatientStream(io.TextIOBase):
-    """Writes to `stream` while it takes something. As `stream` for all else that a console asks of it."""
+    """Writes to `stream` what it takes at once; nothing anywhere, where that is None: a program without
+    standard error. As `stream` for all else that a console asks of it. One thread at a time writes.
+    """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self._lost = 0
+        self._lost = 0  # writes, or the ends of some
+        self._cut = False  # the last line that went out has no end
+        self._own: int | None = None
         self._poll: select.poll | None = None
         try:
-            descriptor = stream.fileno()
+            descriptor = -1 if stream is None else stream.fileno()
         except (OSError, ValueError):
             return  # something in memory, or closed
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
+        if descriptor >= 0 and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            self._own = _unblocking(descriptor)
+            if self._own is None:
+                self._poll = select.poll()
+                self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, text: str) -> int:
         """All of it or its beginning, or nothing. Raises OSError where nobody can read it any more."""
-        if self._lost and self._takes():
-            lost, self._lost = self._lost, 0
-            self._put(f"({lost} lines before this one were not read in time and are lost)\n")
-        for begin in range(0, len(text), _CHARACTERS):
-            if not self._takes():
-                self._lost += 1
-                break
-            self._put(text[begin : begin + _CHARACTERS])
+        if self._stream is None:
+            return len(text)
+        data = (self._notice() + text).encode(self.encoding, "backslashreplace")
+        taken = self._take(data)
+        self._lost = 0 if taken == len(data) else self._lost + 1
+        if taken:
+            self._cut = not data[:taken].endswith(b"\n")
         return len(text)
 
     def flush(self) -> None:
         """Nothing is held back here."""
 
     def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no standard error")
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        return self._stream.isatty()
+        return self._stream is not None and self._stream.isatty()
 
     def writable(self) -> bool:
         return True
 
+    def close(self) -> None:
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+        super().close()
+
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
+        return (self._stream and self._stream.encoding) or "utf-8"
 
-    def _takes(self) -> bool:
-        return self._poll is None or bool(self._poll.poll(0))
+    def _notice(self) -> str:
+        if not self._lost:
+            return ""
+        begin = "\n" if self._cut else ""
+        return f"{begin}({self._lost} writes were not read in time, and are lost)\n"
 
-    def _put(self, text: str) -> None:
-        self._stream.write(text)
+    def _take(self, data: bytes) -> int:
+        """How many of the bytes went out."""
+        taken = 0
+        if self._own is None:
+            while taken < len(data) and (self._poll is None or self._poll.poll(0)):
+                end = len(data) if self._poll is None else taken + _PIECE
+                self._put(data[taken:end])
+                taken = min(end, len(data))
+            return taken
+        try:
+            while taken < len(data):
+                taken += os.write(self._own, data[taken:])
+        except BlockingIOError:
+            pass  # full
+        return taken
+
+    def _put(self, data: bytes) -> None:
+        assert self._stream is not None
+        self._stream.write(data.decode(self.encoding, "replace"))
         self._stream.flush()
+
+
+def _unblocking(descriptor: int) -> int | None:
+    """The same pipe or terminal once more, on which a write never waits: the flag is not for a descriptor but
+    for all that share its opening, and so for other programs. None where there is no such way (sockets).
+    """
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None

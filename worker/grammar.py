@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +42,8 @@ FRESH_TOKENS: Final = 16_384
 """A grammar whose copies have followed so many tokens is compiled anew: a choice of a thousand labels fills
 its table in 65,000, and compiling takes milliseconds.
 """
-INLINE_TOKENS: Final = 512
-"""Delivered tokens that an output follows on the event loop, in a millisecond."""
+OWN_TABLES: Final = 4
+"""Outputs that may have a table of their own at a time, each of 50 to 100 MB at most."""
 KINDS: Final = {
     work_pb2.Grammar.KIND_JSON_SCHEMA: Kind.JSON_SCHEMA,
     work_pb2.Grammar.KIND_REGEX: Kind.REGEX,
@@ -49,7 +51,7 @@ KINDS: Final = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Compiled:
     """A grammar at its start, and how many tokens all its copies have followed."""
 
@@ -152,19 +154,30 @@ class Grammars:
         self._model_path = model_path
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._own: weakref.WeakSet[Compiled] = weakref.WeakSet()  # those of outputs that began anew
         self._lock = threading.Lock()  # of these
         self._compiling = threading.Lock()  # one at a time: the cores are for steps
+        self._known = ThreadPoolExecutor(1, "known-grammars")  # behind nobody's new one
 
     def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
-        """The state after the tokens `delivered`, compiled off the event loop. Ends in `BadGrammar` or it."""
+        """The state after the tokens `delivered`, compiled off the event loop. Ends in `BadGrammar` or it.
+
+        One that is known waits for no new ones, but where its table is full or old.
+        """
         task = asyncio.create_task(self._start(message, tuple(delivered)))
         task.add_done_callback(_seen)
         return task
 
     async def _start(self, message: work_pb2.Grammar, delivered: tuple[int, ...]) -> GrammarState:
-        if len(delivered) <= INLINE_TOKENS and (found := self._copied(_grammar(message))) is not None:
-            return self._state(*found, _grammar(message), delivered)  # behind nobody's new grammar
-        return await asyncio.to_thread(self.start_now, message, delivered)
+        # Copying waits for a mask that is made in the same table: off the event loop, too.
+        known = asyncio.get_running_loop().run_in_executor(self._known, self._start_known, message, delivered)
+        state = await known
+        return state if state is not None else await asyncio.to_thread(self.start_now, message, delivered)
+
+    def _start_known(self, message: work_pb2.Grammar, delivered: Iterable[int]) -> GrammarState | None:
+        grammar = _grammar(message)
+        found = self._copied(grammar)
+        return None if found is None else self._state(*found, grammar, delivered)
 
     def start_now(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
         """As `start`, on this thread."""
@@ -172,15 +185,14 @@ class Grammars:
         found = self._copied(grammar)
         if found is None:
             with self._compiling:
-                found = self._copied(grammar) or self._added(
-                    grammar
-                )  # somebody may have compiled it meanwhile
+                # Somebody may have compiled it meanwhile.
+                found = self._copied(grammar) or self._added(grammar)
         return self._state(*found, grammar, delivered)
 
     def _state(
         self, compiled: Compiled, matcher: LLMatcher, grammar: Grammar, delivered: Iterable[int]
     ) -> GrammarState:
-        state = GrammarState(matcher, compiled, partial(self._compile, grammar))
+        state = GrammarState(matcher, compiled, partial(self._begin_anew, grammar))
         state.follow(delivered)
         return state
 
@@ -202,6 +214,14 @@ class Grammars:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return compiled, compiled.matcher.deep_copy()
+
+    def _begin_anew(self, grammar: Grammar) -> Compiled:
+        """A table for one output. Raises `BadGrammar` where too many have one."""
+        if len(self._own) >= OWN_TABLES:
+            raise BadGrammar("takes too much memory")
+        compiled = self._compile(grammar)
+        self._own.add(compiled)
+        return compiled
 
     def _compile(self, grammar: Grammar) -> Compiled:
         vocabulary = self._loaded()

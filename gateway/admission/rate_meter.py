@@ -43,6 +43,8 @@ class RateMeter:
 
     def skip(self, now: float) -> None:
         """Nobody was there to do anything until now: that time says nothing about who is."""
+        if not self._busy:
+            self._fade(now - self._noted_at)
         self._noted_at = now
 
     def _fade(self, elapsed: float) -> None:

@@ -17,14 +17,17 @@ class LiveRequests:
     """Registry and switchboard: what comes from the workers finds its conversation here."""
 
     def __init__(self) -> None:
-        self._reserved: set[tuple[str, str]] = (
-            set()
-        )  # (tenant, id) that are alive, registered below or not yet
+        self._reserved: set[tuple[str, str]] = set()
+        """(tenant, id) that are alive, registered below or not yet."""
         self._by_request: dict[str, dict[str, Conversation]] = {}  # by id, then by tenant
         self._by_work: dict[str, Conversation] = {}
 
     def __len__(self) -> int:
         return len(self._reserved)
+
+    def reserved(self, tenant: str, request_id: str) -> bool:
+        """Whether a live request of the tenant has this id."""
+        return (tenant, request_id) in self._reserved
 
     def reserve(self, tenant: str, request_id: str) -> None:
         """Claim an id. Raises DuplicateRequest while a live request of the tenant has it."""

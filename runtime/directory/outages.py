@@ -22,6 +22,7 @@ class Outages:
         self._answered = False  # ever
         self._began_at: float | None = None
         self._told = False  # the present one
+        self._refused = False  # what was told last is that the login is
         self._told_at: float | None = None
         self._untold = 0
 
@@ -31,10 +32,13 @@ class Outages:
             self._began_at = now
             self._untold += 1
         lately = self._told_at is not None and now - self._told_at < _SAY_AGAIN_S
+        refused = isinstance(error, AuthenticationError)
+        if self._told and refused and not self._refused:
+            lately = self._told = False  # another outage: who was told to start one has
         if self._told or (lately and now - self._began_at < _LONG_S):
             return ""
         count, self._untold = self._untold, 0
-        self._told, self._told_at = True, now
+        self._told, self._told_at, self._refused = True, now, refused
         return self._describe(error, count)
 
     def answered(self) -> bool:

@@ -49,18 +49,19 @@ _IN_REGEX: Final = re.compile(
     r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: ([A-Za-z][A-Za-z ,<=>-]{1,100})\n"
 )
 _MUST_BE: Final = re.compile(r"JSON schema: ([a-zA-Z$]{1,24}) must be (an? [a-z ]{1,40}|[a-z ]{1,40})\n")
-_EXPECTED: Final = re.compile(r"JSON schema: Expected ([a-z ]{1,40}) for '([a-zA-Z$]{1,24})'")
-_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): (?:lexer error|Expected)")
+_EXPECTED: Final = re.compile(r"JSON schema: Expected ([a-z0-9 ]{1,40}) for '([a-zA-Z$]{1,24})'")
+_PLACE: Final = re.compile(r"^(\d+)\((\d+)\): ")
 
 
 def fault_of(error: str) -> str:
     """llguidance's words quote the grammar; these do not. They go on after the name of its field."""
-    if "Unimplemented keys" in error:
-        known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(error)))
-        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
     head = error.split("<state>", 1)[0]
     in_regex = _IN_REGEX.search(head)
-    words = head if in_regex is None else in_regex[2]  # the expression itself may hold any word
+    # Below stands the grammar itself, with any words.
+    words = head.split("\n", 1)[0] if in_regex is None else in_regex[2]
+    if "Unimplemented keys" in words:
+        known = sorted(_KEYWORDS.intersection(_KEYWORD.findall(words)))
+        return f"has keywords that are not supported: {', '.join(known)}" if known else "is not supported"
     fault = next((fault for word, fault in _FAULTS if word in words), None)
     return fault or _placed(head) or "is not valid"
 

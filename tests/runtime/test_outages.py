@@ -24,6 +24,14 @@ def test_who_refuses_the_login_needs_no_second_server() -> None:
     )
 
 
+def test_a_login_that_is_refused_is_told_after_a_server_that_was_not_there() -> None:
+    outages = Outages(URL)
+    assert outages.failed(ConnectionError(), 0.0)
+    assert "refuses this login" in outages.failed(AuthenticationError(), 5.0)
+    assert not outages.failed(AuthenticationError(), 6.0)
+    assert not outages.failed(ConnectionError(), 7.0)
+
+
 def test_the_first_answer_is_told_and_so_is_the_end_of_an_outage() -> None:
     outages = Outages(URL)
     assert outages.answered()

@@ -14,7 +14,7 @@ from diptych.worker.v1 import work_pb2
 from runtime.grammar.grammar import BadGrammar
 from runtime.tokenizer.tokenizer import Tokenizer
 from tests.runtime.tokenizer.small_models import CONTROL, byte_level, sentencepiece_like, write_folder
-from worker.grammar import FRESH_TOKENS, KEPT, Grammars, GrammarState
+from worker.grammar import FRESH_TOKENS, KEPT, OWN_TABLES, Grammars, GrammarState
 
 PATTERNS = [r"[a-z ]{0,6}", r"(the|quick|qué|12)+!?", r"[😀-😃]+|(a|b)*abb", r'\{"x": ?[0-9]{1,3}\}']
 ABROAD = "éü😀😃😄"
@@ -191,6 +191,16 @@ def test_an_output_that_fills_the_table_leaves_the_others_alone(bundled_path: Pa
     assert allowed(grammars.start_now(message(CROWDED), text), tokenizer.vocab_size) == expected
     other.follow(tokenizer.encode_parts(["1"]))
     assert allowed(other, tokenizer.vocab_size) == set()  # a token that the grammar forbids is none of that
+
+
+def test_so_many_outputs_may_begin_anew(bundled_path: Path) -> None:
+    grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
+    running = [grammars.start_now(message(CROWDED)) for _ in range(OWN_TABLES + 2)]
+    fill(bundled_path, grammars)
+    stuck = [not allowed(state, tokenizer.vocab_size) for state in running]
+    assert stuck == [False] * OWN_TABLES + [True] * 2
+    del running[:]
+    assert not grammars._own
 
 
 def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:

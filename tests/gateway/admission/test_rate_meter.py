@@ -40,6 +40,7 @@ def test_what_was_slow_before_a_pause_is_forgotten() -> None:
     meter.begin(now + 1)
     assert meter.per_s == pytest.approx(10, rel=0.1)
     meter.done(0, now + 1, more=False)
+    meter.skip(now + 9)
     meter.begin(now + 10)
     assert meter.per_s is None
 

@@ -321,3 +321,16 @@ async def test_requests_are_counted(bundled: ServedModel, redis_url: str) -> Non
         for status in ("200", "404"):
             labels = {"http_route": "/v1/completions", "http_response_status_code": status}
             assert stack.registry.get_sample_value("http_server_request_duration_seconds_count", labels) == 1
+
+
+async def test_a_header_gives_way_to_a_name_that_is_asked_for(bundled: ServedModel, redis_url: str) -> None:
+    slow = answering(ids_of(bundled) * 50, pause_s=0.02)
+    body: Any = {"model": bundled.card.name, "prompt": "x", "max_tokens": 400}
+    async with door(bundled, redis_url, slow) as (stack, client, decode):
+        first = asyncio.ensure_future(client.completions.create(**body, extra_body={"request_id": "job"}))
+        await decode.wait_for("attach")
+        second = await client.completions.create(**body, stream=True, extra_headers={"x-request-id": "job"})
+        assert (await anext(aiter(second))).id.startswith("cmpl-job-")
+        await second.close()
+        first.cancel()
+        await stack.until_idle()

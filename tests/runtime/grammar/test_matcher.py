@@ -98,6 +98,9 @@ def test_all_tokens_that_fit_may_come() -> None:
         (Kind.JSON_SCHEMA, "{secret", "no JSON object"),
         (Kind.JSON_SCHEMA, "[1]", "no JSON object"),
         (Kind.JSON_SCHEMA, '{"type": "secret"}', "a type that is none of"),
+        (Kind.JSON_SCHEMA, '{"properties": {"limit": {"minLength": "secret"}}}', "minLength must be of"),
+        (Kind.JSON_SCHEMA, '{"minimum": "secret"}', "is not valid: minimum must be of the kind"),
+        (Kind.LARK, 'start: "a" # too many secrets\n| )', "is not valid at line 2"),
         (Kind.JSON_SCHEMA, '{"enum": "secret"}', "is not valid: enum must be an array"),
         (
             Kind.JSON_SCHEMA,
