@@ -66,8 +66,8 @@ async def test_counts_tokens_of_messages_with_several() -> None:
     figures = measure(await ran(service, 2, 1), None, exact_lengths=True).figures
     assert figures["total_output_tokens"] == 12
     assert figures["tokens_per_message"] == 3.0
-    assert 49 <= (figures["median_itl_ms"] or 0) < 100  # between messages
-    assert 9 <= (figures["median_tpot_ms"] or 0) < 30  # 50 ms over five tokens
+    assert 30 <= (figures["median_itl_ms"] or 0) < 100  # between messages; a late one is near the next
+    assert 6 <= (figures["median_tpot_ms"] or 0) < 30  # 50 ms over five tokens
 
 
 async def test_counts_refused_and_broken_streams_apart() -> None:
