@@ -154,7 +154,7 @@ class EngineLoop:
         for request in self.attempts.all():
             by_state[request.state].append(request)
         keys = plan_asks(
-            [r.plan_entry for r in by_state[State.QUEUED]],
+            [r.plan_entry for r in by_state[State.QUEUED] if r.compiled],
             [r.plan_entry for r in by_state[State.ASKED]],
             [r.plan_entry for r in by_state[State.GRANTED]],
             lookahead=LOOKAHEAD_STEPS * self._chunk,

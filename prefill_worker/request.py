@@ -111,10 +111,14 @@ class PrefillRequest:
         return self.attempt.key
 
     @property
+    def compiled(self) -> bool:
+        """Whether its grammar is, if it has one: until then blocks would lie idle."""
+        return self.attempt.grammar is None or self.grammar is not None
+
+    @property
     def computable(self) -> bool:
-        """Whether a step may take it up: it has blocks, and its grammar, if it has one, is compiled."""
-        compiled = self.attempt.grammar is None or self.grammar is not None
-        return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and compiled
+        """Whether a step may take it up."""
+        return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
 
     @property
     def remaining(self) -> int:

@@ -76,8 +76,8 @@ class WorkerShell:
             settings.host,
             settings.http_port,
             registry=self._kind.registry,
-            ready=lambda: not self._loop.draining,
-            why_not_ready=lambda: "it drains" if self._loop.draining else "",
+            ready=lambda: not self._why_not_ready(),
+            why_not_ready=self._why_not_ready,
             alive=lambda: self._loop.clock.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
         )
@@ -175,6 +175,12 @@ class WorkerShell:
         load = self._kind.load()
         self._kind.gateways.heartbeat(heartbeat(self._loop, load))
         return load
+
+    def _why_not_ready(self) -> str:
+        """What keeps it from taking requests, in a line; empty for nothing."""
+        if self._publisher is not None and self._publisher.replaced:
+            return "another process has its worker id"
+        return "it drains" if self._loop.draining else ""
 
     async def _beat(self) -> None:
         """Say four times a second that the engine moves, or how late its step is, and how loaded it is."""

@@ -7,7 +7,9 @@ the engine's loop never waits. The life of the task:
 2. every second renew the lease, in between send what changed, in numbered batches;
 3. when Redis fails, try again until it answers, then go on where it stopped. A batch whose answer
    was lost goes out again under its number and is harmless. If the store is not where we left it
-   (flushed, restarted empty, failed over to an older copy), start again at 1 with a new epoch.
+   (flushed, restarted empty, failed over to an older copy), start again at 1 with a new epoch;
+4. when another process holds the lease, end: two by one name would take it from each other for ever, and
+   gateways go from the one to the other. The newer one stays, as a rule.
 """
 
 import asyncio
@@ -37,6 +39,10 @@ _CLOSE_S = 0.5
 _log = logging.getLogger(__name__)
 
 
+class _Replaced(Exception):
+    """Another process has this worker's name."""
+
+
 class DirectoryPublisher:
     """Keeps one worker in the directory. All calls are made on the event loop's thread."""
 
@@ -63,6 +69,13 @@ class DirectoryPublisher:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._connected = False
+        self._published = False  # ever
+        self._replaced = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process has the worker's name, and this one takes no part any more."""
+        return self._replaced
 
     @property
     def connected(self) -> bool:
@@ -106,9 +119,12 @@ class DirectoryPublisher:
         await end_task(self._task)
         try:
             async with asyncio.timeout(_CLOSE_S):
+                others = await self._is_others()
                 async with self._redis.pipeline(transaction=True) as pipe:
-                    pipe.delete(store.worker_key(self._record.worker_id), self._owned)
-                    pipe.srem(store.WORKERS, self._record.worker_id)
+                    pipe.delete(self._owned)
+                    if not others:
+                        pipe.delete(store.worker_key(self._record.worker_id))
+                        pipe.srem(store.WORKERS, self._record.worker_id)
                     await pipe.execute()
         except store.STORE_ERRORS as error:
             _log.info("the lease was left to expire: %s", type(error).__name__)
@@ -129,6 +145,14 @@ class DirectoryPublisher:
         while True:
             try:
                 await self._follow()
+            except _Replaced:
+                self._connected, self._replaced = False, True
+                _log.error(
+                    "another process is worker %s by now: this one gets nothing any more. Names are for one "
+                    "process at a time (--worker-id)",
+                    self._record.worker_id,
+                )
+                return
             except store.STORE_ERRORS as error:
                 failures = 1 if self._connected else failures + 1
                 if said := self._outages.failed(error, asyncio.get_running_loop().time()):
@@ -145,9 +169,12 @@ class DirectoryPublisher:
         """Publishes until Redis fails."""
         loop = asyncio.get_running_loop()
         while True:
+            if self._published and await self._is_others():
+                raise _Replaced
             if self._reopen:
                 await self._open()
             await self._renew()
+            self._published = True
             if not self._connected:
                 self._connected = True
                 if self._outages.answered():
@@ -190,6 +217,14 @@ class DirectoryPublisher:
             pipe.expire(key, store.EPOCH_S)
             counted, _ = await pipe.execute()
         return int(counted)
+
+    async def _is_others(self) -> bool:
+        """Whether the lease is another process's."""
+        found = await self._redis.get(store.worker_key(self._record.worker_id))
+        try:
+            return found is not None and Lease.from_json(found).record.incarnation != self._record.incarnation
+        except ValueError:
+            return False  # garbage, which is written over
 
     async def _renew(self) -> None:
         """Renews the lease; asks for a new epoch when the store is not where we left it."""

@@ -159,6 +159,22 @@ async def test_a_restart_under_the_same_name_starts_empty(fleet: Fleet) -> None:
     assert mirror.prefix_hits(prompt) == {}
 
 
+async def test_of_two_with_one_name_the_newer_one_stays(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = await fleet.mirror()
+    frozen = await fleet.worker(incarnation=1)
+    await eventually(lambda: [w.incarnation for w in mirror.workers()] == [1])
+    newer = await fleet.worker(incarnation=2)
+    await eventually(lambda: frozen.publisher.replaced)
+    await eventually(lambda: [w.incarnation for w in mirror.workers()] == [2])
+    assert not newer.publisher.replaced
+    assert caplog.text.count("another process is worker a by now") == 1
+    await frozen.publisher.close()
+    await asyncio.sleep(1.5)
+    assert [w.incarnation for w in mirror.workers()] == [2], "who has lost the name ends no lease"
+
+
 async def test_a_dead_workers_lease_ends_and_a_closed_ones_at_once(fleet: Fleet) -> None:
     mirror = await fleet.mirror()
     dead, closed = await fleet.worker("dead"), await fleet.worker("closed")

@@ -16,6 +16,7 @@ from engine.batch import SequenceStep
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
 from engine.sampling import Sampled, SampleRow, SamplingParams, sample
+from prefill_worker.request import State
 from runtime.grammar.grammar import BadGrammar
 from tests.kvtransfer.conftest import until
 from tests.worker.asker import Gateway, work
@@ -104,6 +105,9 @@ async def test_a_grammar_may_be_late(late: str) -> None:
         await free.ended.wait()
         assert tuple(free.tokens) == greedy(PROMPT, COUNT), "who has no grammar does not wait"
         assert not held or not heard.tokens
+        if late == "prefill":
+            states = [one.state for one in made.prefills[0].loop.attempts.all()]
+            assert states == [State.QUEUED], "no blocks wait for a grammar"
         for one in held:
             one.may_compile.set()
         await heard.ended.wait()
