@@ -7,7 +7,6 @@ siblings it shares until it writes (attempt_blocks.py), so that a search over W 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -16,8 +15,8 @@ from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import Candidate as Planned
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
-from engine.beam_search import Beam, BeamSearch, Fork, candidates_wanted, deciding
-from engine.sampling import Candidate, SampleFailure, candidates
+from engine.beam_search import Beam, BeamSearch, Fork, beam_candidates
+from engine.sampling import Candidate, SampleFailure
 from engine.sampling.sample import NOTHING_LEFT
 from worker.grammar import GrammarState
 from worker.scored_tokens import candidate_of
@@ -41,9 +40,12 @@ class Beams(Gang):
         picked: list[_Candidates] = []
         for number, (gang, sequence) in enumerate(rows):
             attempt = gang.request.attempt
-            count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
-            wanted = partial(deciding, width=attempt.beam_width, stop_ids=attempt.stop_token_ids)
-            picked += candidates(logits[number : number + 1], [sequence.next_row], count, wanted)
+            picked += beam_candidates(
+                logits[number : number + 1],
+                [sequence.next_row],
+                attempt.beam_width,
+                attempt.stop_token_ids,
+            )
         return picked
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:

@@ -78,9 +78,9 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
-        left = time_left(timeout_s)
-        request = build_request(prompt, await self._model_at(self._stub, left()), options)
-        return read_completion(await _typed(self._stub.Generate(request, timeout=left())))
+        model, left_s = await self._model_within(timeout_s)
+        request = build_request(prompt, model, options)
+        return read_completion(await _typed(self._stub.Generate(request, timeout=left_s)))
 
     def stream(
         self,
@@ -94,9 +94,8 @@ class AsyncClient:
         timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
 
         async def call() -> Any:
-            left = time_left(timeout_s)
-            request = build_request(prompt, await self._model_at(self._stub, left()), options)
-            return self._stub.StreamGenerate(request, timeout=left())
+            model, left_s = await self._model_within(timeout_s)
+            return self._stub.StreamGenerate(build_request(prompt, model, options), timeout=left_s)
 
         if not resume:
             return AsyncStream(lambda received: _chunks(call, received))
@@ -119,17 +118,16 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokens:
         """The tokens that a request with this text or chat would run on."""
-        left = time_left(timeout_s)
-        request = tokenize_request(prompt, await self._model_at(self._stub, left()), **options)
-        return read_tokens(await _typed(self._stub.Tokenize(request, timeout=left())))
+        model, left_s = await self._model_within(timeout_s)
+        request = tokenize_request(prompt, model, **options)
+        return read_tokens(await _typed(self._stub.Tokenize(request, timeout=left_s)))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, timeout_s: float | None = None
     ) -> str:
-        left = time_left(timeout_s)
-        model = await self._model_at(self._stub, left())
+        model, left_s = await self._model_within(timeout_s)
         request = detokenize_request(token_ids, model, skip_special_tokens=skip_special_tokens)
-        return str((await _typed(self._stub.Detokenize(request, timeout=left()))).text)
+        return str((await _typed(self._stub.Detokenize(request, timeout=left_s))).text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """What the server serves."""
@@ -138,6 +136,11 @@ class AsyncClient:
     async def model(self) -> str:
         """The name that requests ask for."""
         return await self._model_at(self._stub, None)
+
+    async def _model_within(self, timeout_s: float | None) -> tuple[str, float | None]:
+        """The name to ask for, and what looking it up leaves of a call's time."""
+        left = time_left(timeout_s)
+        return await self._model_at(self._stub, left()), left()
 
     async def _model_at(self, stub: Any, timeout_s: float | None) -> str:
         if self._model is None:

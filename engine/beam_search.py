@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from engine.sampling import Candidate, Score
+import torch
+
+from engine.sampling import Candidate, SampleFailure, SampleRow, Score, candidates
 
 
 def candidates_wanted(width: int, stop_ids: Collection[int]) -> int:
@@ -42,6 +45,14 @@ def deciding(token_ids: Sequence[int], width: int, stop_ids: Collection[int]) ->
             places.append(place)
         going += goes_on
     return places
+
+
+def beam_candidates(
+    logits: torch.Tensor, rows: Sequence[SampleRow], width: int, stop_ids: frozenset[int]
+) -> list[list[Candidate] | SampleFailure]:
+    """What decides the next step, of each beam. Arguments as of `engine.sampling.candidates`."""
+    few = partial(deciding, width=width, stop_ids=stop_ids)
+    return candidates(logits, rows, candidates_wanted(width, stop_ids), few)
 
 
 class Fork(NamedTuple):

@@ -6,17 +6,14 @@ Simple rather than thrifty: every beam has all its blocks to itself, and a fork 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
-
-import torch
 
 from engine.batch import SequenceStep
-from engine.beam_search import Beam, BeamSearch, candidates_wanted, deciding
+from engine.beam_search import Beam, BeamSearch, beam_candidates
 from engine.block_pool import BlockPool
 from engine.generate import GenerationFailed
 from engine.kv_memory import KVMemory
 from engine.runner import Runner
-from engine.sampling import Candidate, Choice, SampleFailure, SampleRow, SamplingParams, candidates
+from engine.sampling import Candidate, SampleFailure, SampleRow, SamplingParams
 
 
 def generate_beams(
@@ -49,8 +46,8 @@ def generate_beams(
             length = len(search.live[0].token_ids)
             suppress = tuple(stop_ids) if length < min_tokens else ()
             rows = [SampleRow(params, prompt_ids, beam.token_ids, suppress) for beam in search.live]
-            wanted = partial(deciding, width=width, stop_ids=frozenset(stop_ids))
-            forks = search.advance(_candidates(logits, rows, candidates_wanted(width, stop_ids), wanted))
+            found = beam_candidates(logits, rows, width, frozenset(stop_ids))
+            forks = search.advance(_going_on(found))
             for fork, place in zip(forks, spare, strict=False):
                 for src, dst in zip(here[fork.parent], place, strict=True):
                     memory.copy_block(src, dst)
@@ -69,13 +66,11 @@ def generate_beams(
     return best
 
 
-def _candidates(
-    logits: torch.Tensor, rows: Sequence[SampleRow], count: int, wanted: Choice
-) -> list[list[Candidate]]:
+def _going_on(found: Sequence[list[Candidate] | SampleFailure]) -> list[list[Candidate]]:
     """Candidates of each beam; none of one that the rules let go nowhere."""
-    found: list[list[Candidate]] = []
-    for of_one in candidates(logits, rows, count, wanted):
+    going: list[list[Candidate]] = []
+    for of_one in found:
         if isinstance(of_one, SampleFailure) and not of_one.by_request:
             raise GenerationFailed.by(of_one)
-        found.append([] if isinstance(of_one, SampleFailure) else of_one)
-    return found
+        going.append([] if isinstance(of_one, SampleFailure) else of_one)
+    return going

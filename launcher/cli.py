@@ -13,7 +13,7 @@ import typer
 from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
 from launcher.key import key
 from launcher.options import StackOptions, takes_stack_options
-from launcher.stack import BadOverride, parse_override
+from launcher.stack import MODULES, BadOverride, parse_override
 from launcher.up_command import UpCommand
 from runtime.module_command import module_command
 from runtime.variables import unknown_variables
@@ -30,7 +30,6 @@ app = typer.Typer(
 
 app.add_typer(key)
 
-_PROGRAMS = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -48,7 +47,7 @@ def _before_each(
     ] = False,
 ) -> None:
     # The programs say it themselves: they are started in other ways as well.
-    if context.invoked_subcommand not in _PROGRAMS and (unknown := unknown_variables()) is not None:
+    if context.invoked_subcommand not in MODULES and (unknown := unknown_variables()) is not None:
         print(f"diptych: {unknown}", file=sys.stderr)
 
 
@@ -81,19 +80,19 @@ def up(
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def gateway(context: typer.Context) -> None:
     """Run one gateway alone (gRPC 50051, HTTP 8000). `diptych gateway --help` lists its flags."""
-    _become(_PROGRAMS["gateway"], context.args)
+    _become(MODULES["gateway"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def prefill(context: typer.Context) -> None:
     """Run one prefill worker alone. `diptych prefill --help` lists its flags."""
-    _become(_PROGRAMS["prefill"], context.args)
+    _become(MODULES["prefill"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def decode(context: typer.Context) -> None:
     """Run one decode worker alone. `diptych decode --help` lists its flags."""
-    _become(_PROGRAMS["decode"], context.args)
+    _become(MODULES["decode"], context.args)
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)

@@ -12,8 +12,8 @@ from launcher.thread_plan import split_cores
 from runtime.module_command import module_command
 
 _HEALTH_TIMEOUT_S = 5.0
-_MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
-ROLES = tuple(_MODULES)
+MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+ROLES = tuple(MODULES)
 
 _GPU_UTILIZATION = 0.9
 
@@ -54,7 +54,7 @@ def parse_override(text: str) -> tuple[str, str, str]:
     target, equals, value = text.partition("=")
     role, dot, flag = target.partition(".")
     flag = flag.removeprefix("--").replace("_", "-")
-    if not (equals and dot and flag) or role not in _MODULES:
+    if not (equals and dot and flag) or role not in MODULES:
         raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
     if flag in OWNED_FLAGS:
         raise BadOverride(f"--{flag} is chosen by the launcher")
@@ -172,7 +172,7 @@ def _spec(
         **own,
         **{flag: switch(value) for target, flag, value in options.overrides if target == role},
     }
-    argv: list[str | Slot] = [*module_command(_MODULES[role])]
+    argv: list[str | Slot] = [*module_command(MODULES[role])]
     for flag, value in flags.items():
         if value is True:
             argv.append(f"--{flag}")

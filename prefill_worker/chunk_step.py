@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from diptych.worker.v1 import work_pb2
 from engine.batch import AbortWords, SequenceStep
-from engine.beam_search import candidates_wanted, deciding
+from engine.beam_search import beam_candidates
 from engine.drawn import drawable
 from engine.runner import Runner
-from engine.sampling import Sampled, SampleFailure, SampleRow, candidates, sample, score_tokens
+from engine.sampling import Sampled, SampleFailure, SampleRow, sample, score_tokens
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
 from runtime.failpoints import failpoint
@@ -142,7 +141,5 @@ def _beam_candidates(
 ) -> tuple[work_pb2.SampledToken, ...] | SampleFailure:
     attempt: Attempt = request.attempt
     row = attempt.sample_row(attempt.params, attempt.delivered_ids, request.grammar)
-    count = candidates_wanted(attempt.beam_width, attempt.stop_token_ids)
-    wanted = partial(deciding, width=attempt.beam_width, stop_ids=attempt.stop_token_ids)
-    (found,) = candidates(logits, [row], count, wanted)
+    (found,) = beam_candidates(logits, [row], attempt.beam_width, attempt.stop_token_ids)
     return found if isinstance(found, SampleFailure) else tuple(map(candidate_message, found))

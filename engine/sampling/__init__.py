@@ -24,12 +24,11 @@ from engine.sampling.draw import choice_seed, distribution, uniform
 from engine.sampling.likeliest import likeliest
 from engine.sampling.params import SamplingParams
 from engine.sampling.row import Candidate, Sampled, SampleFailure, SampleRow, Score, TokenMask
-from engine.sampling.sample import Choice, candidates, sample
+from engine.sampling.sample import candidates, sample
 from engine.sampling.scores import score_tokens
 
 __all__ = [
     "Candidate",
-    "Choice",
     "SampleFailure",
     "SampleRow",
     "Sampled",
