@@ -12,6 +12,7 @@ from gateway import limits
 from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
 from gateway.request.validate_prompt import chat_parts, chat_tools, check_text, given_ids
+from gateway.request.validation import skips_special
 from runtime.errors import InvalidParameter, UnsupportedFeature
 
 
@@ -45,7 +46,7 @@ def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
     validate_names.model_name(request.model, model.card)
     if len(request.token_ids) > limits.MAX_DETOKENIZE_IDS:
         raise InvalidParameter("token_ids", f"must have at most {limits.MAX_DETOKENIZE_IDS} ids")
-    skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    skip_special = skips_special(request)
     if not request.token_ids:
         return ""
     ids = given_ids("token_ids", request.token_ids, model.card.vocab_size, budget=None)

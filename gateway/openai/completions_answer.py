@@ -14,6 +14,7 @@ from gateway.openai.json_text import ids_inside, inside
 from gateway.openai.logprobs import LISTS, completion_lists, prompt_offsets
 from gateway.openai.text_offsets import TextOffsets
 from gateway.output.utf8_text import Utf8Text
+from gateway.request.validation import skips_special
 from gateway.turns import Turns
 
 
@@ -144,8 +145,7 @@ class CompletionsAnswer(Answer):
 
     def _skips(self, prompt: int) -> bool:
         """Whether the output's text leaves control tokens out."""
-        response = self._asked.drafts[prompt].request.response
-        return not response.HasField("skip_special_tokens") or response.skip_special_tokens
+        return skips_special(self._asked.drafts[prompt].request.response)
 
     def _prompt_ids(self, prompt: int) -> Sequence[int]:
         """None of a prompt that came as text: that has whole characters only."""

@@ -47,6 +47,11 @@ def parse_message(kind: type[M], data: bytes) -> M:
         raise InvalidParameter("request", f"is not a {kind.DESCRIPTOR.full_name} message") from error
 
 
+def skips_special(asked: pb.ResponseOptions | pb.DetokenizeRequest) -> bool:
+    """Whether control tokens are left out of texts: unless somebody says no."""
+    return asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True
+
+
 def parse_request(
     request: pb.GenerateRequest,
     model: ServedModel,
@@ -101,7 +106,7 @@ def parse_request(
         time_limit_s=stops.time_limit_s,
         want_text=response.text if response.HasField("text") else True,
         want_token_ids=response.token_ids if response.HasField("token_ids") else True,
-        skip_special=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
+        skip_special=skips_special(response),
         stream_interval=interval,
         want_timings=response.timings if response.HasField("timings") else True,
         salt=salt,
