@@ -14,10 +14,10 @@ from typing import Protocol
 
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.decoding import gangs_of
-from decode_worker.gang import Gang, Outcome
+from decode_worker.gang import Gang
 from decode_worker.gateway_stream import GatewayStream
 from decode_worker.prefixes import Prefixes
-from decode_worker.request import DecodeRequest, State
+from decode_worker.request import DecodeRequest, Outcome, State
 from decode_worker.worst_case import worst_case
 from diptych.worker.v1 import work_pb2
 from engine.block_pool import BlockMisuse, BlockPool
@@ -76,6 +76,8 @@ class Attempts:
         self._listeners = listeners
         self._wake = wake
         self._requests: dict[Key, DecodeRequest] = {}
+        # Of each attempt those that hold blocks, or will: longer than it lives, where a step still writes.
+        self._gangs: dict[DecodeRequest, list[Gang]] = {}
         self._joined = 0
         self.running: dict[int, Gang] = {}
         self.prefixes = Prefixes(pool, memory.layout.block_size, listeners.cache_changed)
@@ -109,8 +111,9 @@ class Attempts:
             return
         blocks = AttemptBlocks(attempt, self._pool, self._memory, self.prefixes)
         request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key))
-        request.gangs = gangs_of(request, self._joined + 1)
-        self._joined += len(request.gangs)
+        gangs = gangs_of(request, self._joined + 1)
+        self._gangs[request] = gangs
+        self._joined += len(gangs)
         self._requests[attempt.key] = request
         gateway.keys[attempt.key] = None
         if attempt.grammar is not None:
@@ -126,10 +129,10 @@ class Attempts:
         if attempt.reserve_worst_case:
             reserve, together = worst_case(attempt, block_size=size, total_blocks=self._pool.total)
             # The others come back, and ask when there is room for their worst case as well.
-            for gang in request.gangs[together:]:
+            for gang in self._left(request)[together:]:
                 self.preempt(gang)
             request.gateway.flush()
-        sequences = attempt.beam_width or len(request.gangs)
+        sequences = attempt.beam_width or len(self._left(request))
         self.grants.expect(Expected(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority))
 
     def on_ready(self, ready: Ready) -> None:
@@ -148,7 +151,7 @@ class Attempts:
         request.blocks.take_over(ready.block_ids, ready.num_tokens)
         if len(ready.first_tokens) < (1 if request.attempt.beam_width else len(request.attempt.choices)):
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")
-        for gang in list(request.gangs):
+        for gang in self._left(request):
             self.running[gang.joined] = gang
             self.carry_on(gang, partial(gang.start, ready.first_tokens))
         request.blocks.all_rooted()
@@ -184,7 +187,7 @@ class Attempts:
     def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
         """The gateway wants these choices no longer (none named: all); nothing more is said of them."""
         if request := self._requests.get(key):
-            for gang in list(request.gangs):
+            for gang in self._left(request):
                 if not gang.ended and gang.forgo(choices):
                     self.leave(gang, "cancelled")
 
@@ -208,16 +211,20 @@ class Attempts:
     def preempt_attempt(self, key: Key) -> None:
         """Its grant was taken back: the gateway prefills it again."""
         if request := self._requests.get(key):
-            for gang in list(request.gangs):
+            for gang in self._left(request):
                 self.preempt(gang)
             request.gateway.flush()
 
     def _fail(self, request: DecodeRequest, reason: int, message: str) -> None:
-        for gang in list(request.gangs):
+        for gang in self._left(request):
             if not gang.ended:
                 gang.say_failed(reason, message)
                 self.leave(gang, "failed")
         request.gateway.flush()
+
+    def _left(self, request: DecodeRequest) -> list[Gang]:
+        """Its gangs that hold blocks, or will; none when all have let go."""
+        return list(self._gangs.get(request, ()))
 
     # ---- one gang ------------------------------------------------------------------------------------
 
@@ -257,7 +264,7 @@ class Attempts:
         gang.ended = True
         request.outcomes.append(outcome)
         self.running.pop(gang.joined, None)
-        if all(one.ended for one in request.gangs):
+        if all(one.ended for one in self._gangs[request]):
             self._end(request)
         if self._step.writes(gang):
             self._step.abort(gang)  # its blocks follow after the step
@@ -267,9 +274,11 @@ class Attempts:
     def let_go(self, gang: Gang) -> None:
         """No step writes its blocks any more."""
         request = gang.request
-        request.gangs.remove(gang)
+        gangs = self._gangs[request]
+        gangs.remove(gang)
         gang.release()
-        if not request.gangs:
+        if not gangs:
+            del self._gangs[request]
             request.blocks.close()
         self.prefixes.tell()
         self.grants.blocks_freed()

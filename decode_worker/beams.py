@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.gang import Gang, Outcome, Row
-from decode_worker.request import DecodeRequest
+from decode_worker.gang import Gang, Row
+from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate as Planned
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
@@ -107,7 +107,9 @@ class Beams(Gang):
             # Where neither its tokens nor its length ended it, its rules did.
             reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids), self._grammar_after(beam))
             reason = reason or work_pb2.FINISH_REASON_STOP
-            request.gateway.output(request, rank, beam.token_ids, beam.scores, reason)
+            request.gateway.output(
+                request.key, rank, beam.token_ids, beam.scores, reason, request.times_now()
+            )
         return "finished"
 
     def _grammar_after(self, beam: Beam) -> GrammarState | None:

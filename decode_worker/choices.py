@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.gang import Gang, Outcome, Row
-from decode_worker.request import DecodeRequest
+from decode_worker.gang import Gang, Row
+from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
@@ -94,7 +94,7 @@ class Choice(Gang):
         output, token_id = sequence.output_ids, sampled.token_id
         output.append(token_id)
         request.decoded += 1
-        request.gateway.token(request, self._choice, len(output) - 1, sampled, times)
+        request.gateway.token(request.wire_id, self._choice, len(output) - 1, sampled, times)
         request.blocks.publish(sequence)
         if sequence.grammar is not None:
             sequence.grammar.accept(token_id)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
+from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from diptych.worker.v1 import work_pb2
@@ -20,10 +21,6 @@ from engine.drawn import Drawn
 from engine.sampling import SampleFailure, SampleRow
 from worker.scored_tokens import failure_reason
 
-if TYPE_CHECKING:
-    from decode_worker.request import DecodeRequest
-
-Outcome = Literal["finished", "preempted", "failed", "cancelled"]
 Row = tuple["Gang", DecodeSequence]
 Picker = Callable[[torch.Tensor, Sequence[Row]], Sequence[Any]]
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from decode_worker.request import DecodeRequest
 from diptych.worker.v1 import decode_pb2, work_pb2
 from engine.sampling import Sampled, Score
 from kvtransfer.messages import Key
@@ -71,7 +70,7 @@ class GatewayStream:
 
     def token(
         self,
-        request: DecodeRequest,
+        wire_id: work_pb2.AttemptId,
         choice: int,
         index: int,
         sampled: Sampled,
@@ -81,9 +80,7 @@ class GatewayStream:
 
         `times` goes with the first token of an attempt: the phases until then.
         """
-        tokens = self._step.tokens.add(
-            id=request.wire_id, index=index, token_ids=(sampled.token_id,), choice=choice
-        )
+        tokens = self._step.tokens.add(id=wire_id, index=index, token_ids=(sampled.token_id,), choice=choice)
         if sampled.score is not None:
             tokens.scores.append(score_message(sampled.score))
         if times is not None:
@@ -91,14 +88,15 @@ class GatewayStream:
 
     def output(
         self,
-        request: DecodeRequest,
+        key: Key,
         choice: int,
         token_ids: Sequence[int],
         scores: Sequence[Score | None],
         reason: work_pb2.FinishReason,
+        times: work_pb2.PhaseTimes,
     ) -> None:
         """Say a whole output, which nothing of went out before, and why it ends there."""
-        ended = _finished(request.key, choice, reason, request.times_now())
+        ended = _finished(key, choice, reason, times)
         self._outbox.put(WholeOutput(token_ids, scores, ended))
         self._outputs += 1
         reach("decode.finishing")

@@ -17,17 +17,17 @@ import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Literal
 
+from decode_worker.attempt_blocks import AttemptBlocks
+from decode_worker.gateway_stream import GatewayStream
 from diptych.worker.v1 import work_pb2
 from kvtransfer.messages import Key
 from worker.attempt import Attempt
 from worker.grammar import GrammarState
 
-if TYPE_CHECKING:
-    from decode_worker.attempt_blocks import AttemptBlocks
-    from decode_worker.gang import Gang, Outcome
-    from decode_worker.gateway_stream import GatewayStream
+Outcome = Literal["finished", "preempted", "failed", "cancelled"]
+"""How a gang ended."""
 
 
 class State(enum.Enum):
@@ -57,7 +57,6 @@ class DecodeRequest:
     gateway: GatewayStream
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
-    gangs: list[Gang] = field(default_factory=list)  # those that hold blocks, or will
     outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
     compiling: asyncio.Task[GrammarState] | None = None  # until that is there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from decode_worker.gateway_stream import MESSAGE_BYTES, PIECE_TOKENS, GatewayStream
@@ -28,15 +29,25 @@ def steps(gateway: GatewayStream, rows: int, count: int) -> None:
     asking = request(gateway)
     for index in range(count):
         for choice in range(rows):
-            gateway.token(asking, choice, index, Sampled(5000 + index, SCORE))
+            gateway.token(asking.wire_id, choice, index, Sampled(5000 + index, SCORE))
         gateway.flush()
+
+
+def say(
+    gateway: GatewayStream,
+    asking: DecodeRequest,
+    rank: int,
+    output: Sequence[int],
+    scores: Sequence[Score | None],
+) -> None:
+    gateway.output(asking.key, rank, output, scores, LENGTH, asking.times_now())
 
 
 async def test_the_outputs_of_a_large_search_go_out_in_small_messages_and_whole() -> None:
     gateway = GatewayStream("g")
     tokens = [tuple(range(rank, 1500 + rank)) for rank in range(4)]
     for rank, output in enumerate(tokens):
-        gateway.output(request(gateway, cached=7), rank, output, [SCORE] * len(output), LENGTH)
+        say(gateway, request(gateway, cached=7), rank, output, [SCORE] * len(output))
     messages = []
     heard: dict[int, list[int]] = {rank: [] for rank in range(4)}
     ended: list[int] = []
@@ -61,7 +72,7 @@ async def test_the_outputs_of_a_large_search_go_out_in_small_messages_and_whole(
 
 async def test_nobody_s_tokens_wait_for_a_whole_output() -> None:
     gateway = GatewayStream("g")
-    gateway.output(request(gateway), 0, range(5 * PIECE_TOKENS), [None] * 5 * PIECE_TOKENS, LENGTH)
+    say(gateway, request(gateway), 0, range(5 * PIECE_TOKENS), [None] * 5 * PIECE_TOKENS)
     messages = gateway.messages()
     assert (await anext(messages)).step.tokens[0].index == 0
     steps(gateway, rows=1, count=1)
