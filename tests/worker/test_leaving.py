@@ -169,7 +169,9 @@ async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
         (gateway,) = worker._gateways.streams
         over = SimpleNamespace(key=("search", 1), times_now=work_pb2.PhaseTimes)
         for rank in range(16):
-            gateway.output(over, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH)
+            gateway.output(
+                over.key, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH, over.times_now()
+            )
         worker._shell.drain(60)
         whole = 0
         while whole < 16:
