@@ -16,7 +16,7 @@ from engine.kv_memory import KVLayout
 from engine.model import Model, load_model, native_step_works
 from engine.precision import Precision, choose_precision
 from engine.runner import Runner
-from engine.weights.checkpoint import is_quantised
+from engine.weights.checkpoint import is_quantised, weight_bytes
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
 from runtime.cannot_start import CannotStart
@@ -109,7 +109,7 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
         native=settings.backend != "torch" and native_step_works(),
         cpu_features=cpu_features(),
         on_gpu=device.type == "cuda" or settings.backend == "triton",
-        file_bytes=path.stat().st_size if path.is_file() else 0,  # only files are in blocks
+        file_bytes=weight_bytes(path),
     )
 
 

@@ -1,8 +1,8 @@
 """A model's tensors under canonical names, whatever file they came from.
 
-`gguf_file.py` reads GGUF files, `safetensors_folder.py` Hugging Face folders; both give the
-`Weights` of `canonical.py` and the `ModelShape` of engine/shape.py. The canonical form, with all matrices
-`[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging Face's order (the rotation
+`gguf_file.py` reads GGUF files, `safetensors_folder.py` Hugging Face folders, quantised ones too (quantised/);
+both give the `Weights` of `canonical.py` and the `ModelShape` of engine/shape.py. The canonical form, with all
+matrices `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging Face's order (the rotation
 pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cpp's interleaving):
 
     Weights        embed [vocab, hidden], layers (one LayerWeights each), final_norm [hidden],
@@ -17,7 +17,7 @@ pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cp
 
 All tensors are contiguous, on the CPU, and stored as the precision says (engine/precision.py): in fp32 and
 bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in int8
-ByteMatrix (kernels/byte_linear.py) or, where the file has Q4_0 or Q4_1, the same bytes in codes of four bits,
+ByteMatrix (kernels/byte_linear.py) or, where the file has codes of four bits, the same bytes in such codes,
 CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else float32.
 """
 

@@ -10,15 +10,28 @@ from engine.weights.canonical import Checkpoint
 
 
 def is_quantised(path: Path) -> bool:
-    """Whether a model's matrices are in quantised blocks: of the files that are read, only GGUF ones can be.
+    """Whether a model's matrices are in quantised blocks, or in codes that can be kept in such.
 
-    Raises FileNotFoundError or BadModelFile.
+    Raises FileNotFoundError, UnsupportedModel or BadModelFile.
     """
-    if path.is_dir() or path.suffix.lower() != ".gguf":
+    if path.is_dir():
+        from engine.weights.safetensors_folder import keeps_blocks
+
+        return keeps_blocks(path)
+    if path.suffix.lower() != ".gguf":
         return False
     from engine.weights.gguf_file import has_quantised_matrices
 
     return has_quantised_matrices(path)
+
+
+def weight_bytes(path: Path) -> int:
+    """Size of the files that hold a model's weights; 0 where there are none. Raises BadModelFile."""
+    if path.is_dir():
+        from engine.weights import safetensors_folder
+
+        return safetensors_folder.weight_bytes(path)
+    return path.stat().st_size if path.is_file() else 0
 
 
 def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from engine.precision import PLAIN, Precision
 from engine.shape import UnsupportedModel
-from engine.weights.blocks import in_precision
+from engine.weights.blocks import blocks_in_precision, in_precision, is_matrix, multiplied_together
 from engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from engine.weights.hf_config import eos_ids, read_config, shape_from_config
 from engine.weights.kv_scales import is_kv_scale, read_kv_scales
 from engine.weights.leftovers import refuse_leftovers
+from engine.weights.quantised import Codes, Scheme, scheme_of
 from engine.weights.quantised_folder import refuse_quantised
 
 _MODEL_NAMES = {
@@ -44,6 +46,25 @@ _LAYER_NAMES = {
     "down_bias": "mlp.down_proj.bias",
 }
 _LAYER_PREFIX = "model.layers."
+_MATRICES = tuple(
+    name.removesuffix(".weight")
+    for field, name in {**_MODEL_NAMES, **_LAYER_NAMES}.items()
+    if is_matrix(field)
+)
+
+
+def keeps_blocks(folder: Path) -> bool:
+    """Whether a folder's matrices can be kept in quantised blocks.
+
+    Raises UnsupportedModel or BadModelFile.
+    """
+    scheme = scheme_of(_json_object(folder / "config.json"))
+    return scheme is not None and scheme.keeps_codes
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the files that hold a folder's weights."""
+    return sum(path.stat().st_size for path in _weight_files(folder) if path.exists())
 
 
 def read_folder(folder: Path, precision: Precision) -> Checkpoint:
@@ -51,18 +72,21 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     pickle.
     """
     config = read_config(folder)
-    if precision == "gguf":
-        raise UnsupportedModel(
-            "dtype gguf keeps the blocks of a GGUF file; this is a folder with safetensors"
-        )
+    scheme = scheme_of(config)
+    if precision == "gguf" and (scheme is None or not scheme.keeps_codes):
+        raise UnsupportedModel("dtype gguf keeps a file's own quantised blocks; this folder has none")
     tensors = _TensorFiles(folder)
     dtypes = tensors.dtypes()
-    refuse_quantised(config, _json_object(folder / "hf_quant_config.json"), dtypes)
-    tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors)
+    refuse_quantised(_json_object(folder / "hf_quant_config.json"), dtypes, scheme, tensors)
+    tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors, scheme)
     shape = shape_from_config(config, tied=tied)
-    refuse_leftovers(filter(_may_be_left, dtypes), shape, _LAYER_PREFIX, _LAYER_NAMES)
+    names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors)
+    refuse_leftovers(filter(_may_be_left, names), shape, _LAYER_PREFIX, _LAYER_NAMES)
+    matrices = _Matrices(tensors, scheme, precision, tied=tied)
 
     def read(name: str) -> Matrix:
+        if is_matrix(name) and (quantised := matrices.read(name)) is not None:
+            return quantised
         stored = "embed" if name == "head" and tied else name
         return in_precision(name, tensors.read(_stored_name(stored)), precision)
 
@@ -81,11 +105,60 @@ def _may_be_left(name: str) -> bool:
     return not name.endswith("rotary_emb.inv_freq") and not is_kv_scale(name)
 
 
-def _own_head(tensors: _TensorFiles) -> bool:
+def _of_full_numbers(names: Iterable[str], scheme: Scheme, tensors: _TensorFiles) -> Iterator[str]:
+    """The tensors that the folder would have if it were not quantised."""
+    for name in names:
+        matrix = scheme.matrix_of(name)
+        if matrix is not None and matrix.endswith(_MATRICES):
+            yield f"{matrix}.weight"
+        # Old exports give every matrix a bias, and those that had none get zeros.
+        elif not (name.endswith(".bias") and not bool(tensors.read(name).any())):
+            yield name
+
+
+class _Matrices:
+    """A folder's quantised matrices by canonical name."""
+
+    def __init__(
+        self, tensors: _TensorFiles, scheme: Scheme | None, precision: Precision, *, tied: bool
+    ) -> None:
+        self._tensors, self._scheme, self._precision, self._tied = tensors, scheme, precision, tied
+
+    def read(self, name: str) -> Matrix | None:
+        """One of them as the precision stores it; None if it is not quantised."""
+        if self._scheme is None or not self._is_quantised(name, self._scheme):
+            return None
+        matrix = _matrix_of(name)
+        try:
+            found = self._scheme.read(matrix, self._tensors)
+        except BadModelFile as error:
+            raise BadModelFile(f"{matrix}: {error}") from error
+        if isinstance(found, Codes):
+            return self._kept(name, found, self._scheme) or in_precision(
+                name, found.numbers(), self._precision
+            )
+        return in_precision(name, found, self._precision)
+
+    def _kept(self, name: str, codes: Codes, scheme: Scheme) -> Matrix | None:
+        """In the file's own codes, if the precision has them and all that is multiplied together can."""
+        if self._precision in PLAIN or not scheme.keeps_codes:
+            return None
+        if not all(self._is_quantised(other, scheme) for other in multiplied_together(name)):
+            return None
+        return blocks_in_precision(codes.in_blocks(), self._precision)
+
+    def _is_quantised(self, name: str, scheme: Scheme) -> bool:
+        tied_head = name == "head" and self._tied
+        return not tied_head and scheme.is_quantised(_matrix_of(name), self._tensors)
+
+
+def _own_head(tensors: _TensorFiles, scheme: Scheme | None) -> bool:
     """Whether there is an output matrix that is not the embedding once more: then it counts, as it does for
     transformers, though the config ties them.
     """
     head, embed = _MODEL_NAMES["head"], _MODEL_NAMES["embed"]
+    if scheme is not None and scheme.is_quantised(_matrix_of("head"), tensors):
+        return True
     if not tensors.has(head):
         return False
     own, tied = tensors.read(head), tensors.read(embed)
@@ -97,6 +170,10 @@ def _stored_name(name: str) -> str:
         return _MODEL_NAMES[name]
     _, layer, field = name.split(".")
     return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES[field]}"
+
+
+def _matrix_of(name: str) -> str:
+    return _stored_name(name).removesuffix(".weight")
 
 
 class _TensorFiles:

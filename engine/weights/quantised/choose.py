@@ -1,0 +1,38 @@
+"""From what a folder says of its quantisation to the scheme that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.shape import UnsupportedModel
+from engine.weights.kv_scales import only_the_cache_is_quantised
+from engine.weights.quantised.awq import Awq
+from engine.weights.quantised.bitsandbytes import BitsAndBytes
+from engine.weights.quantised.compressed_tensors import CompressedTensors
+from engine.weights.quantised.fp8 import Fp8
+from engine.weights.quantised.gptq import Gptq
+from engine.weights.quantised.scheme import Scheme
+
+_SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "bitsandbytes": BitsAndBytes,
+}
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """By a config's `quantization_config`; None where the matrices are full numbers.
+
+    Raises UnsupportedModel, naming the field, for what is not read.
+    """
+    quantization = config.get("quantization_config")
+    if not quantization or only_the_cache_is_quantised(quantization):
+        return None
+    method = str(quantization.get("quant_method"))
+    if method not in _SCHEMES:
+        known = ", ".join(_SCHEMES)
+        raise UnsupportedModel(f"quantization_config.quant_method {method!r}: supported are {known}")
+    return _SCHEMES[method](quantization)
