@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, NoReturn
@@ -112,6 +113,25 @@ def test_logits_equal_transformers(name: str, backend: BackendChoice, tmp_path: 
         got = last_logits(model, ids, chunk)
         ends = [min(start + chunk, len(ids)) - 1 for start in range(0, len(ids), chunk)]
         torch.testing.assert_close(got, expected[ends], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
+@pytest.mark.parametrize("within", [True, False], ids=["within-too", "beside-alone"])
+def test_a_trained_length_beside_the_scaling_counts_as_for_transformers(
+    scaling: dict[str, Any], within: bool, tmp_path: Path
+) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    length = "original_max_position_embeddings"
+    rope = {key: value for key, value in scaling.items() if within or key != length}
+    config |= {"rope_parameters": rope, length: 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(0, 131, (97,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0, -1]
+    got = last_logits(load_model(tmp_path, torch.float32, backend="torch"), ids, 97)[0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
