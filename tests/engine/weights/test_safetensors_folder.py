@@ -145,6 +145,16 @@ def test_a_config_need_not_name_its_architecture(folder: Path) -> None:
     assert read_checkpoint(folder, "fp32").shape.family == "llama"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_act", None), ("rms_norm_eps", "1e-5"), ("layer_types", ["full_attention"])],
+)
+def test_a_field_that_transformers_refuses_is_named(folder: Path, field: str, value: object) -> None:
+    put(folder, "config.json", {field: value})
+    with pytest.raises(UnsupportedModel, match=rf"config\.json cannot be read: [^$]*{field}"):
+        read_checkpoint(folder, "fp32")
+
+
 def test_attention_to_later_tokens_is_refused(folder: Path) -> None:
     put(folder, "config.json", {"is_causal": False})
     with pytest.raises(UnsupportedModel, match="is_causal"):
