@@ -31,14 +31,14 @@ def read(folder: Path) -> TokenizerSource:
     tokenizer_config = _optional(folder / "tokenizer_config.json")
     generation = _optional(folder / "generation_config.json")
     added = tuple(_added(entry) for entry in spec.get("added_tokens") or ())
-    alphabet, strips_first_space = _alphabet(spec)
+    alphabet = _alphabet(spec)
     backend = _backend(data.decode("utf-8"))
     return TokenizerSource(
         backend=backend,
         continuation=_continuation(spec) or backend,
         added=added,
         alphabet=alphabet,
-        strips_first_space=strips_first_space,
+        strips_first_space=alphabet == "byte_fallback" and _strips_first_space(backend),
         vocab_size=_positive(config, "vocab_size"),
         max_context=_positive(config, "max_position_embeddings"),
         eos_token_ids=_eos(generation, config, tokenizer_config, backend),
@@ -96,16 +96,20 @@ def _steps(spec: Json, name: str) -> Iterator[Json]:
         yield entry
 
 
-def _alphabet(spec: Json) -> tuple[Literal["byte_level", "byte_fallback"], bool]:
-    decoders = {str(step.get("type")): step for step in _steps(spec, "decoder")}
+def _alphabet(spec: Json) -> Literal["byte_level", "byte_fallback"]:
+    decoders = {str(step.get("type")) for step in _steps(spec, "decoder")}
     if "ByteLevel" in decoders:
-        return "byte_level", False
+        return "byte_level"
     if "ByteFallback" in decoders:
-        strip = decoders.get("Strip")
-        return "byte_fallback", strip is not None and int(strip.get("start", 0)) > 0
+        return "byte_fallback"
     raise UnusableTokenizer(
         f"tokenizer.json decodes with {sorted(decoders)}; this build has byte-level and byte-fallback"
     )
+
+
+def _strips_first_space(backend: tokenizers.Tokenizer) -> bool:
+    """Asks the decoder: several of its steps can do it (Strip, Metaspace, Replace with a pattern)."""
+    return bool(backend.decoder.decode(["\u2581a"]) == "a")
 
 
 def _continuation(spec: Json) -> tokenizers.Tokenizer | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, Regex, decoders
 
 from gateway.model.chat_template import ChatTemplate, Message
 from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
@@ -32,6 +32,31 @@ def test_agrees_with_the_library(pair: dict[str, tuple[Tokenizer, Any]], kind: s
     expected = theirs.encode(text).ids
     assert ours.encode(text, add_special=True) == expected
     assert ours.decode(expected, skip_special=True) == theirs.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()],
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()],
+        [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.Fuse()],
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+        # LLM-jp's
+        [
+            decoders.ByteFallback(),
+            decoders.Replace(Regex("▁"), " "),
+            decoders.Fuse(),
+            decoders.Replace(Regex(r"(?<!\n)^ "), ""),
+        ],
+    ],
+)
+def test_the_first_space_goes_where_the_decoder_leaves_it_out(tmp_path: Path, steps: list[Any]) -> None:
+    theirs = sentencepiece_like()
+    theirs.decoder = decoders.Sequence(steps)
+    ours = Tokenizer.load(write_folder(tmp_path, theirs))
+    for text in ("the quick fox", " jumps", "é😀\n lazy"):
+        ids = ours.encode(text, add_special=True)
+        assert ours.decode(ids, skip_special=True) == theirs.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
