@@ -1,6 +1,7 @@
 """The tokenizer of a Hugging Face model folder: ``tokenizer.json`` and the small files beside it.
 
-Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json and chat_template.jinja.
+Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json, special_tokens_map.json and
+chat_template.jinja.
 Byte-level BPE (Llama 3, Qwen, GPT-2, SmolLM) and SentencePiece-style BPE with byte fallback (Llama 2,
 Mistral) are understood; what else a tokenizer.json may hold is refused by name.
 """
@@ -29,6 +30,9 @@ def read(folder: Path) -> TokenizerSource:
     spec = _object(path.name, data)
     config = _optional(folder / "config.json")
     tokenizer_config = _optional(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in tokenizer_config:
+        # Of before transformers 4.34, which wrote the names of special tokens beside the config.
+        tokenizer_config |= _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
     added = tuple(_added(entry) for entry in spec.get("added_tokens") or ())
     alphabet = _alphabet(spec)
@@ -153,8 +157,10 @@ def _token_text(entry: object) -> str | None:
 
 
 def _template_names(tokenizer_config: Json) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    found = ((name, _token_text(tokenizer_config.get(name))) for name in names)
+    """Those that transformers hands to templates, a model's own (``image_token``) among them."""
+    found = (
+        (name, _token_text(entry)) for name, entry in tokenizer_config.items() if name.endswith("_token")
+    )
     return {name: text for name, text in found if text is not None}
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders
+from transformers import PreTrainedTokenizerFast
 
 from gateway.model.chat_template import ChatTemplate, Message
 from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
@@ -110,6 +111,26 @@ def test_the_small_files_are_read(tmp_path: Path) -> None:
     assert ours.vocab_size == theirs.get_vocab_size() + 8  # rows that only pad the embedding
     assert ours.token_text(ours.vocab_size - 1) == ""
     assert ours.decode([ours.vocab_size - 1], skip_special=False) == ""
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}])
+def test_the_names_of_special_tokens_are_those_of_transformers(
+    tmp_path: Path, decoder: dict[str, object]
+) -> None:
+    folder = write_folder(
+        tmp_path,
+        byte_level(),
+        tokenizer_config={
+            "sep_token": "<|im_end|>",
+            "add_bos_token": True,
+            "image_token": "<think>",
+            **decoder,
+        },
+        special_tokens_map={"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}},
+    )
+    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.template_names == theirs.special_tokens_map
+    assert ours.eos_token_ids == (() if decoder else (theirs.eos_token_id,))
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
