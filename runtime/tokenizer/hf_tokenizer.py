@@ -37,15 +37,18 @@ def read(folder: Path) -> TokenizerSource:
     added = tuple(_added(entry) for entry in spec.get("added_tokens") or ())
     alphabet = _alphabet(spec)
     backend = _backend(data.decode("utf-8"))
+    vocab_size = _positive(config, "vocab_size")
+    eos = _eos(generation, config, tokenizer_config, backend)
     return TokenizerSource(
         backend=backend,
         continuation=_continuation(spec) or backend,
         added=added,
         alphabet=alphabet,
         strips_first_space=alphabet == "byte_fallback" and _strips_first_space(backend),
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=vocab_size,
         max_context=_positive(config, "max_position_embeddings"),
-        eos_token_ids=_eos(generation, config, tokenizer_config, backend),
+        # What the model cannot write ends nothing, and no worker can forbid it.
+        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
         digest=hashlib.sha256(data).hexdigest(),
         chat_template=_chat_template(folder, tokenizer_config),
         template_names=_template_names(tokenizer_config),

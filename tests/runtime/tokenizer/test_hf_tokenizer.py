@@ -146,6 +146,8 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
         ({"config": {"vocab_size": 700, "max_position_embeddings": 64, "eos_token_id": 7}}, (7,)),
         ({"tokenizer_config": {"eos_token": "</s>"}}, None),  # by its text
         ({"tokenizer_config": {"eos_token": "unheard of"}}, ()),
+        ({"generation_config": {"eos_token_id": [5, -1, 100_000]}}, (5,)),
+        ({"generation_config": {"eos_token_id": -1}}, ()),
         ({}, ()),
     ],
 )
