@@ -156,6 +156,7 @@ def _build(entries: _Entries) -> TokenizerSource:
         eos_token_ids=tuple(dict.fromkeys(stops)),
         digest=_digest(pre_name or "", tokens, types, merges, leads_with_bos),
         chat_template=entries.text("tokenizer.chat_template"),
+        tool_template=entries.text("tokenizer.chat_template.tool_use"),
         template_names={
             name: tokens[found]
             for name, found in (("bos_token", bos), ("eos_token", eos))

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face model folder: ``tokenizer.json`` and the small files beside it.
 
-Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json, special_tokens_map.json and
-chat_template.jinja.
+Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json, special_tokens_map.json,
+chat_template.jinja and additional_chat_templates/tool_use.jinja.
 Byte-level BPE (Llama 3, Qwen, GPT-2, SmolLM) and SentencePiece-style BPE with byte fallback (Llama 2,
 Mistral) are understood; what else a tokenizer.json may hold is refused by name.
 """
@@ -39,6 +39,7 @@ def read(folder: Path) -> TokenizerSource:
     backend = _backend(data.decode("utf-8"))
     vocab_size = _positive(config, "vocab_size")
     eos = _eos(generation, config, tokenizer_config, backend)
+    templates = _chat_templates(folder, tokenizer_config)
     return TokenizerSource(
         backend=backend,
         continuation=_continuation(spec) or backend,
@@ -50,7 +51,8 @@ def read(folder: Path) -> TokenizerSource:
         # What the model cannot write ends nothing, and no worker can forbid it.
         eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
         digest=hashlib.sha256(data).hexdigest(),
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         template_names=_template_names(tokenizer_config),
         generation_defaults=generation,
     )
@@ -167,14 +169,16 @@ def _template_names(tokenizer_config: Json) -> dict[str, str]:
     return {name: text for name, text in found if text is not None}
 
 
-def _chat_template(folder: Path, tokenizer_config: Json) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {
-            str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, tokenizer_config: Json) -> dict[str, str]:
+    """By name: files if there are any, else what the config holds."""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
+    given = tokenizer_config.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {name: template for name, template in named.items() if isinstance(template, str)}

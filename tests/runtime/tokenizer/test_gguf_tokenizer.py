@@ -187,3 +187,9 @@ def test_the_other_ends_of_a_family_stop_though_the_file_names_one(
     kinds[others[0]] = 1  # text that looks like one
     path = write_gguf(tmp_path / "m.gguf", trained, pre, eos_token_id=first, token_type=kinds)
     assert Tokenizer.load(path).eos_token_ids == (first, *others[1:])
+
+
+def test_templates_by_their_names(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "m.gguf", byte_level(), "gpt-2", templates=templates))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("d", "t")

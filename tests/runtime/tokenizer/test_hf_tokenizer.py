@@ -106,7 +106,7 @@ def test_the_small_files_are_read(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (3, 5)
     assert ours.generation_defaults["temperature"] == 0.6
     assert ours.template_names == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert ours.chat_template == "d"
+    assert (ours.chat_template, ours.tool_template) == ("d", "t")
     assert ours.max_context == 512
     assert ours.vocab_size == theirs.get_vocab_size() + 8  # rows that only pad the embedding
     assert ours.token_text(ours.vocab_size - 1) == ""
@@ -138,6 +138,9 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
         tmp_path, byte_level(), tokenizer_config={"chat_template": "old"}, chat_template="new"
     )
     assert Tokenizer.load(folder).chat_template == "new"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert Tokenizer.load(folder).tool_template == "tools"
 
 
 @pytest.mark.parametrize(
