@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.shape import ModelShape, RopeScaling, UnsupportedModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
         return ()
     if family == "mistral":
         return (int(window),) * layers
-    if not config.get("use_sliding_window", False):
+    if family != "ministral" and not config.get("use_sliding_window", False):
         return ()
     kinds = config.get("layer_types") or []
     if len(kinds) != layers:

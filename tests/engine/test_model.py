@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -52,6 +53,7 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**ODD),
@@ -61,6 +63,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-one-kv-head": LlamaConfig(**{**ODD, "num_key_value_heads": 1}),
     "mistral": MistralConfig(**ODD, sliding_window=None),
     "mistral-window": MistralConfig(**ODD, sliding_window=19),
+    "ministral": MinistralConfig(**ODD, sliding_window=19, layer_types=MIXED),
     "qwen2": Qwen2Config(**{**SIZES, "hidden_size": 240}),
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=17, max_window_layers=1),
     "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN),
@@ -132,6 +135,21 @@ def test_a_trained_length_beside_the_scaling_counts_as_for_transformers(
         expected = oracle(torch.tensor([ids])).logits[0, -1]
     got = last_logits(load_model(tmp_path, torch.float32, backend="torch"), ids, 97)[0]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_a_mistral_whose_layers_differ_is_a_ministral(tmp_path: Path) -> None:
+    """So transformers takes a config that says mistral and which of its layers have the window."""
+    save(CONFIGS["mistral"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"sliding_window": 19, "layer_types": MIXED}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = list(range(60))
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0, -1]
+    model = load_model(tmp_path, torch.float32, backend="torch")
+    assert model.shape.windows == (None, 19, 19)
+    torch.testing.assert_close(last_logits(model, ids, 60)[0], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
