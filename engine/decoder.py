@@ -1,4 +1,4 @@
-"""The decoder: one definition with switches for Llama, Mistral, Qwen2 and Qwen3.
+"""The decoder: one definition with switches for Llama, Mistral, Ministral, Qwen2 and Qwen3.
 
 Names carry shapes: T tokens of the step (all sequences in a row), H hidden, N query heads, K KV heads, D
 head_dim. Attention is an argument, so that the definition knows nothing of blocks, pools or batches.

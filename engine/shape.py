@@ -44,7 +44,7 @@ class ModelShape:
     """Sizes and switches of one decoder-only transformer."""
 
     family: str
-    """llama, mistral, qwen2 or qwen3: only a name, no code asks for it."""
+    """llama, mistral, ministral, qwen2 or qwen3: only a name, no code asks for it."""
     vocab_size: int
     hidden_size: int
     num_layers: int

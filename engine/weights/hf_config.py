@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.shape import ModelShape, RopeScaling, UnsupportedModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no config.json in {folder}")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # its checks of a config's fields raise kinds of their own
         raise UnsupportedModel(f"config.json cannot be read: {error}") from error
     resolved: dict[str, Any] = config.to_dict()
     return resolved
@@ -70,7 +70,7 @@ def shape_from_config(config: Mapping[str, Any], *, tied: bool) -> ModelShape:
         rms_eps=float(config["rms_norm_eps"]),
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         max_context=int(config["max_position_embeddings"]),
-        rope_scaling=_rope_scaling(rope, int(config["max_position_embeddings"])),
+        rope_scaling=_rope_scaling(config, rope),
         tied_embeddings=tied,
         qkv_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
@@ -86,7 +86,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
         return ()
     if family == "mistral":
         return (int(window),) * layers
-    if not config.get("use_sliding_window", False):
+    if family != "ministral" and not config.get("use_sliding_window", False):
         return ()
     kinds = config.get("layer_types") or []
     if len(kinds) != layers:
@@ -97,7 +97,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | None:
+def _rope_scaling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", "default")
     if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial_rotary_factor: only whole heads are rotated")
@@ -108,10 +108,12 @@ def _rope_scaling(rope: Mapping[str, Any], max_context: int) -> RopeScaling | No
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise UnsupportedModel("rope mscale is not supported")
     given = rope.get("attention_factor")
+    # Beside the scaling it counts more than within, as for transformers' models: Phi-3 began with that.
+    beside, within = (one.get("original_max_position_embeddings") for one in (config, rope))
     return RopeScaling(
         kind=kind,
         factor=float(rope["factor"]),
-        original_context=int(rope.get("original_max_position_embeddings") or max_context),
+        original_context=int(beside or within or config["max_position_embeddings"]),
         low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
         high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
         beta_fast=float(rope.get("beta_fast") or 32.0),

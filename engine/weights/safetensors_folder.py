@@ -203,9 +203,10 @@ class _TensorFiles:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
+    """One file counts before an index, as for transformers: an earlier model may have left the index."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
     names = set(_json_object(index).get("weight_map", {}).values())
     for name in names:
         # A name with a separator could reach outside of the folder.

@@ -60,6 +60,7 @@ class ChatTemplate:
         control_tokens: ControlTokens,
         names: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
+        with_tools: ChatTemplate | None = None,
     ) -> None:
         """
         Args:
@@ -67,6 +68,7 @@ class ChatTemplate:
             control_tokens: of the model's tokenizer.
             names: special tokens that the template may name (``bos_token``, ``eos_token``, …).
             now: for templates that write today's date.
+            with_tools: what is rendered instead where tools are given or were called.
         """
         if len(source) > limits.MAX_TEMPLATE_BYTES:
             raise UnusableTemplate(f"the chat template has {len(source)} characters")
@@ -80,11 +82,19 @@ class ChatTemplate:
             raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
         self._variables = frozenset(meta.find_undeclared_variables(tree))
         self._keys = _keys(tree)
-        self.source = source
+        self._source = source
+        self._with_tools = with_tools
+
+    @property
+    def tool_source(self) -> str:
+        """Of what is rendered where there are tools."""
+        return self._source if self._with_tools is None else self._with_tools.tool_source
 
     def reads_variable(self, name: str) -> bool:
         """Whether the template looks at a top-level variable (a template keyword argument)."""
-        return name in self._variables
+        return name in self._variables or (
+            self._with_tools is not None and self._with_tools.reads_variable(name)
+        )
 
     def reads_key(self, name: str) -> bool:
         """Whether the template looks at ``x.name`` or ``x['name']`` of anything, such as a message."""
@@ -102,6 +112,10 @@ class ChatTemplate:
 
         Raises `RenderRefused`.
         """
+        if self._with_tools is not None and (tools or any(map(_of_tools, messages))):
+            return self._with_tools.render(
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, kwargs=kwargs
+            )
         context = {
             **self._names,
             "tools": [self._defused_value(tool.as_template_value()) for tool in tools] or None,
@@ -158,6 +172,10 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise RenderRefused("it writes too much") from error
         return "".join(written)
+
+
+def _of_tools(message: Message) -> bool:
+    return bool(message.tool_calls) or message.role == "tool"
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

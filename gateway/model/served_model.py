@@ -27,11 +27,15 @@ class ServedModel:
         Raises `UnusableTokenizer`, `UnusableTemplate` or `OSError`.
         """
         tokenizer = Tokenizer.load(path)
-        source = tokenizer.chat_template
-        template = (
-            None
-            if source is None
-            else ChatTemplate(source, tokenizer.control_tokens, tokenizer.template_names)
-        )
+        template = _template(tokenizer)
         tools = ToolSupport() if template is None else ToolSupport.of(template, tokenizer)
         return cls(ModelCard.from_tokenizer(tokenizer, path, name), tokenizer, template, tools)
+
+
+def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    control, names = tokenizer.control_tokens, tokenizer.template_names
+    source, tool_source = tokenizer.chat_template, tokenizer.tool_template
+    if source is None:
+        return None
+    with_tools = None if tool_source is None else ChatTemplate(tool_source, control, names)
+    return ChatTemplate(source, control, names, with_tools=with_tools)

@@ -44,7 +44,7 @@ class ToolSupport:
     @classmethod
     def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
         """Two small renderings tell."""
-        form = format_of(template.source)
+        form = format_of(template.tool_source)
         markers = form.markers if form is not None else ()
         control = {token.text: token for marker in markers if (token := _control(marker, tokenizer))}
         suffix = form.prompt_suffix if form is not None else ""

@@ -56,6 +56,9 @@ def prompt_ids(
     if not ids:
         raise InvalidParameter(kind, "has no tokens")
     budget.check(field, len(ids))
+    if max(ids) >= model.card.vocab_size:
+        # Some models' tokenizers have tokens that the model never got.
+        raise InvalidParameter(field, f"has a token that the model of {model.card.vocab_size} does not know")
     return tuple(ids)
 
 

@@ -36,6 +36,7 @@ class _Pre(NamedTuple):
     )
     composes_unicode: bool = False  # NFC before anything else
     adds_bos: bool = False  # unless the file says otherwise
+    ends: tuple[str, ...] = ()  # control tokens that end an output, beside those that the file names
 
 
 def _gpt2() -> Any:
@@ -54,9 +55,19 @@ def _pattern(pattern: str) -> Any:
 _PRE: Final = {
     "gpt-2": _Pre(_gpt2),
     "smollm": _Pre(_smollm),
-    "llama-bpe": _Pre(lambda: _pattern(_LLAMA3_PATTERN), ignore_merges=True, adds_bos=True),
-    "qwen2": _Pre(lambda: _pattern(_QWEN2_PATTERN), composes_unicode=True),
+    "llama-bpe": _Pre(
+        lambda: _pattern(_LLAMA3_PATTERN),
+        ignore_merges=True,
+        adds_bos=True,
+        ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    ),
+    "qwen2": _Pre(
+        lambda: _pattern(_QWEN2_PATTERN), composes_unicode=True, ends=("<|im_end|>", "<|endoftext|>")
+    ),
 }
+"""The ends are those of each family's generation_config.json, of which most GGUF files name one alone:
+llama.cpp finds them by their texts, too.
+"""
 
 
 def read(path: Path) -> TokenizerSource:
@@ -133,6 +144,7 @@ def _build(entries: _Entries) -> TokenizerSource:
             single="BOS:0 $A:0", special_tokens=[("BOS", bos)]
         )
     stops = [found for name in _EOS_KEYS if (found := _special(entries, name, len(tokens))) is not None]
+    stops += [token.token_id for token in added if token.control and token.text in pre.ends]
     return TokenizerSource(
         backend=backend,
         continuation=backend,
@@ -144,6 +156,7 @@ def _build(entries: _Entries) -> TokenizerSource:
         eos_token_ids=tuple(dict.fromkeys(stops)),
         digest=_digest(pre_name or "", tokens, types, merges, leads_with_bos),
         chat_template=entries.text("tokenizer.chat_template"),
+        tool_template=entries.text("tokenizer.chat_template.tool_use"),
         template_names={
             name: tokens[found]
             for name, found in (("bos_token", bos), ("eos_token", eos))

@@ -1,6 +1,7 @@
 """The tokenizer of a Hugging Face model folder: ``tokenizer.json`` and the small files beside it.
 
-Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json and chat_template.jinja.
+Reads tokenizer.json, config.json, generation_config.json, tokenizer_config.json, special_tokens_map.json,
+chat_template.jinja and additional_chat_templates/tool_use.jinja.
 Byte-level BPE (Llama 3, Qwen, GPT-2, SmolLM) and SentencePiece-style BPE with byte fallback (Llama 2,
 Mistral) are understood; what else a tokenizer.json may hold is refused by name.
 """
@@ -29,21 +30,29 @@ def read(folder: Path) -> TokenizerSource:
     spec = _object(path.name, data)
     config = _optional(folder / "config.json")
     tokenizer_config = _optional(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in tokenizer_config:
+        # Of before transformers 4.34, which wrote the names of special tokens beside the config.
+        tokenizer_config |= _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
     added = tuple(_added(entry) for entry in spec.get("added_tokens") or ())
-    alphabet, strips_first_space = _alphabet(spec)
+    alphabet = _alphabet(spec)
     backend = _backend(data.decode("utf-8"))
+    vocab_size = _positive(config, "vocab_size")
+    eos = _eos(generation, config, tokenizer_config, backend)
+    templates = _chat_templates(folder, tokenizer_config)
     return TokenizerSource(
         backend=backend,
         continuation=_continuation(spec) or backend,
         added=added,
         alphabet=alphabet,
-        strips_first_space=strips_first_space,
-        vocab_size=_positive(config, "vocab_size"),
+        strips_first_space=alphabet == "byte_fallback" and _strips_first_space(backend),
+        vocab_size=vocab_size,
         max_context=_positive(config, "max_position_embeddings"),
-        eos_token_ids=_eos(generation, config, tokenizer_config, backend),
+        # What the model cannot write ends nothing, and no worker can forbid it.
+        eos_token_ids=tuple(token_id for token_id in eos if 0 <= token_id < vocab_size),
         digest=hashlib.sha256(data).hexdigest(),
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         template_names=_template_names(tokenizer_config),
         generation_defaults=generation,
     )
@@ -96,16 +105,20 @@ def _steps(spec: Json, name: str) -> Iterator[Json]:
         yield entry
 
 
-def _alphabet(spec: Json) -> tuple[Literal["byte_level", "byte_fallback"], bool]:
-    decoders = {str(step.get("type")): step for step in _steps(spec, "decoder")}
+def _alphabet(spec: Json) -> Literal["byte_level", "byte_fallback"]:
+    decoders = {str(step.get("type")) for step in _steps(spec, "decoder")}
     if "ByteLevel" in decoders:
-        return "byte_level", False
+        return "byte_level"
     if "ByteFallback" in decoders:
-        strip = decoders.get("Strip")
-        return "byte_fallback", strip is not None and int(strip.get("start", 0)) > 0
+        return "byte_fallback"
     raise UnusableTokenizer(
         f"tokenizer.json decodes with {sorted(decoders)}; this build has byte-level and byte-fallback"
     )
+
+
+def _strips_first_space(backend: tokenizers.Tokenizer) -> bool:
+    """Asks the decoder: several of its steps can do it (Strip, Metaspace, Replace with a pattern)."""
+    return bool(backend.decoder.decode(["\u2581a"]) == "a")
 
 
 def _continuation(spec: Json) -> tokenizers.Tokenizer | None:
@@ -149,19 +162,23 @@ def _token_text(entry: object) -> str | None:
 
 
 def _template_names(tokenizer_config: Json) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    found = ((name, _token_text(tokenizer_config.get(name))) for name in names)
+    """Those that transformers hands to templates, a model's own (``image_token``) among them."""
+    found = (
+        (name, _token_text(entry)) for name, entry in tokenizer_config.items() if name.endswith("_token")
+    )
     return {name: text for name, text in found if text is not None}
 
 
-def _chat_template(folder: Path, tokenizer_config: Json) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        named = {
-            str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, tokenizer_config: Json) -> dict[str, str]:
+    """By name: files if there are any, else what the config holds."""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
+    given = tokenizer_config.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {name: template for name, template in named.items() if isinstance(template, str)}

@@ -39,5 +39,6 @@ class TokenizerSource:
     eos_token_ids: tuple[int, ...]
     digest: str  # sha256 of all that decides the tokenization, hex
     chat_template: str | None
+    tool_template: str | None = None  # in its place for conversations with tools, where there are two
     template_names: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, …
     generation_defaults: Mapping[str, object] = field(default_factory=dict)  # generation_config.json

@@ -69,6 +69,11 @@ class Tokenizer:
         return self._source.chat_template
 
     @property
+    def tool_template(self) -> str | None:
+        """What stands in for `chat_template` in conversations with tools, if there is such a one."""
+        return self._source.tool_template
+
+    @property
     def template_names(self) -> Mapping[str, str]:
         """Names a chat template may use for special tokens: ``bos_token``, ``eos_token``, …"""
         return self._source.template_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -51,6 +53,7 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+MIXED = ["full_attention", "sliding_attention", "sliding_attention"]
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**ODD),
@@ -60,6 +63,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-one-kv-head": LlamaConfig(**{**ODD, "num_key_value_heads": 1}),
     "mistral": MistralConfig(**ODD, sliding_window=None),
     "mistral-window": MistralConfig(**ODD, sliding_window=19),
+    "ministral": MinistralConfig(**ODD, sliding_window=19, layer_types=MIXED),
     "qwen2": Qwen2Config(**{**SIZES, "hidden_size": 240}),
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=17, max_window_layers=1),
     "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN),
@@ -112,6 +116,40 @@ def test_logits_equal_transformers(name: str, backend: BackendChoice, tmp_path: 
         got = last_logits(model, ids, chunk)
         ends = [min(start + chunk, len(ids)) - 1 for start in range(0, len(ids), chunk)]
         torch.testing.assert_close(got, expected[ends], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
+@pytest.mark.parametrize("within", [True, False], ids=["within-too", "beside-alone"])
+def test_a_trained_length_beside_the_scaling_counts_as_for_transformers(
+    scaling: dict[str, Any], within: bool, tmp_path: Path
+) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    length = "original_max_position_embeddings"
+    rope = {key: value for key, value in scaling.items() if within or key != length}
+    config |= {"rope_parameters": rope, length: 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(0, 131, (97,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0, -1]
+    got = last_logits(load_model(tmp_path, torch.float32, backend="torch"), ids, 97)[0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_a_mistral_whose_layers_differ_is_a_ministral(tmp_path: Path) -> None:
+    """So transformers takes a config that says mistral and which of its layers have the window."""
+    save(CONFIGS["mistral"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"sliding_window": 19, "layer_types": MIXED}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = list(range(60))
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0, -1]
+    model = load_model(tmp_path, torch.float32, backend="torch")
+    assert model.shape.windows == (None, 19, 19)
+    torch.testing.assert_close(last_logits(model, ids, 60)[0], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

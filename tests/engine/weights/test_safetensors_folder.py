@@ -118,6 +118,18 @@ def test_modelopts_record_of_the_cache_alone_is_no_hindrance(folder: Path) -> No
     assert read_checkpoint(folder, "fp32").shape.num_layers == 2
 
 
+def test_an_index_that_an_earlier_model_left_does_not_count(folder: Path) -> None:
+    """save_pretrained removes the shards that it replaces with one file, and not their index."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    model.save_pretrained(folder)
+    assert (folder / "model.safetensors.index.json").exists()
+    head = read_checkpoint(folder, "fp32").weights.output_matrix()
+    assert torch.equal(head, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
+
+
 def test_a_missing_head_is_not_the_embedding_unless_the_config_says_so(folder: Path) -> None:
     change(folder, lambda tensors: tensors.pop(HEAD))
     with pytest.raises(BadModelFile, match=r"tensor lm_head\.weight is missing"):
@@ -143,6 +155,16 @@ def test_a_classifier_is_refused(folder: Path) -> None:
 def test_a_config_need_not_name_its_architecture(folder: Path) -> None:
     put(folder, "config.json", {"architectures": None})
     assert read_checkpoint(folder, "fp32").shape.family == "llama"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_act", None), ("rms_norm_eps", "1e-5"), ("layer_types", ["full_attention"])],
+)
+def test_a_field_that_transformers_refuses_is_named(folder: Path, field: str, value: object) -> None:
+    put(folder, "config.json", {field: value})
+    with pytest.raises(UnsupportedModel, match=rf"config\.json cannot be read: [^$]*{field}"):
+        read_checkpoint(folder, "fp32")
 
 
 def test_attention_to_later_tokens_is_refused(folder: Path) -> None:

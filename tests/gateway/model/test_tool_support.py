@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
-from gateway.model.chat_template import ChatTemplate
+from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.served_model import ServedModel
 from gateway.model.tool_support import ToolSupport
 from gateway.tools.tool import Mode, Tool, Toolbox
@@ -83,3 +84,35 @@ def test_who_reads_calls(tokenizer: Tokenizer) -> None:
     assert hermes.parser(Toolbox(TOOLBOX.tools, Mode.NONE)) is None
     assert hermes.parser(TOOLBOX) is not hermes.parser(TOOLBOX)
     assert support(tokenizer, SHOWS).parser(TOOLBOX) is None
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_template_of_their_own_is_for_conversations_with_tools_as_for_transformers(
+    tmp_path: Path, in_files: bool
+) -> None:
+    hermes = SHOWS + ANSWERS + "{# <tool_call> #}"
+    both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": hermes}]
+    folder = write_folder(
+        tmp_path, byte_level(), tokenizer_config={} if in_files else {"chat_template": both}
+    )
+    if in_files:
+        (folder / "chat_template.jinja").write_text(CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(hermes)
+    ours, theirs = ServedModel.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert (ours.tools.tools, ours.tools.calls, ours.tools.turns) == (True, True, True)
+    assert ours.tools.form is not None
+    assert ours.tools.form.name == "hermes"
+    assert ours.chat_template is not None
+    for tools in ((), TOOLBOX.tools):
+        parts = ours.chat_template.render([Message("user", "Hello")], add_generation_prompt=True, tools=tools)
+        expected = theirs.apply_chat_template(
+            [{"role": "user", "content": "Hello"}],
+            tools=[tool.as_template_value() for tool in tools] or None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        assert "".join(part if isinstance(part, str) else part.text for part in parts) == expected
+    answered = [Message("user", "Hello"), Message("tool", "42", "f")]
+    parts = ours.chat_template.render(answered, add_generation_prompt=True)
+    assert parts == ("user: Hellotool: 42",), "answers of tools need that template though none is offered"

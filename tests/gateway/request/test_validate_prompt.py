@@ -69,6 +69,18 @@ def test_ids_at_the_end_of_the_vocabulary_and_one_over(bundled: ServedModel) -> 
     assert field_of(bundled, InvalidParameter, token_ids=over) == "token_ids.ids[1]"
 
 
+def test_tokens_that_only_the_tokenizer_knows_are_the_callers_fault(bundled: ServedModel) -> None:
+    """Fine-tunes have them: a token was added, and the model's embedding stayed as it was."""
+    text, last = "the fox", max(ids(bundled, text="the fox"))
+    whole, short = (
+        dataclasses.replace(bundled, card=dataclasses.replace(bundled.card, vocab_size=size))
+        for size in (last + 1, last)
+    )
+    assert ids(whole, text=text)
+    assert field_of(short, InvalidParameter, text=text) == "text"
+    assert field_of(short, InvalidParameter, chat=chat(("user", text))) == "chat.messages"
+
+
 @pytest.mark.parametrize("kind", ["text", "token_ids", "chat"])
 def test_a_prompt_at_its_budget_and_one_over(bundled: ServedModel, kind: str) -> None:
     prompts: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,15 @@ def write_folder(folder: Path, tokenizer: Tokenizer, **files: object) -> Path:
     return folder
 
 
-def write_gguf(path: Path, tokenizer: Tokenizer, pre: str, *, without: str = "", **extra: object) -> Path:
+def write_gguf(
+    path: Path,
+    tokenizer: Tokenizer,
+    pre: str,
+    *,
+    without: str = "",
+    templates: Sequence[Mapping[str, str]] | None = None,
+    **extra: object,
+) -> Path:
     """A GGUF file without tensors; ``extra`` adds or replaces tokenizer keys, ``without`` leaves one out."""
     spec = json.loads(tokenizer.to_str())
     tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
@@ -129,7 +138,7 @@ def write_gguf(path: Path, tokenizer: Tokenizer, pre: str, *, without: str = "",
             writer.add_uint32(key, value)
         else:
             writer.add_string(key, str(value))
-    writer.add_chat_template(CHATML)
+    writer.add_chat_template(CHATML if templates is None else templates)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -164,3 +164,32 @@ def test_files_that_this_build_cannot_serve(tmp_path: Path, changes: dict[str, A
     arguments = {"pre": "gpt-2"} | changes
     with pytest.raises(UnusableTokenizer, match=message):
         Tokenizer.load(write_gguf(tmp_path / "m.gguf", byte_level(), **arguments))
+
+
+@pytest.mark.parametrize(
+    ("pre", "ends"),
+    [
+        ("qwen2", ["<|im_end|>", "<|endoftext|>"]),
+        ("llama-bpe", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+    ],
+)
+def test_the_other_ends_of_a_family_stop_though_the_file_names_one(
+    tmp_path: Path, pre: str, ends: list[str]
+) -> None:
+    trained = byte_level()
+    trained.add_special_tokens(ends)
+    first, *others = (trained.token_to_id(text) for text in ends)
+    kinds = [1] * trained.get_vocab_size()
+    for token_id in (first, *others):
+        kinds[token_id] = 3
+    path = write_gguf(tmp_path / "m.gguf", trained, pre, eos_token_id=first, token_type=kinds)
+    assert Tokenizer.load(path).eos_token_ids == (first, *others)
+    kinds[others[0]] = 1  # text that looks like one
+    path = write_gguf(tmp_path / "m.gguf", trained, pre, eos_token_id=first, token_type=kinds)
+    assert Tokenizer.load(path).eos_token_ids == (first, *others[1:])
+
+
+def test_templates_by_their_names(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "m.gguf", byte_level(), "gpt-2", templates=templates))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("d", "t")

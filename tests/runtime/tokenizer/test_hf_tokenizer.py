@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, Regex, decoders
+from transformers import PreTrainedTokenizerFast
 
 from gateway.model.chat_template import ChatTemplate, Message
 from runtime.tokenizer.tokenizer import Tokenizer, UnusableTokenizer
@@ -32,6 +33,31 @@ def test_agrees_with_the_library(pair: dict[str, tuple[Tokenizer, Any]], kind: s
     expected = theirs.encode(text).ids
     assert ours.encode(text, add_special=True) == expected
     assert ours.decode(expected, skip_special=True) == theirs.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()],
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()],
+        [decoders.ByteFallback(), decoders.Replace("▁", " "), decoders.Fuse()],
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)],
+        # LLM-jp's
+        [
+            decoders.ByteFallback(),
+            decoders.Replace(Regex("▁"), " "),
+            decoders.Fuse(),
+            decoders.Replace(Regex(r"(?<!\n)^ "), ""),
+        ],
+    ],
+)
+def test_the_first_space_goes_where_the_decoder_leaves_it_out(tmp_path: Path, steps: list[Any]) -> None:
+    theirs = sentencepiece_like()
+    theirs.decoder = decoders.Sequence(steps)
+    ours = Tokenizer.load(write_folder(tmp_path, theirs))
+    for text in ("the quick fox", " jumps", "é😀\n lazy"):
+        ids = ours.encode(text, add_special=True)
+        assert ours.decode(ids, skip_special=True) == theirs.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
@@ -80,11 +106,31 @@ def test_the_small_files_are_read(tmp_path: Path) -> None:
     assert ours.eos_token_ids == (3, 5)
     assert ours.generation_defaults["temperature"] == 0.6
     assert ours.template_names == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert ours.chat_template == "d"
+    assert (ours.chat_template, ours.tool_template) == ("d", "t")
     assert ours.max_context == 512
     assert ours.vocab_size == theirs.get_vocab_size() + 8  # rows that only pad the embedding
     assert ours.token_text(ours.vocab_size - 1) == ""
     assert ours.decode([ours.vocab_size - 1], skip_special=False) == ""
+
+
+@pytest.mark.parametrize("decoder", [{}, {"added_tokens_decoder": {}}])
+def test_the_names_of_special_tokens_are_those_of_transformers(
+    tmp_path: Path, decoder: dict[str, object]
+) -> None:
+    folder = write_folder(
+        tmp_path,
+        byte_level(),
+        tokenizer_config={
+            "sep_token": "<|im_end|>",
+            "add_bos_token": True,
+            "image_token": "<think>",
+            **decoder,
+        },
+        special_tokens_map={"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}},
+    )
+    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.template_names == theirs.special_tokens_map
+    assert ours.eos_token_ids == (() if decoder else (theirs.eos_token_id,))
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
@@ -92,6 +138,9 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
         tmp_path, byte_level(), tokenizer_config={"chat_template": "old"}, chat_template="new"
     )
     assert Tokenizer.load(folder).chat_template == "new"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert Tokenizer.load(folder).tool_template == "tools"
 
 
 @pytest.mark.parametrize(
@@ -100,6 +149,8 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
         ({"config": {"vocab_size": 700, "max_position_embeddings": 64, "eos_token_id": 7}}, (7,)),
         ({"tokenizer_config": {"eos_token": "</s>"}}, None),  # by its text
         ({"tokenizer_config": {"eos_token": "unheard of"}}, ()),
+        ({"generation_config": {"eos_token_id": [5, -1, 100_000]}}, (5,)),
+        ({"generation_config": {"eos_token_id": -1}}, ()),
         ({}, ()),
     ],
 )
