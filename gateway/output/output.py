@@ -124,6 +124,11 @@ class OutputStream:
         return self._stopped_by_text or (self._one_call and self.called)
 
     @property
+    def stopped(self) -> bool:
+        """Whether it has ended before its length, by what it says or with a stop token."""
+        return self.over or self.stop_match is not None
+
+    @property
     def _stopped_by_text(self) -> bool:
         return self.stop_match is not None and self.stop_match.text is not None
 

@@ -155,8 +155,7 @@ class Conversation:
         if not output.restore(received):
             return False
         full = self.choices.tally.cut_off(len(received))
-        stopped = output.over or output.stop_match is not None
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
+        reason = FinishReason.STOP if output.stopped else FinishReason.LENGTH if full else None
         self.feed(Restored(received, 0, reason))
         return True
 
@@ -282,8 +281,10 @@ class Conversation:
     def _finish(self, choice: int, reason: FinishReason) -> None:
         output = self.outputs[choice]
         output.finish()
-        if output.over:
-            reason = FinishReason.STOP  # also when the match was complete only with the last held-back text
+        if output.stopped:
+            # Also when the match was complete only with the last held-back text, or when the word that a stop
+            # token was the last one was lost.
+            reason = FinishReason.STOP
         self.outgoing.finished[choice] = reason
         self.outgoing.put(choice)
         if len(self.outgoing.finished) == len(self.outputs):

@@ -8,6 +8,7 @@ import time
 import grpc
 import pytest
 
+from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import Stack, collect, ids_of, reason_of, running, text_of, until
@@ -189,6 +190,24 @@ async def test_tokens_before_a_loss_are_delivered(
         error = await failure(call)
     assert received == answer[:4]
     assert error.code() is grpc.StatusCode.ABORTED
+
+
+async def test_a_stop_token_at_the_limit_is_a_stop_when_the_word_of_the_end_is_lost(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    """The prefill worker says the only token there may be, and the decode worker never takes it over."""
+    prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
+    eos = bundled.card.eos_token_ids[0]
+    async with running(bundled, redis_url, prefill, decode) as stack:
+        call = stack.stub.Generate(stack.request(stopping=pb.StoppingCriteria(max_tokens=1)))
+        (dispatch,) = await prefill.wait_for("dispatch")
+        prefill.first(dispatch.work, eos)
+        await asyncio.sleep(0.1)
+        decode.ended(dispatch.work, preempted={})
+        output = (await call).outputs[0]
+        await stack.until_idle()
+    assert output.finish_reason == pb.FINISH_REASON_STOP
+    assert output.stop_token_id == eos
 
 
 async def test_a_row_that_failed_is_computed_anew(
