@@ -83,7 +83,10 @@ class OpenAIBackend:
                 f"{self._root}/{self._endpoint}", data=body, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
-                    raise RequestFailed(f"HTTP {response.status}", (await response.text())[:300])
+                    told = (await response.read()).decode(
+                        errors="replace"
+                    )  # a proxy's page is in any charset
+                    raise RequestFailed(f"HTTP {response.status}", told[:300])
                 async for piece in response.content.iter_any():
                     answer.feed(piece, time.perf_counter())
         except TimeoutError:  # a ServerTimeoutError of aiohttp is one too

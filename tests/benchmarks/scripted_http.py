@@ -21,7 +21,7 @@ class ScriptedHttp:
     `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
     completion; `text` False sends no text before the end, as servers do while a character is incomplete.
-    `hangs_up` closes the connection after each stream without having said so.
+    `hangs_up` closes the connection after each stream without having said so. `page` is what it refuses with.
     """
 
     ttft: float = 0.0
@@ -33,6 +33,7 @@ class ScriptedHttp:
     garbage_after: int | None = None
     text: bool = True
     hangs_up: bool = False
+    page: bytes = b'{"error": {"message": "come back later"}}'
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -58,11 +59,11 @@ class ScriptedHttp:
     async def _answer(self, path: str, body: dict[str, Any], writer: Writer) -> bool:
         self.seen.append((path, body))
         if path == "/health":
-            return _whole(writer, 200, {})
+            return _whole(writer, 200, b"{}")
         if path == "/v1/models":
-            return _whole(writer, 200, {"data": [{"id": "scripted"}]})
+            return _whole(writer, 200, b'{"data": [{"id": "scripted"}]}')
         if self.status != 200:
-            return _whole(writer, self.status, {"error": {"message": "come back later"}})
+            return _whole(writer, self.status, self.page)
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
@@ -119,7 +120,6 @@ async def _piece(writer: Writer, data: bytes) -> None:
         await writer.drain()
 
 
-def _whole(writer: Writer, status: int, content: dict[str, Any]) -> bool:
-    data = json.dumps(content).encode()
+def _whole(writer: Writer, status: int, data: bytes) -> bool:
     writer.write(f"HTTP/1.1 {status} Scripted\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return True

@@ -68,6 +68,7 @@ async def test_takes_tokens_without_text_as_output_that_came_with_the_end() -> N
     ("script", "code"),
     [
         (ScriptedHttp(status=429), "HTTP 429"),
+        (ScriptedHttp(status=502, page="défaut".encode("latin-1")), "HTTP 502"),
         (ScriptedHttp(vanish_after=3), "CONNECTION"),
         (ScriptedHttp(fail_after=3), "STREAM_ERROR"),
         (ScriptedHttp(fail_after=0), "STREAM_ERROR"),
