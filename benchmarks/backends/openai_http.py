@@ -24,6 +24,10 @@ from benchmarks.words import as_text
 
 Endpoint = Literal["completions", "chat/completions"]
 
+# Where a message has its text. Thoughts are tokens, too: `reasoning` is vLLM's and Ollama's name for them,
+# the last one DeepSeek's and SGLang's.
+_TEXTS = ("text", "content", "reasoning", "reasoning_content")
+
 # Less than the 5 s after which common servers close an idle connection: none is used that may be closing.
 _KEEPALIVE_S = 2.0
 
@@ -165,11 +169,11 @@ class _Answer:
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         said = choice.get("delta") or {} if self._chat else choice
-        text = said.get("text") or said.get("content") or said.get("reasoning_content") or ""
+        text = next((said[name] for name in _TEXTS if said.get(name)), "")
         ended = choice.get("finish_reason") is not None
         # Half a character is a token without text. The opening message of a chat, which only says whose
-        # turn it is, and a closing one that only says why it ended, are none.
-        if text or not (ended or "role" in said):
+        # turn it is, a closing one that only says why it ended, and one after it, with the counts, are none.
+        if text or not (ended or self._ended is not None or "role" in said):
             self._arrivals.append(now)
             self._texts.append(text)
             if self._on_output is not None:

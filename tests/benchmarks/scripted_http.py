@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ class ScriptedHttp:
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
     completion; `text` False sends no text before the end, as servers do while a character is incomplete.
     `hangs_up` closes the connection after each stream without having said so. `page` is what it refuses with.
+    `events` are sent in place of an answer, `itl` before each.
     """
 
     ttft: float = 0.0
@@ -34,6 +35,7 @@ class ScriptedHttp:
     text: bool = True
     hangs_up: bool = False
     page: bytes = b'{"error": {"message": "come back later"}}'
+    events: Sequence[dict[str, Any]] = ()
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -67,7 +69,13 @@ class ScriptedHttp:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
-        return await self._stream(path.endswith("chat/completions"), body, writer)
+        if not self.events:
+            return await self._stream(path.endswith("chat/completions"), body, writer)
+        for event in self.events:
+            await asyncio.sleep(self.itl)
+            await _event(writer, event)
+        writer.write(b"0\r\n\r\n")
+        return True
 
     async def _stream(self, chat: bool, body: dict[str, Any], writer: Writer) -> bool:
         if chat:

@@ -1,6 +1,6 @@
 """Against a small HTTP server that streams server-sent events with scripted timing, over loopback."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -36,6 +36,10 @@ async def one(script: ScriptedHttp, request: BenchRequest, endpoint: Endpoint, a
             await backend.close()
 
 
+def chat_event(delta: dict[str, str], why: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": why}]}
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 async def test_measures_the_scripted_times(endpoint: Endpoint) -> None:
     run = await ran(ScriptedHttp(ttft=0.1, itl=0.03), 8, endpoint=endpoint)
@@ -62,6 +66,25 @@ async def test_takes_tokens_without_text_as_output_that_came_with_the_end() -> N
     assert outcome.reply.output_tokens == 6
     assert len(outcome.reply.arrivals) == 1
     assert outcome.ttft >= 0.05
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_thoughts_are_output_though_each_message_says_whose_turn_it_is(name: str) -> None:
+    """As Ollama streams them."""
+    turn = {"role": "assistant", "content": ""}
+    said = [{**turn, name: "Hm"}, {**turn, name: "m."}, {**turn, "content": "Yes."}]
+    script = ScriptedHttp(itl=0.01, events=[*map(chat_event, said), chat_event(turn, "stop")])
+    reply = await one(script, REQUEST, "chat/completions", Asking())
+    assert len(reply.arrivals) == 3
+    assert reply.text == "Hmm.Yes."
+
+
+async def test_counts_after_the_end_are_no_output_though_they_come_with_a_choice() -> None:
+    """As LiteLLM sends them."""
+    counts = {**chat_event({}), "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+    answer = [chat_event({"content": "Ja"}), chat_event({"content": "."}), chat_event({}, "stop"), counts]
+    reply = await one(ScriptedHttp(events=answer), REQUEST, "chat/completions", Asking())
+    assert len(reply.arrivals) == reply.output_tokens == 2
 
 
 @pytest.mark.parametrize(
