@@ -30,6 +30,7 @@ _TEXTS = ("text", "content", "reasoning", "reasoning_content")
 
 # Less than the 5 s after which common servers close an idle connection: none is used that may be closing.
 _KEEPALIVE_S = 2.0
+_LISTING = aiohttp.ClientTimeout(total=10)  # what the gRPC backends wait for their list, too
 
 
 class OpenAIBackend:
@@ -69,11 +70,13 @@ class OpenAIBackend:
     async def model(self) -> str:
         if self._model is None:
             try:
-                async with self._session.get(f"{self._root}/models") as response:
+                async with self._session.get(f"{self._root}/models", timeout=_LISTING) as response:
                     response.raise_for_status()
                     listed = await response.json(content_type=None)
                 self._model = str(listed["data"][0]["id"])
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except TimeoutError:
+                raise Unreachable(f"{self._root}/models: no answer in {_LISTING.total:g} s") from None
+            except aiohttp.ClientError as error:
                 raise Unreachable(f"{self._root}/models: {_told(error)}") from None
             except (KeyError, IndexError, TypeError, ValueError):
                 raise Unreachable(f"{self._root}/models names no model; give --model") from None

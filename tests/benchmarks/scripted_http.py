@@ -22,7 +22,7 @@ class ScriptedHttp:
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
     completion; `text` False sends no text before the end, as servers do while a character is incomplete.
     `hangs_up` closes the connection after each stream without having said so. `page` is what it refuses with.
-    `events` are sent in place of an answer, `itl` before each.
+    `events` are sent in place of an answer, `itl` before each. `mute` says nothing at all.
     """
 
     ttft: float = 0.0
@@ -34,6 +34,7 @@ class ScriptedHttp:
     garbage_after: int | None = None
     text: bool = True
     hangs_up: bool = False
+    mute: bool = False
     page: bytes = b'{"error": {"message": "come back later"}}'
     events: Sequence[dict[str, Any]] = ()
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -60,6 +61,8 @@ class ScriptedHttp:
 
     async def _answer(self, path: str, body: dict[str, Any], writer: Writer) -> bool:
         self.seen.append((path, body))
+        if self.mute:
+            await asyncio.Event().wait()
         if path == "/health":
             return _whole(writer, 200, b"{}")
         if path == "/v1/models":

@@ -1,10 +1,12 @@
 """Against a small HTTP server that streams server-sent events with scripted timing, over loopback."""
 
+import asyncio
 from typing import Any, Literal
 
+import aiohttp
 import pytest
 
-from benchmarks.backends import Unreachable
+from benchmarks.backends import Unreachable, openai_http
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.openai_http import OpenAIBackend
 from benchmarks.drive import Run, drive
@@ -155,3 +157,13 @@ async def test_says_that_nobody_is_there() -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
         await backend.model()
     await backend.close()
+
+
+async def test_says_soon_that_a_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long an answer may take: nothing but a list is asked for."""
+    monkeypatch.setattr(openai_http, "_LISTING", aiohttp.ClientTimeout(total=0.2))
+    async with serving(ScriptedHttp(mute=True)) as url:
+        backend = OpenAIBackend(url, "completions", Asking(timeout_s=20))
+        with pytest.raises(Unreachable, match=r"no answer in 0\.2 s"):
+            await asyncio.wait_for(backend.model(), 10)
+        await backend.close()
