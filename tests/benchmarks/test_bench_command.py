@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import ssl
 import sys
@@ -21,16 +22,16 @@ from tests.runtime.eventually import eventually
 ROOT = Path(__file__).parents[2]
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, stdout: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "launcher", "bench", *arguments,
-        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT, stdout=stdout, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
 
 async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
     out, err = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode or 0, out.decode(), err.decode()
+    return process.returncode or 0, (out or b"").decode(), err.decode()
 
 
 async def bench(*arguments: str) -> tuple[int, str, str]:
@@ -177,6 +178,20 @@ async def test_a_full_disk_costs_a_line_and_not_the_table(tmp_path: Path) -> Non
     assert "--output-file /dev/full: " in err
     assert "Traceback" not in err
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_a_reader_that_left_costs_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    read, write = os.pipe()
+    os.close(read)  # as `| head -1` does, only sooner
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        process = await start(
+            "--address", address, "--num-prompts", "2", "--output-file", str(path), stdout=write
+        )
+        os.close(write)
+        _, _, err = await end(process)
+    assert "Traceback" not in err
+    assert json.loads(path.read_text())[0]["completed"] == 2
 
 
 async def test_an_interrupted_run_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
