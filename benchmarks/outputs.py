@@ -56,7 +56,7 @@ def _show(results: Sequence[LoadResult], dataset: str) -> None:
         console.width = _FILE_WIDTH
     for table in report.tables(results):
         console.print(table)
-    ordered = sorted(results, key=plot.load_size)
+    ordered = plot.in_order(results)
     at = plot.find_knee(ordered)
     if at is not None:
         console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
