@@ -33,7 +33,7 @@ def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
     places = _places(ordered)
     in_flight = _all_closed(ordered)
     figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a label may have dollars
     for panel, (label, lines) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for name, legend in lines:
             _draw(panel, ordered, places, name, legend)

@@ -160,7 +160,7 @@ def test_the_plot_is_a_picture_and_marks_the_knee(tmp_path: Path) -> None:
     results = [at(1, 1.0, 10), at(4, 1.1, 40), at(16, 4.0, 44), at(64, 16.0, 44)]
     assert find_knee(results) == 1
     path = tmp_path / "plot.png"
-    save_plot(path, [results[2], results[0], results[3], results[1]], "title")
+    save_plot(path, [results[2], results[0], results[3], results[1]], "$5^$ a token")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
 
