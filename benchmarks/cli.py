@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import uvloop
 from rich.console import Console
@@ -30,6 +31,8 @@ _DRAWS_PER_SECOND = 2
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 1 when the server cannot be measured, a request fails, an answer is wrong or a result
     cannot be written, 2 for wrong flags, 130 when interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it costs no table
     parser = flags.parser()
     options = parser.parse_args(argv)
     if options.plot is not None and not plot.can_plot():

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version as installed_version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -275,6 +276,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `diptych` command."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it ends no answer
     app()
 
 

@@ -180,6 +180,17 @@ async def test_a_full_disk_costs_a_line_and_not_the_table(tmp_path: Path) -> Non
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+async def test_a_terminal_without_our_signs_shows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    async with scripted_grpc.serving(ScriptedService(word=" ä")) as address:
+        status, out, err = await bench(
+            "--address", address, "--random-output-len", "1", "--num-prompts", "2", "--check-text"
+        )
+    assert (status, "Traceback" in err) == (0, False)
+    assert " ? ?" in out  # the answer
+    assert "?/?/?" in out  # no gap was measured: else a dash
+
+
 async def test_a_reader_that_left_costs_no_file(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     read, write = os.pipe()
