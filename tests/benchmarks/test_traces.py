@@ -126,6 +126,13 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0,
     [
         "nonsense",
         "[]",
+        "null",
+        json.dumps({**GOOD, "timestamp": "soon"}),
+        json.dumps({**GOOD, "timestamp": float("nan")}),
+        json.dumps({**GOOD, "input_length": float("inf")}),
+        json.dumps({**GOOD, "output_length": None}),
+        json.dumps({**GOOD, "output_length": -1}),
+        json.dumps({**GOOD, "hash_ids": None}),
         json.dumps({**GOOD, "hash_ids": [0]}),
         json.dumps({**GOOD, "input_length": 0, "hash_ids": []}),
         json.dumps({**GOOD, "hash_ids": [0, -1]}),
@@ -134,8 +141,8 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0,
 )
 def test_says_where_a_mooncake_file_is_wrong(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
-    with pytest.raises(BadDataset, match=r"trace\.jsonl.*(line 2|impossible)"):
+    path.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
+    with pytest.raises(BadDataset, match=r"trace\.jsonl, line 3: "):
         read_mooncake_trace(path)
 
 
@@ -144,9 +151,11 @@ def test_says_where_a_mooncake_file_is_wrong(line: str, tmp_path: Path) -> None:
     [
         ("A,B\n1,2\n", "no column"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,x,3\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,x,3\n", "line 2: 'ContextTokens'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,5\n", "line 2: 'GeneratedTokens'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n\n\nnever,5,3\n", "line 4: 'TIMESTAMP'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnever,5,3\n", "line 2"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,0,3\n", "impossible"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,0,3\n", "line 2: impossible"),
     ],
 )
 def test_says_where_an_azure_file_is_wrong(content: str, message: str, tmp_path: Path) -> None:
