@@ -206,7 +206,8 @@ def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
 def drain(
     worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
     grace: Annotated[
-        float | None, typer.Option(min=0, help="Seconds for what runs; default: its own.")
+        float | None,
+        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
     ] = None,
     address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
