@@ -19,6 +19,7 @@ from benchmarks.backends.choose import choose_backend
 from benchmarks.campaign import LoadResult, Plan, run_campaign
 from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.choose import choose_dataset
+from benchmarks.descriptors import allow_descriptors
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
 from benchmarks.result_file import RunDescription
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         flags.plan(options)
         outputs.check(options)
         dataset = choose_dataset(flags.dataset_name(options), options)
+        allow_descriptors()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_bench(options, dataset))
     except (flags.BadOptions, BadDataset, outputs.BadPath) as error:

@@ -180,6 +180,22 @@ async def test_a_full_disk_costs_a_line_and_not_the_table(tmp_path: Path) -> Non
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+async def test_has_more_connections_than_a_login_begins_with() -> None:
+    few, many = 40, 60
+    script = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({few}, 4096)); "
+        "from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    async with scripted_http.serving(ScriptedHttp(ttft=1)) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, "--base-url", url, "--max-concurrency", str(many),
+            "--num-prompts", str(many), "--random-output-len", "1",
+            cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        status, _, err = await end(process)
+    assert status == 0, err
+
+
 async def test_a_terminal_without_our_signs_shows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     async with scripted_grpc.serving(ScriptedService(word=" ä")) as address:
