@@ -49,10 +49,14 @@ class TraceScale:
     max_output_len: int | None = None
 
     def input_len(self, length: int) -> int:
-        return _cut(max(1, round(length * self.length)), self.max_input_len)
+        return _cut(self.whole_len(length), self.max_input_len)
 
     def output_len(self, length: int) -> int:
-        return _cut(max(1, round(length * self.length)), self.max_output_len)
+        return _cut(self.whole_len(length), self.max_output_len)
+
+    def whole_len(self, length: int) -> int:
+        """Before anything is cut."""
+        return max(1, round(length * self.length))
 
 
 AS_RECORDED = TraceScale()
@@ -86,17 +90,18 @@ class Trace:
         return self.tokens.draw(self.scale.input_len(row.input_len), seed, _ONCE, index)
 
     def _shared_prompt(self, row: TraceRow, seed: int) -> tuple[int, ...]:
-        """Equal leading hash ids give equal leading tokens: every block is scaled to the same length."""
-        block = max(1, round(MOONCAKE_BLOCK * self.scale.length))
-        last = row.input_len - MOONCAKE_BLOCK * (len(row.blocks) - 1)
-        lengths = [block] * (len(row.blocks) - 1) + [max(1, round(last * self.scale.length))]
+        """Equal leading hash ids give equal leading tokens: where a block begins and ends, its place says."""
+        length = self.scale.input_len(row.input_len)
         ids: list[int] = []
-        for hash_id, length in zip(row.blocks, lengths, strict=True):
-            # Drawn whole and cut, so that what is cut is a prefix of the whole block wherever it comes again.
-            ids += self.tokens.draw(block, seed, hash_id)[:length]
-            if self.scale.max_input_len is not None and len(ids) >= self.scale.max_input_len:
+        for place, hash_id in enumerate(row.blocks):
+            ids += self.tokens.draw(self._edge(place + 1) - self._edge(place), seed, hash_id)
+            if len(ids) >= length:
                 break
-        return tuple(ids[: self.scale.max_input_len])
+        return tuple(ids[:length])
+
+    def _edge(self, blocks: int) -> int:
+        """Scaled length of so many blocks: some are a token longer than others, so that the sum is right."""
+        return self.scale.whole_len(MOONCAKE_BLOCK * blocks) if blocks else 0
 
 
 def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
