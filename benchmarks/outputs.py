@@ -13,7 +13,7 @@ from benchmarks import plot, report, result_file
 from benchmarks.campaign import LoadResult
 from benchmarks.result_file import RunDescription
 
-_FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe
+_WIDTH = 1000  # columns: more than any table has, for a terminal had better break a line than we a figure
 
 
 class BadPath(Exception):
@@ -51,9 +51,7 @@ def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: 
 
 
 def _show(results: Sequence[LoadResult], dataset: str) -> None:
-    console, errors = Console(), Console(stderr=True)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console, errors = Console(width=_WIDTH), Console(stderr=True)
     for table in report.tables(results):
         console.print(table)
     ordered = plot.in_order(results)

@@ -196,6 +196,19 @@ async def test_has_more_connections_than_a_login_begins_with() -> None:
     assert status == 0, err
 
 
+async def test_a_narrow_terminal_cuts_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the pipe for a terminal
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        status, out, _ = await bench(
+            "--address", address, "--request-rate", "400.25,500.25", "--max-concurrency", "16",
+            "--rounds", "2", "--num-prompts", "4", "--random-output-len", "2", "--goodput", "ttft:5000",
+        )  # fmt: skip
+    assert status == 0
+    assert "…" not in out
+    assert out.count("500.25 req/s, C≤16") >= 3
+
+
 async def test_a_terminal_without_our_signs_shows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     async with scripted_grpc.serving(ScriptedService(word=" ä")) as address:
