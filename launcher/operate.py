@@ -83,6 +83,9 @@ def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metad
     except OSError as error:
         print(f"diptych: DIPTYCH_CA_FILE and its like: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        print(f"diptych: DIPTYCH_API_KEY: {error}", file=sys.stderr)
+        return 1
     with access.channel(address) as channel:
         try:
             ask(admin_pb2_grpc.AdminServiceStub(channel), access.metadata)
