@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import uvloop
 from rich.console import Console
@@ -18,6 +19,7 @@ from benchmarks.backends.choose import choose_backend
 from benchmarks.campaign import LoadResult, Plan, run_campaign
 from benchmarks.datasets import BadDataset, Dataset
 from benchmarks.datasets.choose import choose_dataset
+from benchmarks.descriptors import allow_descriptors
 from benchmarks.load import Load
 from benchmarks.request import BenchRequest, RequestFailed
 from benchmarks.result_file import RunDescription
@@ -30,6 +32,8 @@ _DRAWS_PER_SECOND = 2
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0, 1 when the server cannot be measured, a request fails, an answer is wrong or a result
     cannot be written, 2 for wrong flags, 130 when interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it costs no table
     parser = flags.parser()
     options = parser.parse_args(argv)
     if options.plot is not None and not plot.can_plot():
@@ -39,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         flags.plan(options)
         outputs.check(options)
         dataset = choose_dataset(flags.dataset_name(options), options)
+        allow_descriptors()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_bench(options, dataset))
     except (flags.BadOptions, BadDataset, outputs.BadPath) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 INFINITE = float("inf")
 
@@ -24,11 +23,6 @@ class Load:
     @property
     def closed(self) -> bool:
         return self.request_rate == INFINITE and self.max_concurrency is not None
-
-    @property
-    def axis(self) -> Literal["max_concurrency", "request_rate"]:
-        """What the loads of one run differ in, if it is not both."""
-        return "max_concurrency" if self.closed else "request_rate"
 
     @property
     def label(self) -> str:

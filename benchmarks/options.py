@@ -267,7 +267,11 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
-        "--goodput", nargs="+", metavar="NAME:MS", help="limits a good request keeps: ttft:500 tpot:50 e2el:…"
+        "--goodput",
+        nargs="+",
+        action="extend",
+        metavar="NAME:MS",
+        help="limits a good request keeps: ttft:500 tpot:50 e2el:…",
     )
     add("--output-file", type=Path, metavar="JSON", help="write the figures here")
     add("--save-detailed", action="store_true", help="with an entry for each request and its text")

@@ -13,7 +13,7 @@ from benchmarks import plot, report, result_file
 from benchmarks.campaign import LoadResult
 from benchmarks.result_file import RunDescription
 
-_FILE_WIDTH = 120  # columns of a table that goes into a file or a pipe
+_WIDTH = 1000  # columns: more than any table has, for a terminal had better break a line than we a figure
 
 
 class BadPath(Exception):
@@ -32,17 +32,6 @@ def check(options: argparse.Namespace) -> None:
 
 def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: RunDescription) -> bool:
     """Shows and writes all that was asked for; whether all of it could be written."""
-    console, errors = Console(), Console(stderr=True)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    for table in report.tables(results):
-        console.print(table)
-    ordered = sorted(results, key=plot.load_size)
-    at = plot.find_knee(ordered)
-    if at is not None:
-        console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
-    for warning in report.warnings(results, described.dataset_name):
-        errors.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def save_results(path: Path) -> None:
         objects = result_file.as_objects(results, described, detailed=options.save_detailed)
@@ -52,11 +41,25 @@ def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: 
         name = options.label or described.backend
         plot.save_plot(path, results, f"{name}: {described.model_id}, {described.dataset_name}")
 
+    # Before the tables: who reads them may leave before their end, as `head` does, which ends the process.
     written = [
         _written("--output-file", options.output_file, save_results),
         _written("--plot", options.plot, save_plot),
     ]
+    _show(results, described.dataset_name)
     return all(written)
+
+
+def _show(results: Sequence[LoadResult], dataset: str) -> None:
+    console, errors = Console(width=_WIDTH), Console(stderr=True)
+    for table in report.tables(results):
+        console.print(table)
+    ordered = plot.in_order(results)
+    at = plot.find_knee(ordered)
+    if at is not None:
+        console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
+    for warning in report.warnings(results, dataset):
+        errors.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check(path: Path) -> None:

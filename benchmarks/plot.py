@@ -29,51 +29,69 @@ def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
     """Medians as lines, the rounds' spread as bands, the knee as a dotted line. Needs one result at least."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
-    axis = results[0].load.axis
-    ordered = sorted(results, key=load_size)
+    ordered = in_order(results)
+    places = _places(ordered)
+    in_flight = _all_closed(ordered)
     figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a label may have dollars
     for panel, (label, lines) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for name, legend in lines:
-            _draw(panel, ordered, name, legend)
+            _draw(panel, ordered, places, name, legend)
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
-        panel.set_xlabel("requests in flight" if axis == "max_concurrency" else "requests/s offered")
-        if axis == "max_concurrency":
+        panel.set_xlabel("requests in flight" if in_flight else "requests/s offered")
+        if in_flight:
             panel.set_xscale("log", base=2)
-            panel.set_xticks([load_size(one) for one in ordered], [f"{load_size(one):g}" for one in ordered])
-        _mark_knee(panel, ordered)
+            panel.set_xticks(places, [f"{one:g}" for one in places])
+        at = find_knee(ordered)
+        if at is not None:
+            panel.axvline(places[at], linestyle=":", color="gray", label="knee")
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
     figure.savefig(path, format="png", dpi=130)
 
 
+def in_order(results: Sequence[LoadResult]) -> list[LoadResult]:
+    """By load, the smallest first."""
+    return [one for _, one in sorted(zip(_places(results), results, strict=True), key=lambda pair: pair[0])]
+
+
 def find_knee(ordered: Sequence[LoadResult]) -> int | None:
-    """Position of the knee among results in order of load."""
+    """Position of the knee among results in order of load; None where loads differ in more than one way."""
+    loads = [one.load for one in ordered]
+    if len({one.request_rate for one in loads}) > 1 and len({one.max_concurrency for one in loads}) > 1:
+        return None
     figures = [one.figures() for one in ordered]
     points = [(one["output_throughput"] or 0.0, one["median_e2el_ms"] or 0.0) for one in figures]
     return knee(points)
 
 
-def load_size(result: LoadResult) -> float:
-    """Where a load stands on the axis; a replayed trace stands where its rate was."""
-    load = result.load
-    if load.closed:
-        return float(load.max_concurrency or 0)
-    if load.request_rate is None or load.request_rate == INFINITE:
-        return result.figures()["request_throughput"] or 0.0
-    return load.request_rate
+def _all_closed(results: Sequence[LoadResult]) -> bool:
+    """Then they differ in their clients; else in their rates, also where a closed loop is among them."""
+    return all(one.load.closed for one in results)
 
 
-def _draw(panel: Axes, ordered: Sequence[LoadResult], name: str, legend: str) -> None:
-    known = [one for one in ordered if one.figures().get(name) is not None]
-    loads = [load_size(one) for one in known]
-    panel.plot(loads, [one.figures()[name] or 0.0 for one in known], marker="o", markersize=4, label=legend)
-    low, high = zip(*(one.spread()[name] for one in known), strict=True) if known else ((), ())
+def _places(results: Sequence[LoadResult]) -> list[float]:
+    """Where each load stands on the axis that all of them share."""
+    if _all_closed(results):
+        return [float(one.load.max_concurrency or 0) for one in results]
+    return [_rate(one) for one in results]
+
+
+def _rate(result: LoadResult) -> float:
+    """Requests a second; of a load that names no number of them, a trace or all at once, what came of it."""
+    asked = result.load.request_rate
+    return asked if asked not in (None, INFINITE) else result.figures()["request_throughput"] or 0.0
+
+
+def _draw(
+    panel: Axes, ordered: Sequence[LoadResult], places: Sequence[float], name: str, legend: str
+) -> None:
+    pairs = zip(places, ordered, strict=True)
+    known = [(place, one) for place, one in pairs if one.figures().get(name) is not None]
+    loads = [place for place, _ in known]
+    panel.plot(
+        loads, [one.figures()[name] or 0.0 for _, one in known], marker="o", markersize=4, label=legend
+    )
+    low, high = zip(*(one.spread()[name] for _, one in known), strict=True) if known else ((), ())
     panel.fill_between(loads, low, high, alpha=0.15)
-
-
-def _mark_knee(panel: Axes, ordered: Sequence[LoadResult]) -> None:
-    at = find_knee(ordered)
-    if at is not None:
-        panel.axvline(load_size(ordered[at]), linestyle=":", color="gray", label="knee")

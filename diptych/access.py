@@ -31,12 +31,19 @@ class Access:
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """A key that was read from a file ends in a new line, which no metadata may have."""
-        object.__setattr__(self, "api_key", (self.api_key or "").strip() or None)
+        """A key that was read from a file ends in a new line, which no metadata may have.
+
+        Raises ValueError for one that no metadata can carry: of a call gRPC would say "Invalid metadata".
+        """
+        key = (self.api_key or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("an API key has printable ASCII characters only")
+        object.__setattr__(self, "api_key", key or None)
 
     @classmethod
     def from_environment(cls) -> "Access":
-        """Raises OSError for a file that cannot be read, and for files that are of no use without others."""
+        """Raises OSError for a file that cannot be read, and for files that are of no use without others; and
+        ValueError for a key that is none."""
         ca_file = os.environ.get("DIPTYCH_CA_FILE")
         chain, key = (os.environ.get(f"DIPTYCH_CLIENT_{name}_FILE") for name in ("CERT", "KEY"))
         # The first would end the process in gRPC's core, with the second all would go in the clear.

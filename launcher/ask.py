@@ -51,6 +51,9 @@ def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int
     except OSError as error:
         notes.out(f"DIPTYCH_CA_FILE and its like: {error}", style="red", highlight=False)
         return 1
+    except ValueError as error:
+        notes.out(f"DIPTYCH_API_KEY: {error}", style="red", highlight=False)
+        return 1
 
     def say(line: str) -> None:
         notes.out(f"{address}: {line}", style="yellow", highlight=False)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version as installed_version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -205,7 +206,8 @@ def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
 def drain(
     worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
     grace: Annotated[
-        float | None, typer.Option(min=0, help="Seconds for what runs; default: its own.")
+        float | None,
+        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
     ] = None,
     address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
 ) -> None:
@@ -275,6 +277,8 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `diptych` command."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it ends no answer
     app()
 
 

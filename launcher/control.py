@@ -22,6 +22,10 @@ FAILED = "failed: "
 Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
 
 
+class NobodyListens(Exception):
+    """No system with that port runs on this machine; says which."""
+
+
 def socket_name(grpc_port: int) -> str:
     """Of the system whose public port this is; the leading zero byte makes it abstract."""
     return f"\0diptych-up.{grpc_port}"
@@ -87,9 +91,12 @@ def _may_command(peer: socket.socket) -> bool:
 
 
 def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]) -> bool:
-    """The other end: passes on what comes; whether it ended well. Raises OSError when nobody listens."""
+    """The other end: passes on what comes; whether it ended well. Raises NobodyListens."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(socket_name(grpc_port))
+        try:
+            connection.connect(socket_name(grpc_port))
+        except OSError as error:
+            raise NobodyListens(f"no `diptych up` listens for port {grpc_port}: {error}") from None
         connection.sendall(json.dumps({"restart": list(names)}).encode() + b"\n")
         last = ""
         with connection.makefile() as lines:
@@ -97,4 +104,6 @@ def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]
                 last = line.rstrip("\n")
                 if last != DONE:
                     say(last)
+    if last != DONE and not last.startswith(FAILED):
+        say(f"{FAILED}`diptych up` ended before the restart did")
     return last == DONE

@@ -12,7 +12,7 @@ from diptych.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from gateway.config import GRPC_PORT, admin_port_beside
-from launcher.control import ask_restart
+from launcher.control import NobodyListens, ask_restart
 
 _TIMEOUT_S = 10.0
 _FILE_WIDTH = 200  # for grep: one worker, one line
@@ -72,8 +72,8 @@ def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
     """Exit status 1 when no `diptych up` of this user serves at the port, or a process has no successor."""
     try:
         return 0 if ask_restart(grpc_port, names, print) else 1
-    except OSError as error:
-        print(f"diptych: no `diptych up` listens for port {grpc_port}: {error}", file=sys.stderr)
+    except NobodyListens as error:
+        print(f"diptych: {error}", file=sys.stderr)
         return 1
 
 
@@ -82,6 +82,9 @@ def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metad
         access = Access.from_environment()
     except OSError as error:
         print(f"diptych: DIPTYCH_CA_FILE and its like: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"diptych: DIPTYCH_API_KEY: {error}", file=sys.stderr)
         return 1
     with access.channel(address) as channel:
         try:

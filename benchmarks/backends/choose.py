@@ -18,9 +18,11 @@ def choose_backend(options: argparse.Namespace) -> Backend:
     tls = _tls_context()  # for gRPC as well: it says nothing of a file that is no PEM
     try:
         access = Access.from_environment()
+        access = replace(access, api_key=options.api_key or access.api_key)
+    except ValueError as error:
+        raise flags.BadOptions(f"{'--api-key' if options.api_key else 'DIPTYCH_API_KEY'}: {error}") from None
     except OSError as error:
         raise flags.BadOptions(f"DIPTYCH_CA_FILE and its like: {error}") from None
-    access = replace(access, api_key=options.api_key or access.api_key)
     if name == "diptych":
         from benchmarks.backends.grpc import GrpcBackend
 

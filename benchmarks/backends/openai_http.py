@@ -24,8 +24,13 @@ from benchmarks.words import as_text
 
 Endpoint = Literal["completions", "chat/completions"]
 
+# Where a message has its text. Thoughts are tokens, too: `reasoning` is vLLM's and Ollama's name for them,
+# the last one DeepSeek's and SGLang's.
+_TEXTS = ("text", "content", "reasoning", "reasoning_content")
+
 # Less than the 5 s after which common servers close an idle connection: none is used that may be closing.
 _KEEPALIVE_S = 2.0
+_LISTING = aiohttp.ClientTimeout(total=10)  # what the gRPC backends wait for their list, too
 
 
 class OpenAIBackend:
@@ -65,11 +70,13 @@ class OpenAIBackend:
     async def model(self) -> str:
         if self._model is None:
             try:
-                async with self._session.get(f"{self._root}/models") as response:
+                async with self._session.get(f"{self._root}/models", timeout=_LISTING) as response:
                     response.raise_for_status()
                     listed = await response.json(content_type=None)
                 self._model = str(listed["data"][0]["id"])
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except TimeoutError:
+                raise Unreachable(f"{self._root}/models: no answer in {_LISTING.total:g} s") from None
+            except aiohttp.ClientError as error:
                 raise Unreachable(f"{self._root}/models: {_told(error)}") from None
             except (KeyError, IndexError, TypeError, ValueError):
                 raise Unreachable(f"{self._root}/models names no model; give --model") from None
@@ -83,7 +90,10 @@ class OpenAIBackend:
                 f"{self._root}/{self._endpoint}", data=body, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
-                    raise RequestFailed(f"HTTP {response.status}", (await response.text())[:300])
+                    told = (await response.read()).decode(
+                        errors="replace"
+                    )  # a proxy's page is in any charset
+                    raise RequestFailed(f"HTTP {response.status}", told[:300])
                 async for piece in response.content.iter_any():
                     answer.feed(piece, time.perf_counter())
         except TimeoutError:  # a ServerTimeoutError of aiohttp is one too
@@ -162,11 +172,11 @@ class _Answer:
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         said = choice.get("delta") or {} if self._chat else choice
-        text = said.get("text") or said.get("content") or said.get("reasoning_content") or ""
+        text = next((said[name] for name in _TEXTS if said.get(name)), "")
         ended = choice.get("finish_reason") is not None
         # Half a character is a token without text. The opening message of a chat, which only says whose
-        # turn it is, and a closing one that only says why it ended, are none.
-        if text or not (ended or "role" in said):
+        # turn it is, a closing one that only says why it ended, and one after it, with the counts, are none.
+        if text or not (ended or self._ended is not None or "role" in said):
             self._arrivals.append(now)
             self._texts.append(text)
             if self._on_output is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datasets import BadDataset
+from benchmarks.datasets.fields import sendable, whole
 from benchmarks.datasets.token_source import MOST_TOKENS
 from benchmarks.request import BenchRequest
 
@@ -39,30 +40,36 @@ class PromptsFile:
 
 def read_prompts(path: Path, output_len: int) -> tuple[BenchRequest, ...]:
     """`output_len` is for prompts that do not name their own. Raises BadDataset."""
-    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    if not lines:
+    # By line ends alone: what else Python takes for one, U+2028 and its like, may stand within a JSON string.
+    lines = enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1)
+    numbered = [(number, line) for number, line in lines if line.strip()]
+    if not numbered:
         raise BadDataset(f"{path}: no prompts")
     if path.suffix != ".jsonl":
-        return tuple(BenchRequest(line, output_len) for line in lines)
+        return tuple(BenchRequest(line, output_len) for _, line in numbered)
     requests = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in numbered:
         try:
             requests.append(_request(json.loads(line), output_len))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise BadDataset(f"{path}, prompt {number}: {error}") from None
+        except ValueError as error:
+            raise BadDataset(f"{path}, line {number}: {error}") from None
     return tuple(requests)
 
 
-def _request(record: dict[str, Any], output_len: int) -> BenchRequest:
+def _request(record: Any, output_len: int) -> BenchRequest:
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
     text, ids = record.get("prompt"), record.get("token_ids")
     if (text is None) == (ids is None):
         raise ValueError("needs either 'prompt' or 'token_ids'")
-    if ids is None and not isinstance(text, str):
-        raise ValueError("'prompt' must be text")
-    if ids is not None and not all(type(one) is int and 0 <= one < MOST_TOKENS for one in ids):
-        raise ValueError(f"'token_ids' must be whole numbers from 0 to {MOST_TOKENS - 1}")
-    prompt = text if ids is None else tuple(ids)
-    wanted = int(record.get("output_len", output_len))
+    prompt = _ids(ids) if text is None else sendable(text, "prompt")
+    wanted = whole(record.get("output_len", output_len), "output_len")
     if not prompt or wanted < 1:
         raise ValueError("an empty prompt, or an output_len below 1")
     return BenchRequest(prompt, wanted)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not (isinstance(value, list) and all(type(one) is int and 0 <= one < MOST_TOKENS for one in value)):
+        raise ValueError(f"'token_ids' must be a list of whole numbers from 0 to {MOST_TOKENS - 1}")
+    return tuple(value)

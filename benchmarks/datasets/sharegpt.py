@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datasets import BadDataset
+from benchmarks.datasets.fields import sendable
 from benchmarks.request import BenchRequest
 
 _HUMAN = ("human", "user")
@@ -22,9 +23,12 @@ _SHORTEST, _LONGEST_PROMPT, _LONGEST = 4, 1024, 2048  # tokens; the last of a pr
 def read_sharegpt(path: Path, output_len: int, tokenizer: Path | None) -> tuple[BenchRequest, ...]:
     """`tokenizer` is a `tokenizer.json`; without one all have `output_len`. Raises BadDataset."""
     try:
-        pairs = list(_pairs(json.loads(path.read_text(encoding="utf-8-sig"))))
-    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise BadDataset(f"{path}: not ShareGPT's format: {type(error).__name__} {error}") from None
+        records = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise BadDataset(f"{path}: not ShareGPT's format: {error}") from None
+    if not isinstance(records, list):
+        raise BadDataset(f"{path}: not ShareGPT's format: no list of conversations")
+    pairs = list(_pairs(path, records))
     if tokenizer is None:
         requests = [BenchRequest(prompt, output_len) for prompt, _ in pairs]
     else:
@@ -34,15 +38,23 @@ def read_sharegpt(path: Path, output_len: int, tokenizer: Path | None) -> tuple[
     return tuple(requests)
 
 
-def _pairs(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _pairs(path: Path, records: Sequence[Any]) -> Iterator[tuple[str, str]]:
     """Of each conversation the first human turn and the one after it; many begin in the midst of one."""
-    for record in records:
-        turns = record["conversations"]
-        for turn, answer in itertools.pairwise(turns):
-            asked, told = turn["value"].strip(), answer["value"].strip()
-            if turn["from"] in _HUMAN and answer["from"] not in _HUMAN and asked and told:
-                yield turn["value"], answer["value"]
-                break
+    for number, record in enumerate(records, start=1):
+        try:
+            yield from _first_pair(record["conversations"])
+        except KeyError as error:
+            raise BadDataset(f"{path}, conversation {number}: no {error}") from None
+        except (TypeError, ValueError) as error:
+            raise BadDataset(f"{path}, conversation {number}: {error}") from None
+
+
+def _first_pair(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for turn, answer in itertools.pairwise(turns):
+        asked, told = sendable(turn["value"], "value"), sendable(answer["value"], "value")
+        if turn["from"] in _HUMAN and answer["from"] not in _HUMAN and asked.strip() and told.strip():
+            yield asked, told
+            return
 
 
 def _as_long_as_theirs(pairs: Sequence[tuple[str, str]], tokenizer: Path) -> Iterator[BenchRequest]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.datasets import BadDataset
+from benchmarks.datasets.fields import whole
 from benchmarks.datasets.token_source import ANY_TOKENS, TokenSource
 from benchmarks.request import BenchRequest
 
@@ -47,10 +49,14 @@ class TraceScale:
     max_output_len: int | None = None
 
     def input_len(self, length: int) -> int:
-        return _cut(max(1, round(length * self.length)), self.max_input_len)
+        return _cut(self.whole_len(length), self.max_input_len)
 
     def output_len(self, length: int) -> int:
-        return _cut(max(1, round(length * self.length)), self.max_output_len)
+        return _cut(self.whole_len(length), self.max_output_len)
+
+    def whole_len(self, length: int) -> int:
+        """Before anything is cut."""
+        return max(1, round(length * self.length))
 
 
 AS_RECORDED = TraceScale()
@@ -84,17 +90,18 @@ class Trace:
         return self.tokens.draw(self.scale.input_len(row.input_len), seed, _ONCE, index)
 
     def _shared_prompt(self, row: TraceRow, seed: int) -> tuple[int, ...]:
-        """Equal leading hash ids give equal leading tokens: every block is scaled to the same length."""
-        block = max(1, round(MOONCAKE_BLOCK * self.scale.length))
-        last = row.input_len - MOONCAKE_BLOCK * (len(row.blocks) - 1)
-        lengths = [block] * (len(row.blocks) - 1) + [max(1, round(last * self.scale.length))]
+        """Equal leading hash ids give equal leading tokens: where a block begins and ends, its place says."""
+        length = self.scale.input_len(row.input_len)
         ids: list[int] = []
-        for hash_id, length in zip(row.blocks, lengths, strict=True):
-            # Drawn whole and cut, so that what is cut is a prefix of the whole block wherever it comes again.
-            ids += self.tokens.draw(block, seed, hash_id)[:length]
-            if self.scale.max_input_len is not None and len(ids) >= self.scale.max_input_len:
+        for place, hash_id in enumerate(row.blocks):
+            ids += self.tokens.draw(self._edge(place + 1) - self._edge(place), seed, hash_id)
+            if len(ids) >= length:
                 break
-        return tuple(ids[: self.scale.max_input_len])
+        return tuple(ids[:length])
+
+    def _edge(self, blocks: int) -> int:
+        """Scaled length of so many blocks: some are a token longer than others, so that the sum is right."""
+        return self.scale.whole_len(MOONCAKE_BLOCK * blocks) if blocks else 0
 
 
 def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
@@ -104,16 +111,14 @@ def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
         if missing:
             raise BadDataset(f"{path}: no column {', '.join(sorted(missing))}")
-        rows = []
-        for number, record in enumerate(reader, start=2):
+        times, rows = [], []
+        for record in reader:
             try:
-                rows.append((_azure_time(record["TIMESTAMP"]), _azure_lengths(record)))
-            except (TypeError, ValueError) as error:
-                raise BadDataset(f"{path}, line {number}: {error}") from None
-    if not rows:
-        raise BadDataset(f"{path}: no requests")
-    start = rows[0][0]
-    return _checked(path, (TraceRow((time - start).total_seconds(), *lengths) for time, lengths in rows))
+                times.append(_azure_time(record["TIMESTAMP"]))
+                rows.append(_azure_row((times[-1] - times[0]).total_seconds(), record))
+            except ValueError as error:
+                raise BadDataset(f"{path}, line {reader.line_num}: {error}") from None
+    return _in_order(path, rows)
 
 
 def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
@@ -125,36 +130,53 @@ def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
                 continue
             try:
                 rows.append(_mooncake_row(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise BadDataset(f"{path}, line {number}: {type(error).__name__} {error}") from None
-    if not rows:
-        raise BadDataset(f"{path}: no requests")
-    return _checked(path, iter(rows))
+            except ValueError as error:
+                raise BadDataset(f"{path}, line {number}: {error}") from None
+    return _in_order(path, rows)
 
 
-def _azure_time(text: str) -> datetime:
-    time = datetime.fromisoformat(text)
+def _azure_time(text: str | None) -> datetime:
+    try:
+        time = datetime.fromisoformat(text or "")
+    except ValueError as error:
+        raise ValueError(f"'TIMESTAMP': {error}") from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)  # the trace of 2023 names no zone, 2024's does
 
 
-def _azure_lengths(record: dict[str, str]) -> tuple[int, int]:
-    return int(record["ContextTokens"]), int(record["GeneratedTokens"])
+def _azure_row(arrival_s: float, record: dict[str, str]) -> TraceRow:
+    asked, told = (whole(record[name], name) for name in ("ContextTokens", "GeneratedTokens"))
+    return _possible(TraceRow(arrival_s, asked, told))
 
 
-def _mooncake_row(record: dict[str, Any]) -> TraceRow:
-    length, blocks = int(record["input_length"]), tuple(int(one) for one in record["hash_ids"])
+def _mooncake_row(record: Any) -> TraceRow:
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    missing = {"timestamp", "input_length", "output_length", "hash_ids"} - set(record)
+    if missing:
+        raise ValueError(f"no {', '.join(sorted(missing))}")
+    time, length, ids = record["timestamp"], whole(record["input_length"], "input_length"), record["hash_ids"]
+    if not (isinstance(time, int | float) and math.isfinite(time)):
+        raise ValueError(f"'timestamp' must be a number of milliseconds, not {time!r}")
+    if not isinstance(ids, list):
+        raise ValueError(f"'hash_ids' must be a list, not {ids!r}")
+    blocks = tuple(whole(one, "hash_ids") for one in ids)
     if len(blocks) != -(-length // MOONCAKE_BLOCK):
         raise ValueError(f"{len(blocks)} hash ids for {length} tokens, blocks have {MOONCAKE_BLOCK}")
-    return TraceRow(record["timestamp"] / 1000, length, int(record["output_length"]), blocks)
+    return _possible(TraceRow(time / 1000, length, whole(record["output_length"], "output_length"), blocks))
 
 
-def _checked(path: Path, rows: Iterator[TraceRow]) -> tuple[TraceRow, ...]:
-    """In order of time, every length positive. Raises BadDataset."""
-    ordered = sorted(rows, key=lambda row: row.arrival_s)
-    for row in ordered:
-        if row.input_len < 1 or row.output_len < 0 or any(block < 0 for block in row.blocks):
-            raise BadDataset(f"{path}: impossible lengths in {row}")
-    return tuple(ordered)
+def _possible(row: TraceRow) -> TraceRow:
+    """Raises ValueError."""
+    if row.input_len < 1 or row.output_len < 0 or any(block < 0 for block in row.blocks):
+        raise ValueError(f"impossible lengths in {row}")
+    return row
+
+
+def _in_order(path: Path, rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
+    """Of time. Raises BadDataset."""
+    if not rows:
+        raise BadDataset(f"{path}: no requests")
+    return tuple(sorted(rows, key=lambda row: row.arrival_s))
 
 
 def _cut(length: int, limit: int | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,8 @@ class ScriptedHttp:
     `status` other than 200 refuses; `usage` False sends no counts; `vanish_after` closes the connection
     after so many tokens, `fail_after` sends an error event instead, `garbage_after` what is no event of a
     completion; `text` False sends no text before the end, as servers do while a character is incomplete.
-    `hangs_up` closes the connection after each stream without having said so.
+    `hangs_up` closes the connection after each stream without having said so. `page` is what it refuses with.
+    `events` are sent in place of an answer, `itl` before each. `mute` says nothing at all.
     """
 
     ttft: float = 0.0
@@ -33,6 +34,9 @@ class ScriptedHttp:
     garbage_after: int | None = None
     text: bool = True
     hangs_up: bool = False
+    mute: bool = False
+    page: bytes = b'{"error": {"message": "come back later"}}'
+    events: Sequence[dict[str, Any]] = ()
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def handle(self, reader: Reader, writer: Writer) -> None:
@@ -57,16 +61,24 @@ class ScriptedHttp:
 
     async def _answer(self, path: str, body: dict[str, Any], writer: Writer) -> bool:
         self.seen.append((path, body))
+        if self.mute:
+            await asyncio.Event().wait()
         if path == "/health":
-            return _whole(writer, 200, {})
+            return _whole(writer, 200, b"{}")
         if path == "/v1/models":
-            return _whole(writer, 200, {"data": [{"id": "scripted"}]})
+            return _whole(writer, 200, b'{"data": [{"id": "scripted"}]}')
         if self.status != 200:
-            return _whole(writer, self.status, {"error": {"message": "come back later"}})
+            return _whole(writer, self.status, self.page)
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
-        return await self._stream(path.endswith("chat/completions"), body, writer)
+        if not self.events:
+            return await self._stream(path.endswith("chat/completions"), body, writer)
+        for event in self.events:
+            await asyncio.sleep(self.itl)
+            await _event(writer, event)
+        writer.write(b"0\r\n\r\n")
+        return True
 
     async def _stream(self, chat: bool, body: dict[str, Any], writer: Writer) -> bool:
         if chat:
@@ -119,7 +131,6 @@ async def _piece(writer: Writer, data: bytes) -> None:
         await writer.drain()
 
 
-def _whole(writer: Writer, status: int, content: dict[str, Any]) -> bool:
-    data = json.dumps(content).encode()
+def _whole(writer: Writer, status: int, data: bytes) -> bool:
     writer.write(f"HTTP/1.1 {status} Scripted\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return True

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.arrivals import arrival_times
+from benchmarks.datasets.synthetic import RandomLengths
 
 
 @given(st.integers(0, 60), st.floats(0.01, 1e4), st.floats(0.05, 50), st.integers(0, 1 << 40))
@@ -47,3 +48,13 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 def test_refuses_what_is_no_rate(rate: float, burstiness: float) -> None:
     with pytest.raises(ValueError, match="positive"):
         arrival_times(5, rate, burstiness, seed=0)
+
+
+def test_gaps_say_nothing_of_the_lengths_beside_them() -> None:
+    """Ranges of 255 values: next to no draw is thrown away, so that the same stream would stay in step."""
+    related = []
+    for seed in range(5):
+        lengths = [len(one.prompt) for one in RandomLengths(255, 127, 0.5).requests(64, seed)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(arrival_times(64, 10.0, 1.0, seed))]
+        related.append(statistics.correlation(lengths[:-1], gaps))
+    assert abs(statistics.fmean(related)) < 0.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import ssl
 import sys
@@ -21,16 +22,16 @@ from tests.runtime.eventually import eventually
 ROOT = Path(__file__).parents[2]
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, stdout: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "launcher", "bench", *arguments,
-        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT, stdout=stdout, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
 
 
 async def end(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
     out, err = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode or 0, out.decode(), err.decode()
+    return process.returncode or 0, (out or b"").decode(), err.decode()
 
 
 async def bench(*arguments: str) -> tuple[int, str, str]:
@@ -177,6 +178,60 @@ async def test_a_full_disk_costs_a_line_and_not_the_table(tmp_path: Path) -> Non
     assert "--output-file /dev/full: " in err
     assert "Traceback" not in err
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_has_more_connections_than_a_login_begins_with() -> None:
+    few, many = 40, 60
+    script = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({few}, 4096)); "
+        "from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    async with scripted_http.serving(ScriptedHttp(ttft=1)) as url:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, "--base-url", url, "--max-concurrency", str(many),
+            "--num-prompts", str(many), "--random-output-len", "1",
+            cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        status, _, err = await end(process)
+    assert status == 0, err
+
+
+async def test_a_narrow_terminal_cuts_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the pipe for a terminal
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        status, out, _ = await bench(
+            "--address", address, "--request-rate", "400.25,500.25", "--max-concurrency", "16",
+            "--rounds", "2", "--num-prompts", "4", "--random-output-len", "2", "--goodput", "ttft:5000",
+        )  # fmt: skip
+    assert status == 0
+    assert "…" not in out
+    assert out.count("500.25 req/s, C≤16") >= 3
+
+
+async def test_a_terminal_without_our_signs_shows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    async with scripted_grpc.serving(ScriptedService(word=" ä")) as address:
+        status, out, err = await bench(
+            "--address", address, "--random-output-len", "1", "--num-prompts", "2", "--check-text"
+        )
+    assert (status, "Traceback" in err) == (0, False)
+    assert " ? ?" in out  # the answer
+    assert "?/?/?" in out  # no gap was measured: else a dash
+
+
+async def test_a_reader_that_left_costs_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    read, write = os.pipe()
+    os.close(read)  # as `| head -1` does, only sooner
+    async with scripted_grpc.serving(ScriptedService()) as address:
+        process = await start(
+            "--address", address, "--num-prompts", "2", "--output-file", str(path), stdout=write
+        )
+        os.close(write)
+        _, _, err = await end(process)
+    assert "Traceback" not in err
+    assert json.loads(path.read_text())[0]["completed"] == 2
 
 
 async def test_an_interrupted_run_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:

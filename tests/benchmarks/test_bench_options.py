@@ -7,6 +7,7 @@ from benchmarks import combinations
 from benchmarks import options as flags
 from benchmarks.datasets import BadDataset
 from benchmarks.datasets.choose import choose_dataset
+from benchmarks.goodput import ServiceLevel
 from benchmarks.load import INFINITE, Load
 from tests.benchmarks.test_traces import AZURE, MOONCAKE
 
@@ -21,6 +22,13 @@ def test_makes_loads_of_rates_and_concurrencies() -> None:
     assert loads("--request-rate", "0.5,inf") == [(0.5, None), (INFINITE, None)]
     both = loads("--request-rate", "1,2", "--max-concurrency", "4,8")
     assert both == [(1.0, 4), (1.0, 8), (2.0, 4), (2.0, 8)]
+
+
+@pytest.mark.parametrize(
+    "argv", [["--goodput", "ttft:500", "tpot:50"], ["--goodput", "ttft:500", "--goodput", "tpot:50"]]
+)
+def test_limits_of_goodput_may_be_given_together_or_one_by_one(argv: list[str]) -> None:
+    assert flags.plan(flags.parser().parse_args(argv)).level == ServiceLevel(ttft=500, tpot=50)
 
 
 def test_replays_a_trace_unless_a_load_is_given() -> None:

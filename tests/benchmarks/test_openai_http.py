@@ -1,10 +1,12 @@
 """Against a small HTTP server that streams server-sent events with scripted timing, over loopback."""
 
-from typing import Literal
+import asyncio
+from typing import Any, Literal
 
+import aiohttp
 import pytest
 
-from benchmarks.backends import Unreachable
+from benchmarks.backends import Unreachable, openai_http
 from benchmarks.backends.asking import Asking
 from benchmarks.backends.openai_http import OpenAIBackend
 from benchmarks.drive import Run, drive
@@ -36,6 +38,10 @@ async def one(script: ScriptedHttp, request: BenchRequest, endpoint: Endpoint, a
             await backend.close()
 
 
+def chat_event(delta: dict[str, str], why: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": why}]}
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 async def test_measures_the_scripted_times(endpoint: Endpoint) -> None:
     run = await ran(ScriptedHttp(ttft=0.1, itl=0.03), 8, endpoint=endpoint)
@@ -64,10 +70,30 @@ async def test_takes_tokens_without_text_as_output_that_came_with_the_end() -> N
     assert outcome.ttft >= 0.05
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_thoughts_are_output_though_each_message_says_whose_turn_it_is(name: str) -> None:
+    """As Ollama streams them."""
+    turn = {"role": "assistant", "content": ""}
+    said = [{**turn, name: "Hm"}, {**turn, name: "m."}, {**turn, "content": "Yes."}]
+    script = ScriptedHttp(itl=0.01, events=[*map(chat_event, said), chat_event(turn, "stop")])
+    reply = await one(script, REQUEST, "chat/completions", Asking())
+    assert len(reply.arrivals) == 3
+    assert reply.text == "Hmm.Yes."
+
+
+async def test_counts_after_the_end_are_no_output_though_they_come_with_a_choice() -> None:
+    """As LiteLLM sends them."""
+    counts = {**chat_event({}), "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+    answer = [chat_event({"content": "Ja"}), chat_event({"content": "."}), chat_event({}, "stop"), counts]
+    reply = await one(ScriptedHttp(events=answer), REQUEST, "chat/completions", Asking())
+    assert len(reply.arrivals) == reply.output_tokens == 2
+
+
 @pytest.mark.parametrize(
     ("script", "code"),
     [
         (ScriptedHttp(status=429), "HTTP 429"),
+        (ScriptedHttp(status=502, page="défaut".encode("latin-1")), "HTTP 502"),
         (ScriptedHttp(vanish_after=3), "CONNECTION"),
         (ScriptedHttp(fail_after=3), "STREAM_ERROR"),
         (ScriptedHttp(fail_after=0), "STREAM_ERROR"),
@@ -131,3 +157,13 @@ async def test_says_that_nobody_is_there() -> None:
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
         await backend.model()
     await backend.close()
+
+
+async def test_says_soon_that_a_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long an answer may take: nothing but a list is asked for."""
+    monkeypatch.setattr(openai_http, "_LISTING", aiohttp.ClientTimeout(total=0.2))
+    async with serving(ScriptedHttp(mute=True)) as url:
+        backend = OpenAIBackend(url, "completions", Asking(timeout_s=20))
+        with pytest.raises(Unreachable, match=r"no answer in 0\.2 s"):
+            await asyncio.wait_for(backend.model(), 10)
+        await backend.close()

@@ -15,7 +15,7 @@ from benchmarks.drive import Run
 from benchmarks.goodput import ServiceLevel
 from benchmarks.load import Load
 from benchmarks.measurement import measure
-from benchmarks.plot import find_knee, save_plot
+from benchmarks.plot import find_knee, in_order, save_plot
 from benchmarks.request import Outcome, ServerTimes
 from benchmarks.self_watch import Strain
 from tests.benchmarks.outcomes import answered, failed
@@ -160,9 +160,28 @@ def test_the_plot_is_a_picture_and_marks_the_knee(tmp_path: Path) -> None:
     results = [at(1, 1.0, 10), at(4, 1.1, 40), at(16, 4.0, 44), at(64, 16.0, 44)]
     assert find_knee(results) == 1
     path = tmp_path / "plot.png"
-    save_plot(path, [results[2], results[0], results[3], results[1]], "title")
+    save_plot(path, [results[2], results[0], results[3], results[1]], "$5^$ a token")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_a_closed_loop_among_rates_stands_where_its_rate_was() -> None:
+    def of(load: Load, latency: float, count: int) -> LoadResult:
+        return one_load(load, [[answered([latency / 2, latency])] * count])  # of two seconds
+
+    slow, fast = of(Load(8.0, 4), 1.0, 4), of(Load(max_concurrency=4), 1.0, 24)
+    slowest = of(Load(2.0, 4), 0.9, 3)
+    assert in_order([fast, slow, slowest]) == [slowest, slow, fast]
+
+
+def test_no_knee_is_found_among_loads_that_differ_in_two_ways() -> None:
+    loads = [Load(rate, limit) for rate in (1.0, 2.0) for limit in (4, 8)]
+    results = [
+        one_load(load, [[answered([0.1, latency])] * 4])
+        for load, latency in zip(loads, (0.2, 0.3, 0.4, 0.5), strict=True)
+    ]
+    assert find_knee(results) is None
+    assert find_knee([*results[:2], one_load(Load(1.0, 16), [[answered([0.1, 0.9])] * 4])]) == 0
 
 
 def test_the_plot_copes_with_a_load_that_failed(tmp_path: Path) -> None:

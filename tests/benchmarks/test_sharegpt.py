@@ -61,7 +61,24 @@ def test_answers_are_as_long_as_theirs_and_outliers_are_left_out(tmp_path: Path)
 def test_says_that_a_file_is_none(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
-    with pytest.raises(BadDataset, match=r"x\.json: "):
+    with pytest.raises(BadDataset, match=r"x\.json[:,] "):
+        read_sharegpt(path, 9, None)
+
+
+@pytest.mark.parametrize(
+    ("turn", "told"),
+    [
+        ({"from": "human"}, "no 'value'"),
+        ({"from": "human", "value": None}, "'value' must be text"),
+        ({"from": "human", "value": "hi \ud83d"}, "'value' has half a surrogate pair at character 3"),
+        ({"value": "hi"}, "no 'from'"),
+    ],
+)
+def test_says_which_conversation_is_wrong(turn: dict[str, str | None], told: str, tmp_path: Path) -> None:
+    answer = {"from": "gpt", "value": "So."}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"conversations": one} for one in ([], [turn, answer])]))
+    with pytest.raises(BadDataset, match=f"conversation 2: {told}"):
         read_sharegpt(path, 9, None)
 
 

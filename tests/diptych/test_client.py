@@ -249,6 +249,8 @@ def test_a_key_that_was_read_from_a_file_ends_where_its_text_does(monkeypatch: p
     monkeypatch.setenv("DIPTYCH_API_KEY", "dk-1\n")
     assert Access.from_environment().metadata == (("authorization", "Bearer dk-1"),)
     assert Access(" dk-1\r\n") == Access("dk-1")
+    with pytest.raises(ValueError, match="printable ASCII"):
+        Access("dk-…")
     monkeypatch.setenv("DIPTYCH_API_KEY", " \n")
     assert Access.from_environment().metadata == ()
 

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +14,7 @@ from diptych.client import Timings, Usage
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from launcher.ask import Question, ask, timing_table
+from tests.launcher.specs import ROOT
 
 SPENT = Timings(
     queue=0.001,
@@ -56,6 +60,29 @@ def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
 @pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
 def test_claims_no_pace_without_two_tokens(usage: Usage | None) -> None:
     assert rows(usage)["decode"] == "500.00"
+
+
+class Fluent(rpc.InferenceServiceServicer):
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        return pb.GenerateResponse(request_id="r1", model="small", outputs=[pb.OutputDelta(text="Привет!")])
+
+
+def test_a_terminal_without_its_letters_shows_an_answer_all_the_same() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        rpc.add_InferenceServiceServicer_to_server(Fluent(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        done = subprocess.run(
+            [sys.executable, "-m", "launcher", "generate", "hello", "--model", "small", "--address", address],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        server.stop(0).wait()
+    assert (done.returncode, done.stdout) == (0, "??????!\n"), done.stderr
 
 
 class Breaking(rpc.InferenceServiceServicer):

@@ -217,3 +217,25 @@ def test_generate_names_the_server_that_it_cannot_reach() -> None:
     assert done.returncode == 1
     assert "127.0.0.1:1: UNAVAILABLE" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["generate", "hello"], 1),
+        (["workers"], 1),
+        (["bench"], 2),
+        (["bench", "--base-url", "http://127.0.0.1:1"], 2),
+    ],
+)
+def test_a_key_that_no_header_can_carry_is_told_in_a_line(
+    arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `up` shows where the key goes."""
+    monkeypatch.setenv("DIPTYCH_API_KEY", "…")
+    done = run(*arguments)
+    assert done.returncode == status
+    assert done.stderr.splitlines()[-1].endswith(
+        "DIPTYCH_API_KEY: an API key has printable ASCII characters only"
+    )
+    assert "Traceback" not in done.stderr

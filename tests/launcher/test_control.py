@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+
+import pytest
 
 from launcher.control import ask_restart, control_socket
+from launcher.operate import restart_processes
 
 
 async def test_a_second_system_with_the_port_does_without() -> None:
@@ -25,3 +32,46 @@ async def test_a_second_system_with_the_port_does_without() -> None:
         assert len(warnings) == 1
         assert "47" in warnings[0]
     assert asked == [["decode-0"]]
+
+
+async def test_who_asked_hears_that_up_ended_meanwhile() -> None:
+    begun = asyncio.Event()
+    said: list[str] = []
+
+    async def restart(names: Sequence[str], say: Callable[[str], None]) -> None:
+        say("decode-0 restarted in 1.0 s")
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def up() -> None:
+        async with control_socket(48, restart, said.append):
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(up())
+    await asyncio.sleep(0)
+    asking = asyncio.create_task(asyncio.to_thread(ask_restart, 48, [], said.append))
+    await begun.wait()
+    for task in asyncio.all_tasks() - {asyncio.current_task(), asking}:
+        task.cancel()  # as the loop's end does
+    assert not await asking
+    await asyncio.wait([running])
+    assert said == ["decode-0 restarted in 1.0 s", "failed: `diptych up` ended before the restart did"]
+
+
+def test_that_a_reader_left_is_not_taken_for_a_system_that_is_not_there() -> None:
+    async def listen() -> None:
+        async def restart(names: Sequence[str], say: Callable[[str], None]) -> None:
+            say("decode-0 restarted in 1.0 s")
+
+        async with control_socket(49, restart, print):
+            await asyncio.to_thread(partial(restart_processes, 49, []))
+
+    with pytest.raises(BrokenPipeError), redirect_stdout(Gone()):
+        asyncio.run(listen())
+
+
+class Gone(StringIO):
+    """A pipe that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")

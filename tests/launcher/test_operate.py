@@ -7,6 +7,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diptych.v1 import admin_pb2 as pb
+from gateway.admin.operations import MAX_GRACE_S
 from launcher.cli import app
 from launcher.operate import reasons, worker_table
 
@@ -57,6 +58,15 @@ def test_who_asks_another_port_learns_where_the_admin_port_is(arguments: list[st
     [line] = refused.stderr.splitlines()
     assert "UNIMPLEMENTED" in line
     assert line.endswith("gRPC port + 1 unless --admin-port says otherwise, 50052 by default")
+
+
+@pytest.mark.parametrize("grace", ["inf", "1e300", str(MAX_GRACE_S + 1)])
+def test_a_grace_beyond_what_a_gateway_takes_is_refused(grace: str) -> None:
+    refused = CliRunner().invoke(
+        app, ["drain", "decode-0-0123abcd", "--grace", grace, "--address", "127.0.0.1:1"]
+    )
+    assert refused.exit_code == 2
+    assert "--grace" in refused.stderr
 
 
 def test_only_who_gets_less_has_a_reason() -> None:
