@@ -103,9 +103,11 @@ class Telemetry:
         `method` is the span's name: of an RPC the full one, `diptych.v1.InferenceService/StreamGenerate`.
         `attributes` are those of another protocol than gRPC, whose own are there by default.
         """
-        if self._tracer is None:
-            return ServerSpan(self, None, headers)
         parent = trace_context.parse(headers)
+        if self._tracer is None:
+            return ServerSpan(
+                self, None, NO_TRACE if parent is None else trace_context.format_headers(parent)
+            )
         span = self._tracer.start_span(
             method,
             context=_as_parent(parent),

@@ -6,6 +6,7 @@ key that both sides know. No id travels but the parent's.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterable
 
 from opentelemetry import trace
@@ -22,6 +23,11 @@ Headers = tuple[str, str]
 NO_TRACE: Headers = ("", "")
 
 _propagator = TraceContextTextMapPropagator()
+
+# Headers that are malformed are ignored, as the standard asks. The API would log them, one line a request,
+# with what a client chose to write there.
+for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.trace.span"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def parse(headers: Headers | None) -> SpanContext | None:

@@ -143,6 +143,28 @@ def test_off_it_makes_nothing_and_passes_the_client_trace_on(
     telemetry.stop()
 
 
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        (("\udcff", ""), ("", "")),  # a byte of an HTTP header that is no UTF-8: no protobuf can carry it
+        (("x" * 1000, ""), ("", "")),
+        (("", "a=1"), ("", "")),
+        ((CLIENT, "a=\udcff"), (CLIENT, "")),
+        ((CLIENT, ",".join(f"k{i}=1" for i in range(33))), (CLIENT, "")),
+        ((CLIENT, "a=1,b=2"), (CLIENT, "a=1,b=2")),
+    ],
+)
+def test_off_it_passes_nothing_malformed_on_and_logs_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sent: tuple[str, str],
+    passed_on: tuple[str, str],
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert Telemetry.start("diptych-gateway", "g").start_server_span("s/M", sent).headers == passed_on
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("protocol", ["http/protobuf", "http/json", "carrier pigeon"])
 def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
