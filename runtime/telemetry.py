@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
@@ -75,17 +75,25 @@ class Telemetry:
 
     @classmethod
     def start(cls, service_name: str, worker_id: str) -> "Telemetry":
-        """Tracing is on when the environment names an OTLP endpoint. A collector that is away is no error."""
+        """Tracing is on when the environment names an OTLP endpoint. A collector that is away is no error.
+
+        The names are for want of others in `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`.
+        """
         ids = ReservedIds()
+        _forget_empty_variables()
         if not _enabled_by_environment():
             return cls(None, ids)
-        exporter = _exporter()
-        if exporter is None:
+        own = Resource({SERVICE_NAME: service_name, "service.instance.id": worker_id})
+        try:
+            exporter = _exporter()
+            if exporter is None:
+                return cls(None, ids)
+            resource = Resource.create(own.merge(OTELResourceDetector().detect()).attributes)
+            provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+        except Exception as error:  # a value that the SDK cannot read is no reason not to serve
+            _log.warning("no traces are sent: %s", error)
             return cls(None, ids)
-        name = os.environ.get("OTEL_SERVICE_NAME", service_name)
-        resource = Resource.create({SERVICE_NAME: name, "service.instance.id": worker_id})
-        provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, ids)
 
     @property
@@ -220,6 +228,14 @@ class ServerSpan:
         if code in _SERVER_FAULTS:
             self._span.set_status(Status(StatusCode.ERROR, reason or code.name))
         self._span.end()
+
+
+def _forget_empty_variables() -> None:
+    """Empty counts as absent, says the specification, and "none" is a compression; the SDK fails on both."""
+    for name, value in list(os.environ.items()):
+        no_compression = name.endswith("_COMPRESSION") and value.strip().lower() == "none"
+        if name.startswith("OTEL_") and (no_compression or not value.strip()):
+            del os.environ[name]
 
 
 def _enabled_by_environment() -> bool:
