@@ -105,11 +105,15 @@ class Telemetry:
         method: str,
         headers: Headers = NO_TRACE,
         attributes: Attributes | None = None,
+        *,
+        start_s: float | None = None,
+        part: bool = False,
     ) -> "ServerSpan":
         """The SERVER span of an incoming call, child of the client's span when its headers name one.
 
         `method` is the span's name: of an RPC the full one, `diptych.v1.InferenceService/StreamGenerate`.
-        `attributes` are those of another protocol than gRPC, whose own are there by default.
+        `attributes` are those of another protocol than gRPC, whose own are there by default. `start_s` is on
+        `time.monotonic()`, now if absent. A `part` of a call did not come in by itself: its span is INTERNAL.
         """
         parent = trace_context.parse(headers)
         if self._tracer is None:
@@ -119,7 +123,8 @@ class Telemetry:
         span = self._tracer.start_span(
             method,
             context=_as_parent(parent),
-            kind=SpanKind.SERVER,
+            kind=SpanKind.INTERNAL if part else SpanKind.SERVER,
+            start_time=None if start_s is None else int(start_s * 1e9) + _wall_clock_offset_ns(),
             attributes={"rpc.system.name": "grpc", "rpc.method": method}
             if attributes is None
             else attributes,
@@ -140,7 +145,7 @@ class Telemetry:
             return
         linked = [Link(trace_context.derived(context, key)) for key in links] if context is not None else []
         # One offset for all: wall clock and monotonic clock are read once, so nothing shifts inside.
-        offset_ns = time.time_ns() - time.monotonic_ns()
+        offset_ns = _wall_clock_offset_ns()
         for phase in phases:
             self._emit(phase, context, linked, offset_ns)
 
@@ -264,6 +269,10 @@ def _exporter() -> SpanExporter | None:
         return None
     exporter: SpanExporter = module.OTLPSpanExporter()
     return exporter
+
+
+def _wall_clock_offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
 
 
 def _as_parent(parent: SpanContext | None) -> otel_context.Context:
