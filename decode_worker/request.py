@@ -86,7 +86,7 @@ class DecodeRequest:
 
     def times_now(self) -> work_pb2.PhaseTimes:
         """The attempt's phases so far: the prefill worker's, the hand-over's, and ours."""
-        now = time.monotonic()
+        now = self.entered.get(State.ENDED) or time.monotonic()
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))
