@@ -58,6 +58,7 @@ class DecodeRequest:
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
     gangs: list[Gang] = field(default_factory=list)  # those that hold blocks, or will
+    failed_for: int | None = None  # the reason, where all of it failed at once
     outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
     compiling: asyncio.Task[GrammarState] | None = None  # until that is there

@@ -24,6 +24,7 @@ from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
+from worker.failures import OF_THE_HAND_OVER
 from worker.grammar import Grammars
 from worker.heartbeat import beat_of
 from worker.kind import WorkerKind
@@ -122,6 +123,8 @@ class DecodeWorker:
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
+        if request.failed_for in OF_THE_HAND_OVER:
+            metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if State.READY in request.entered:
             transport = request.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)

@@ -148,7 +148,10 @@ class WorkerMetrics(RoleMetrics):
             registry=registry,
         )
         self.kv_transfer_failures = Counter(
-            "diptych_kv_transfer_failures", "Hand-overs that failed", ["transport"], registry=registry
+            "diptych_kv_transfer_failures",
+            "Hand-overs that failed: the other worker was lost or refused, or what came was damaged",
+            ["transport"],
+            registry=registry,
         )
 
 
