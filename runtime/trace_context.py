@@ -45,12 +45,15 @@ def format_headers(context: SpanContext) -> Headers:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Headers:
-    """The headers in a call's metadata (client's keys are lower case by HTTP/2's rule)."""
-    found = {key: value for key, value in metadata or () if key in (TRACEPARENT, TRACESTATE)}
-    traceparent, tracestate = found.get(TRACEPARENT, ""), found.get(TRACESTATE, "")
-    if isinstance(traceparent, bytes) or isinstance(tracestate, bytes):
-        return NO_TRACE
-    return traceparent, tracestate
+    """The headers in a call's metadata, or of an HTTP request: names in lower case.
+
+    A tracestate may come in several headers, since each proxy on the way may add one of its own.
+    """
+    found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
+    for key, value in metadata or ():
+        if key in found and isinstance(value, str):
+            found[key].append(value)
+    return (found[TRACEPARENT] or [""])[-1], ",".join(found[TRACESTATE])
 
 
 def derived(parent: SpanContext, key: str) -> SpanContext:

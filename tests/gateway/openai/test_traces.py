@@ -42,6 +42,7 @@ async def test_the_trace_of_a_completion(
     assert attach.traceparent == f"00-{TRACE}-{operation.span_id.hex()}-01"
     attributes = {a.key: a.value for a in server.attributes}
     assert attributes["http.route"].string_value == "/v1/completions"
+    assert attributes["url.scheme"].string_value == "http"
     assert attributes["http.response.status_code"].int_value == 200
     assert "rpc.system.name" not in attributes
     assert "secret" not in str(spans)
@@ -71,7 +72,12 @@ async def test_the_time_in_which_the_body_came_is_in_the_trace(
         await asyncio.sleep(0.3)
         yield b'"prompt": "x"}'
 
-    sent = {"Content-Type": "application/json", **PARENT}
+    sent = [
+        *PARENT.items(),
+        ("Content-Type", "application/json"),
+        ("Tracestate", "a=1"),
+        ("Tracestate", "b=2"),
+    ]
     async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession() as session:
         async with session.post(f"{root(stack)}/v1/completions", data=slowly(), headers=sent) as answer:
             assert answer.status == 200
@@ -79,6 +85,7 @@ async def test_the_time_in_which_the_body_came_is_in_the_trace(
     spans = {span.name: span for _, span in collector.spans(at_least=5)}
     server, operation = spans["POST /v1/completions"], spans[f"text_completion {bundled.card.name}"]
     assert server.end_time_unix_nano - server.start_time_unix_nano > 0.3e9
+    assert operation.trace_state == server.trace_state == "a=1,b=2"
     # They begin together, but for the reading of two clocks.
     assert operation.start_time_unix_nano == pytest.approx(server.start_time_unix_nano, abs=1e7)
 
