@@ -216,6 +216,7 @@ class Attempts:
             request.gateway.flush()
 
     def _fail(self, request: DecodeRequest, reason: int, message: str) -> None:
+        request.failed_for = reason
         for gang in self._left(request):
             if not gang.ended:
                 gang.say_failed(reason, message)

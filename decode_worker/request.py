@@ -57,6 +57,7 @@ class DecodeRequest:
     gateway: GatewayStream
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
+    failed_for: int | None = None  # the reason, where all of it failed at once
     outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
     compiling: asyncio.Task[GrammarState] | None = None  # until that is there
@@ -85,7 +86,7 @@ class DecodeRequest:
 
     def times_now(self) -> work_pb2.PhaseTimes:
         """The attempt's phases so far: the prefill worker's, the hand-over's, and ours."""
-        now = time.monotonic()
+        now = self.entered.get(State.ENDED) or time.monotonic()
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
             self.times.decode_queue.FromNanoseconds(int(((running or now) - ready) * 1e9))

@@ -6,6 +6,7 @@ import time
 
 from decode_worker.request import DecodeRequest, State
 from runtime.telemetry import AttributeValue, PhaseSpan
+from worker.failures import failure_name
 
 
 def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
@@ -24,7 +25,8 @@ def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
         phases.append(PhaseSpan("decode", running, end))
     if request.outcome == "failed":
         last = phases[-1]
-        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=request.outcome)
+        error = request.outcome if request.failed_for is None else failure_name(request.failed_for)
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error)
     attributes: dict[str, AttributeValue] = {
         "diptych.attempt": request.key[1],
         "diptych.outcome": request.outcome,

@@ -24,6 +24,7 @@ from runtime.metrics import DecodeMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
+from worker.failures import OF_THE_HAND_OVER
 from worker.grammar import Grammars
 from worker.heartbeat import beat_of
 from worker.kind import WorkerKind
@@ -117,10 +118,13 @@ class DecodeWorker:
 
     def _ended(self, request: DecodeRequest) -> None:
         """Count and trace an attempt that is over."""
-        times, metrics = request.times, self._metrics
+        # What a message told last is old by now; of an attempt that was cancelled no message told its end.
+        times, metrics = request.times_now(), self._metrics
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
+        if request.failed_for in OF_THE_HAND_OVER:
+            metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if State.READY in request.entered:
             transport = request.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_receive.ToNanoseconds() / 1e9)
@@ -128,8 +132,9 @@ class DecodeWorker:
             metrics.prefix_cache_queries.inc(len(request.attempt.token_ids))
             metrics.prefix_cache_hits.inc(times.cached_tokens)
             for phase in ("decode_queue", "decode"):
-                seconds = getattr(times, phase).ToNanoseconds() / 1e9
-                metrics.phase_duration.labels(phase).observe(seconds)
+                if times.HasField(phase):
+                    seconds = getattr(times, phase).ToNanoseconds() / 1e9
+                    metrics.phase_duration.labels(phase).observe(seconds)
         if self._telemetry.enabled and (span := attempt_span(request)) is not None:
             self._telemetry.emit_phases(request.attempt.trace, [span], links=[request.attempt.prefill_span])
 

@@ -79,7 +79,7 @@ class Call(ABC):
     """
 
     span: ServerSpan  # there once `Calls.account` was entered
-    counts: ClassVar[bool] = True  # among refusals; a part of a call is counted with the whole
+    counts: ClassVar[bool] = True  # as a call that came in; a part of one is counted with the whole
 
     def __init__(
         self,
@@ -204,7 +204,13 @@ class Calls:
         Any other exception is a bug: it is logged with its traceback and becomes `Internal`, whose text is
         fixed.
         """
-        call.span = self._telemetry.start_server_span(call.method, call.trace, call.span_attributes)
+        call.span = self._telemetry.start_server_span(
+            call.method,
+            call.trace,
+            call.span_attributes,
+            start_s=call.received_at,
+            part=not call.counts,
+        )
         code, reason = grpc.StatusCode.OK, None
         self.running += 1
         self._idle.clear()

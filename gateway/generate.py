@@ -166,6 +166,7 @@ class Generator:
                 time_left_s=call.time_left_s(self._clock()),
                 on_admitted=partial(conversation.feed, Admitted()),
             )
+            report.queued = True
             if self._recovery.budget is not None:
                 self._recovery.budget.arrived(request.choices, self._clock())
             conversation.start_timers(request.time_limit_s)

@@ -47,6 +47,7 @@ from runtime.telemetry import Telemetry
 from runtime.tls import TlsFiles
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
+_QUIET_S = 0.2  # after an answer, in which its client asks again if it was waiting for it
 _log = logging.getLogger(__name__)
 
 
@@ -184,10 +185,23 @@ class Gateway:
             self.generator.draining = True
         try:
             # Calls and not requests alone: texts and grammars that wait, answers that are being written.
-            await asyncio.wait_for(self.calls.idle(), self._settings.drain_grace_s)
+            await asyncio.wait_for(self._quiet(), self._settings.drain_grace_s)
         except TimeoutError:
             _log.warning("%d calls outlived the grace", self.calls.running)
             self.live.shut_down()
+
+    async def _quiet(self) -> None:
+        """Returns when no call is being answered, nor about to come.
+
+        Who has an answer that began before the ports closed may send its next request over the same HTTP
+        connection at once.
+        """
+        await self.calls.idle()
+        while self._settings.share_ports:
+            await asyncio.sleep(_QUIET_S)
+            if not self.calls.running:
+                return
+            await self.calls.idle()
 
     async def _stop_listening(self) -> None:
         if self._http is not None:

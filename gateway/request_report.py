@@ -23,7 +23,8 @@ OPERATION_KEY = "operation"
 class RequestReport:
     """Filled while the request runs; ``finish`` sends it off.
 
-    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock.
+    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: it
+    was not refused at once.
     """
 
     call: Call
@@ -32,6 +33,7 @@ class RequestReport:
     tokenized: tuple[float, float] | None = None
     grammar_checked: tuple[float, float] | None = None
     conversation: Conversation | None = None
+    queued: bool = False
 
     def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
         """Make the spans and count the metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
@@ -121,10 +123,13 @@ class RequestReport:
         metrics.request_duration.labels(self.operation, self.model, error or "").observe(
             now - self.call.received_at
         )
-        metrics.input_tokens.inc(conversation.job.prompt_tokens)
+        # Under overload most requests are refused at once; the rate of hits and the waits are of the others.
+        if any(route.placement is not None for route in conversation.routes):
+            metrics.input_tokens.inc(conversation.job.prompt_tokens)
         metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
         metrics.output_tokens.inc(generated)
-        metrics.phase_duration.labels("admission").observe(conversation.admission_s)
+        if self.queued:
+            metrics.phase_duration.labels("admission").observe(conversation.admission_s)
         first, last = conversation.first_token_at, conversation.last_token_at
         if first is not None and last is not None:
             metrics.time_to_first_token.labels(self.operation, self.model).observe(

@@ -217,6 +217,7 @@ class Attempts:
         if outcome.committed:
             request.gateway.committed(request.key)
         elif outcome.failure is not None:
+            request.failure = outcome.failure
             request.gateway.failed(request.key, outcome.failure)
         how = "committed" if outcome.committed else "cancelled" if outcome.failure is None else "failed"
         self._on_ended(request, how)

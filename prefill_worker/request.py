@@ -86,6 +86,7 @@ class PrefillRequest:
     steps: int = 0
     computed_at: float | None = None  # when the last chunk was done
     stop: Stop | None = None  # decided, to be carried out when no step writes any more
+    failure: work_pb2.Failure | None = None  # what the gateway was told at its end
     news: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:

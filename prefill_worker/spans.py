@@ -6,6 +6,7 @@ import time
 
 from prefill_worker.request import PrefillRequest, State
 from runtime.telemetry import AttributeValue, PhaseSpan
+from worker.failures import failure_name
 
 
 def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
@@ -19,15 +20,11 @@ def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
     starts = [("queue", queued), ("grant.wait", asked), ("prefill", granted), ("kv_transfer.send", computed)]
     ran = [(name, start) for name, start in starts if start is not None]
     ends = [start for _, start in ran[1:]] + [end]
-    error = (
-        request.stop.failure.message
-        if request.stop is not None and request.stop.failure is not None
-        else None
-    )
     phases = [PhaseSpan(name, start, stop) for (name, start), stop in zip(ran, ends, strict=True)]
     if outcome == "failed":
         last = phases[-1]
-        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error or "failed")
+        error = outcome if request.failure is None else failure_name(request.failure.reason)
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error)
     attributes: dict[str, AttributeValue] = {
         "diptych.attempt": request.key[1],
         "diptych.outcome": outcome,

@@ -21,6 +21,7 @@ from runtime.metrics import PrefillMetrics, new_registry
 from runtime.process import incarnation
 from runtime.telemetry import Telemetry
 from worker.engine import LoadedEngine
+from worker.failures import OF_THE_HAND_OVER
 from worker.grammar import Grammars
 from worker.heartbeat import beat_of
 from worker.kind import WorkerKind
@@ -114,7 +115,7 @@ class PrefillWorker:
         if outcome == "committed" and request.granted is not None:
             transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)
-        elif outcome == "failed":
+        elif request.failure is not None and request.failure.reason in OF_THE_HAND_OVER:
             transport = request.granted.transport if request.granted is not None else "none"
             metrics.kv_transfer_failures.labels(transport).inc()
         if self._telemetry.enabled:

@@ -108,7 +108,7 @@ class HttpEdge:
             gives_work=gives_work,
             certificates=certificates,
         )
-        edge._server = _Server(edge._answer, max_body_bytes)
+        edge._server = _Server(edge._answer, edge._ends, max_body_bytes)
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
@@ -132,7 +132,7 @@ class HttpEdge:
         return edge
 
     async def leave(self) -> None:
-        """Stops listening; open connections are closed after their next answer."""
+        """Stops listening; open connections are closed after the next answer that begins, which says so."""
         self._leaving = True
         if self._runner is not None:
             for site in list(self._runner.sites):
@@ -144,11 +144,14 @@ class HttpEdge:
             await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        spare = self._server is not None and self._server.is_spare(request.protocol)
-        response = await self._respond(request, full=spare)
-        if self._leaving or spare:
-            response.force_close()
-        return response
+        return await self._respond(request, full=self._is_spare(request))
+
+    def _ends(self, request: web.BaseRequest) -> bool:
+        """Whether the connection is over with an answer that begins now."""
+        return self._leaving or self._is_spare(request)
+
+    def _is_spare(self, request: web.BaseRequest) -> bool:
+        return self._server is not None and self._server.is_spare(request.protocol)
 
     async def _respond(self, request: web.BaseRequest, *, full: bool) -> web.StreamResponse:
         operator = _OPERATOR.get(request.path)
@@ -206,10 +209,26 @@ def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) 
     return web.Response(status=status, text=body, content_type=_TEXT, headers=headers)
 
 
+class _Request(web.BaseRequest):
+    """Says in the head of the answer, whoever sends that, where it is the connection's last.
+
+    A connection that is closed without that word may have the client's next request under way.
+    """
+
+    def __init__(self, *parts: Any, ends: Callable[[web.BaseRequest], bool], **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._ends = ends
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        if self._ends(self):
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: Door, max_body_bytes: int) -> None:
+    def __init__(self, handler: Door, ends: Callable[[web.BaseRequest], bool], max_body_bytes: int) -> None:
         super().__init__(
             handler,
             request_factory=self._request,
@@ -221,6 +240,7 @@ class _Server(web.Server):
             # A compressed body could be a thousand times its size; nobody sends one.
             auto_decompress=False,
         )
+        self._ends = ends
         self._max_body_bytes = max_body_bytes
         self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
 
@@ -250,9 +270,8 @@ class _Server(web.Server):
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"
     ) -> web.BaseRequest:
-        return web.BaseRequest(
-            message, payload, protocol, writer, task, self._loop, client_max_size=self._max_body_bytes
-        )
+        parts = (message, payload, protocol, writer, task, self._loop)
+        return _Request(*parts, client_max_size=self._max_body_bytes, ends=self._ends)
 
 
 async def read_body(request: web.BaseRequest, timeout_s: float) -> bytes:

@@ -96,7 +96,9 @@ class GatewayMetrics(RoleMetrics):
             buckets=_DURATION,
             registry=registry,
         )
-        self.input_tokens = Counter("diptych_input_tokens", "Prompt tokens of requests", registry=registry)
+        self.input_tokens = Counter(
+            "diptych_input_tokens", "Prompt tokens of requests that were given to workers", registry=registry
+        )
         self.cached_input_tokens = Counter(
             "diptych_cached_input_tokens", "Of these, found in a prefix cache", registry=registry
         )
@@ -148,7 +150,10 @@ class WorkerMetrics(RoleMetrics):
             registry=registry,
         )
         self.kv_transfer_failures = Counter(
-            "diptych_kv_transfer_failures", "Hand-overs that failed", ["transport"], registry=registry
+            "diptych_kv_transfer_failures",
+            "Hand-overs that failed: the other worker was lost or refused, or what came was damaged",
+            ["transport"],
+            registry=registry,
         )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
@@ -75,17 +75,25 @@ class Telemetry:
 
     @classmethod
     def start(cls, service_name: str, worker_id: str) -> "Telemetry":
-        """Tracing is on when the environment names an OTLP endpoint. A collector that is away is no error."""
+        """Tracing is on when the environment names an OTLP endpoint. A collector that is away is no error.
+
+        The names are for want of others in `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`.
+        """
         ids = ReservedIds()
+        _forget_empty_variables()
         if not _enabled_by_environment():
             return cls(None, ids)
-        exporter = _exporter()
-        if exporter is None:
+        own = Resource({SERVICE_NAME: service_name, "service.instance.id": worker_id})
+        try:
+            exporter = _exporter()
+            if exporter is None:
+                return cls(None, ids)
+            resource = Resource.create(own.merge(OTELResourceDetector().detect()).attributes)
+            provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+        except Exception as error:  # a value that the SDK cannot read is no reason not to serve
+            _log.warning("no traces are sent: %s", error)
             return cls(None, ids)
-        name = os.environ.get("OTEL_SERVICE_NAME", service_name)
-        resource = Resource.create({SERVICE_NAME: name, "service.instance.id": worker_id})
-        provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, ids)
 
     @property
@@ -97,19 +105,26 @@ class Telemetry:
         method: str,
         headers: Headers = NO_TRACE,
         attributes: Attributes | None = None,
+        *,
+        start_s: float | None = None,
+        part: bool = False,
     ) -> "ServerSpan":
         """The SERVER span of an incoming call, child of the client's span when its headers name one.
 
         `method` is the span's name: of an RPC the full one, `diptych.v1.InferenceService/StreamGenerate`.
-        `attributes` are those of another protocol than gRPC, whose own are there by default.
+        `attributes` are those of another protocol than gRPC, whose own are there by default. `start_s` is on
+        `time.monotonic()`, now if absent. A `part` of a call did not come in by itself: its span is INTERNAL.
         """
-        if self._tracer is None:
-            return ServerSpan(self, None, headers)
         parent = trace_context.parse(headers)
+        if self._tracer is None:
+            return ServerSpan(
+                self, None, NO_TRACE if parent is None else trace_context.format_headers(parent)
+            )
         span = self._tracer.start_span(
             method,
             context=_as_parent(parent),
-            kind=SpanKind.SERVER,
+            kind=SpanKind.INTERNAL if part else SpanKind.SERVER,
+            start_time=None if start_s is None else int(start_s * 1e9) + _wall_clock_offset_ns(),
             attributes={"rpc.system.name": "grpc", "rpc.method": method}
             if attributes is None
             else attributes,
@@ -130,7 +145,7 @@ class Telemetry:
             return
         linked = [Link(trace_context.derived(context, key)) for key in links] if context is not None else []
         # One offset for all: wall clock and monotonic clock are read once, so nothing shifts inside.
-        offset_ns = time.time_ns() - time.monotonic_ns()
+        offset_ns = _wall_clock_offset_ns()
         for phase in phases:
             self._emit(phase, context, linked, offset_ns)
 
@@ -220,6 +235,14 @@ class ServerSpan:
         self._span.end()
 
 
+def _forget_empty_variables() -> None:
+    """Empty counts as absent, says the specification, and "none" is a compression; the SDK fails on both."""
+    for name, value in list(os.environ.items()):
+        no_compression = name.endswith("_COMPRESSION") and value.strip().lower() == "none"
+        if name.startswith("OTEL_") and (no_compression or not value.strip()):
+            del os.environ[name]
+
+
 def _enabled_by_environment() -> bool:
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
@@ -246,6 +269,10 @@ def _exporter() -> SpanExporter | None:
         return None
     exporter: SpanExporter = module.OTLPSpanExporter()
     return exporter
+
+
+def _wall_clock_offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
 
 
 def _as_parent(parent: SpanContext | None) -> otel_context.Context:

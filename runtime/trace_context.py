@@ -6,6 +6,7 @@ key that both sides know. No id travels but the parent's.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterable
 
 from opentelemetry import trace
@@ -23,6 +24,11 @@ NO_TRACE: Headers = ("", "")
 
 _propagator = TraceContextTextMapPropagator()
 
+# Headers that are malformed are ignored, as the standard asks. The API would log them, one line a request,
+# with what a client chose to write there.
+for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.trace.span"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
 
 def parse(headers: Headers | None) -> SpanContext | None:
     """The span that the headers name; None when absent or malformed, as the standard asks."""
@@ -39,12 +45,15 @@ def format_headers(context: SpanContext) -> Headers:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Headers:
-    """The headers in a call's metadata (client's keys are lower case by HTTP/2's rule)."""
-    found = {key: value for key, value in metadata or () if key in (TRACEPARENT, TRACESTATE)}
-    traceparent, tracestate = found.get(TRACEPARENT, ""), found.get(TRACESTATE, "")
-    if isinstance(traceparent, bytes) or isinstance(tracestate, bytes):
-        return NO_TRACE
-    return traceparent, tracestate
+    """The headers in a call's metadata, or of an HTTP request: names in lower case.
+
+    A tracestate may come in several headers, since each proxy on the way may add one of its own.
+    """
+    found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
+    for key, value in metadata or ():
+        if key in found and isinstance(value, str):
+            found[key].append(value)
+    return (found[TRACEPARENT] or [""])[-1], ",".join(found[TRACESTATE])
 
 
 def derived(parent: SpanContext, key: str) -> SpanContext:

@@ -110,11 +110,12 @@ class HttpCall(Call):
             f"{request.method} {route}",
             received_at=received_at,
             header_request_id=headers.get(REQUEST_ID, ""),
-            trace=(headers.get(trace_context.TRACEPARENT, ""), headers.get(trace_context.TRACESTATE, "")),
+            trace=trace_context.from_metadata((name.lower(), value) for name, value in headers.items()),
             authorization=headers.get(hdrs.AUTHORIZATION, ""),
         )
         self._route = route
         self._verb = request.method
+        self._scheme = request.scheme
         self._timeout_ms = headers.get(TIMEOUT_MS)
         self.stream: EventStream | None = None
         self.names: Mapping[str, str] = {}
@@ -155,7 +156,12 @@ class HttpCall(Call):
 
     @property
     def span_attributes(self) -> Attributes:
-        return {"http.request.method": self._verb, "http.route": self._route, "url.path": self._route}
+        return {
+            "http.request.method": self._verb,
+            "http.route": self._route,
+            "url.path": self._route,
+            "url.scheme": self._scheme,
+        }
 
     def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes:
         started = self.stream is not None and self.stream.started

@@ -143,6 +143,28 @@ def test_off_it_makes_nothing_and_passes_the_client_trace_on(
     telemetry.stop()
 
 
+@pytest.mark.parametrize(
+    ("sent", "passed_on"),
+    [
+        (("\udcff", ""), ("", "")),  # a byte of an HTTP header that is no UTF-8: no protobuf can carry it
+        (("x" * 1000, ""), ("", "")),
+        (("", "a=1"), ("", "")),
+        ((CLIENT, "a=\udcff"), (CLIENT, "")),
+        ((CLIENT, ",".join(f"k{i}=1" for i in range(33))), (CLIENT, "")),
+        ((CLIENT, "a=1,b=2"), (CLIENT, "a=1,b=2")),
+    ],
+)
+def test_off_it_passes_nothing_malformed_on_and_logs_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sent: tuple[str, str],
+    passed_on: tuple[str, str],
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert Telemetry.start("diptych-gateway", "g").start_server_span("s/M", sent).headers == passed_on
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("protocol", ["http/protobuf", "http/json", "carrier pigeon"])
 def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, protocol: str
@@ -152,6 +174,62 @@ def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert not Telemetry.start("diptych-gateway", "g").enabled
     assert f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OTEL_EXPORTER_OTLP_TIMEOUT": "", "OTEL_SERVICE_NAME": ""},
+        {"OTEL_EXPORTER_OTLP_COMPRESSION": "none"},
+        {"OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "none"},
+    ],
+)
+def test_what_the_specification_lets_an_operator_write_is_as_if_it_were_absent(
+    monkeypatch: pytest.MonkeyPatch, collector: OtlpCollector, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    telemetry = Telemetry.start("diptych-gateway", "g")
+    telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
+    telemetry.stop()
+    assert [service for service, _ in collector.spans(at_least=1)] == ["diptych-gateway"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "10s"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100000"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
+    ],
+)
+def test_a_value_that_cannot_be_read_costs_the_traces_and_not_the_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv(name, value)
+    assert not Telemetry.start("diptych-gateway", "g").enabled
+    assert "no traces are sent: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variables", "service"),
+    [
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=ours,team=a"}, "ours"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=ours", "OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=a"}, "diptych-gateway"),
+    ],
+)
+def test_the_environment_names_the_service(
+    monkeypatch: pytest.MonkeyPatch, collector: OtlpCollector, variables: dict[str, str], service: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    telemetry = Telemetry.start("diptych-gateway", "g")
+    telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
+    telemetry.stop()
+    assert [service for service, _ in collector.spans(at_least=1)] == [service]
 
 
 def test_stop_is_bounded_when_the_collector_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def blocks_are_released_during_the_step(patch: Patch) -> None:
             if writes(gang):
                 self._pool.release(gang.rows[0].block_ids)
                 gang.rows[0].block_ids = list(gang.rows[0].block_ids)
-                gang.request.gangs.append(gang)
+                self._gangs[gang.request].append(gang)
             else:
                 gang.release = real_release
             real(self, gang, outcome)

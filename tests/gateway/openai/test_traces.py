@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import openai
 import pytest
 
 from gateway.model.served_model import ServedModel
-from tests.gateway.openai.test_door import door, ids_of
+from tests.gateway.openai.test_door import door, ids_of, root
 from tests.gateway.scripted_workers import answering
 from tests.runtime.otlp_collector import OtlpCollector
 
@@ -40,6 +42,7 @@ async def test_the_trace_of_a_completion(
     assert attach.traceparent == f"00-{TRACE}-{operation.span_id.hex()}-01"
     attributes = {a.key: a.value for a in server.attributes}
     assert attributes["http.route"].string_value == "/v1/completions"
+    assert attributes["url.scheme"].string_value == "http"
     assert attributes["http.response.status_code"].int_value == 200
     assert "rpc.system.name" not in attributes
     assert "secret" not in str(spans)
@@ -56,7 +59,35 @@ async def test_each_of_several_prompts_has_a_span(
     parts = [span for span in spans if span.name == "completion of one prompt of several"]
     operations = [span for span in spans if span.name.startswith("text_completion")]
     assert [part.parent_span_id for part in parts] == [server.span_id] * 2
+    # Who counts SERVER spans as incoming requests counts one.
+    assert {span.span_id for span in spans if span.kind == span.SPAN_KIND_SERVER} == {server.span_id}
     assert {span.parent_span_id for span in operations} == {part.span_id for part in parts}
+
+
+async def test_the_time_in_which_the_body_came_is_in_the_trace(
+    bundled: ServedModel, redis_url: str, collector: OtlpCollector
+) -> None:
+    async def slowly() -> AsyncIterator[bytes]:
+        yield f'{{"model": "{bundled.card.name}", '.encode()
+        await asyncio.sleep(0.3)
+        yield b'"prompt": "x"}'
+
+    sent = [
+        *PARENT.items(),
+        ("Content-Type", "application/json"),
+        ("Tracestate", "a=1"),
+        ("Tracestate", "b=2"),
+    ]
+    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession() as session:
+        async with session.post(f"{root(stack)}/v1/completions", data=slowly(), headers=sent) as answer:
+            assert answer.status == 200
+        await stack.until_idle()
+    spans = {span.name: span for _, span in collector.spans(at_least=5)}
+    server, operation = spans["POST /v1/completions"], spans[f"text_completion {bundled.card.name}"]
+    assert server.end_time_unix_nano - server.start_time_unix_nano > 0.3e9
+    assert operation.trace_state == server.trace_state == "a=1,b=2"
+    # They begin together, but for the reading of two clocks.
+    assert operation.start_time_unix_nano == pytest.approx(server.start_time_unix_nano, abs=1e7)
 
 
 @pytest.mark.parametrize(
