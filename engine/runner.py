@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from engine.help_worth import HelpWorth
 from engine.kv_memory import KVMemory
 from engine.model import Model
 from engine.sampling import SampleRow
+from engine.usable_cores import usable_cores
 
 _Result = TypeVar("_Result")
 
@@ -31,7 +31,7 @@ class Runner:
         if threads < 0:
             raise ValueError("a negative number of threads")
         self.model = model
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or usable_cores()
         self.on_step: Callable[[float, int], None] | None = None
         """Hears of every step, where its results are: seconds of the forward pass, and tokens computed."""
         self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None

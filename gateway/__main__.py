@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from gateway.config import GatewaySettings
 from gateway.program import Gateway, load_model
-from runtime.process import announce_ready, leave, run_program
+from runtime.process import announce_ready, end_when_told, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a gateway with these flags; returns the exit status."""
+    end_when_told()
     settings = GatewaySettings.from_argv(argv)
 
     async def serve(stop: asyncio.Event) -> int:

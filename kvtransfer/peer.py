@@ -28,6 +28,7 @@ from kvtransfer.messages import (
     SenderAction,
 )
 from kvtransfer.peer_link import PeerLink
+from kvtransfer.pool_memory import let_go
 from kvtransfer.progress import Progress
 from kvtransfer.push_queue import PushQueue
 from kvtransfer.scratch import Scratch, ScratchBlocks
@@ -209,7 +210,8 @@ class Peer:
 
     def release(self) -> None:
         """Let go of the mapping; grants that are still being written keep it until they are dropped."""
-        self.memory = None
+        held, self.memory = [self.memory], None
+        let_go(held)
 
     def _ended(self, link: PeerLink) -> None:
         if self._link is link:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,18 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
         raise ValueError("the size of the pool's file is not sealed")
     return KVMemory(layout, num_blocks, _map(fd, size))
+
+
+def let_go(held: list[KVMemory | None]) -> None:
+    """Drop a reference to a mapped pool, by emptying the list, in a thread where it may take long.
+
+    Of a decode worker that died the last mapping may be ours, and the kernel frees the pages with it: half a
+    second a GiB on some machines, in which an event loop would answer nobody and be taken for dead itself.
+    """
+    if held[0] is not None and held[0].data.device.type == "cpu":
+        threading.Thread(target=held.clear, name="kv-unmap", daemon=True).start()
+    else:
+        held.clear()
 
 
 def _map(fd: int, size: int) -> mmap.mmap:

@@ -18,7 +18,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from launcher.thread_plan import usable_cores
+from engine.usable_cores import usable_cores
 from launcher.valkey import ValkeyMissing, valkey_binary
 from runtime.settings import resolve_model
 

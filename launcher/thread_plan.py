@@ -1,7 +1,6 @@
 """How many compute threads each worker gets."""
 
 import itertools
-import os
 from dataclasses import dataclass
 
 
@@ -19,13 +18,6 @@ class ThreadPlan:
             return None
         homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
         return homes[: len(self.prefill)], homes[len(self.prefill) :]
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on (its CPU affinity, not the machine's count)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:

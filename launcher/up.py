@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.usable_cores import usable_cores
 from launcher.checks import BadOptions, check_directory, check_options
 from launcher.child import ChildFailed
 from launcher.drain_times import drain_times
@@ -19,7 +20,6 @@ from launcher.probe import http_body, http_status, reachable
 from launcher.ready_file import ReadyFile
 from launcher.stack import SharedSecrets, program_specs
 from launcher.supervisor import Supervisor
-from launcher.thread_plan import usable_cores
 from launcher.valkey import start_valkey
 from runtime.process import ONE_SIGNAL_S
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from prefill_worker.config import PrefillSettings
-from runtime.process import leave, run_program
+from runtime.process import end_when_told, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
     """Run with these flags (without the program's name) until a signal; returns the exit status."""
+    end_when_told()
     settings = PrefillSettings.from_argv(argv)
 
     # Imported after the flags are read: --help and a wrong flag need no torch.

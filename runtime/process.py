@@ -68,6 +68,16 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
         return 1
 
 
+def end_when_told() -> None:
+    """SIGTERM ends this process at once, from now until its event loop listens: it starts, and has nothing to
+    finish.
+
+    That is what happens anyway, but to the first process of a container: the kernel spares it signals that it
+    has no handler for. It would start, serve, and be killed in the middle of its work when the grace is over.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
+
+
 def allow_descriptors() -> None:
     """As many open files as the system lets us have: logins and systemd begin with 1,024, which so many idle
     connections use up, and then there are none for links and probes.

@@ -18,7 +18,7 @@ class WorkerSettings(ProgramSettings):
     """Base of the two workers' settings."""
 
     threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = Field(
-        0, description="compute threads; 0 = one per core"
+        0, description="compute threads; 0 = one per core that affinity and CPU limit leave"
     )
     cores_fd: CliSuppress[int | None] = Field(
         None, description="file on whose bytes the workers of this machine lend each other cores"

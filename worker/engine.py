@@ -16,6 +16,7 @@ from engine.kv_memory import KVLayout
 from engine.model import Model, load_model, native_step_works
 from engine.precision import Precision, choose_precision
 from engine.runner import Runner
+from engine.usable_cores import usable_cores
 from engine.weights.checkpoint import is_quantised, weight_bytes
 from kvtransfer.fingerprint import Fingerprint
 from runtime.block_hash import HASH_VERSION
@@ -71,9 +72,8 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     device = choose_device(settings.device)
     _check_block_size(settings.block_size, device)
     dtype = _precision(settings, path, device)
-    if settings.threads:
-        # Weights are converted in torch: more threads than this worker has cores wait for one another.
-        torch.set_num_threads(settings.threads)
+    # Weights are converted in torch: more threads than this worker has cores wait for one another.
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
     model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
     runner = Runner(model, settings.threads, _core_share(settings, device))
     layout = model.kv_layout(settings.block_size)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
 from kvtransfer.host import host_id
 from kvtransfer.messages import WriterId
+from kvtransfer.peer import Peer
 from kvtransfer.pool_memory import allocate_pool, map_pool
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
 from kvtransfer.transports.device_port import HostPort
@@ -91,3 +94,15 @@ def test_the_size_of_a_pool_is_sealed():
 def test_a_host_knows_itself():
     assert host_id() == host_id()
     assert len(host_id()) == 32
+
+
+async def test_a_pool_that_dies_with_our_mapping_is_unmapped_beside_the_event_loop() -> None:
+    """Its pages are freed then. A prefill worker was taken for dead when a decode worker had died."""
+    pool = allocate_pool(LAYOUT, 4)
+    peer = Peer("127.0.0.1:1", 1, on_abort=lambda *_: None, on_lost=lambda *_: None)
+    peer.memory = map_pool(pool.file(), LAYOUT, 4)
+    gone: list[str] = []
+    weakref.finalize(peer.memory, lambda: gone.append(threading.current_thread().name))
+    peer.release()
+    assert peer.memory is None
+    await until(lambda: gone == ["kv-unmap"])

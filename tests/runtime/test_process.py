@@ -1,5 +1,6 @@
 """Programs under run_program, as real processes."""
 
+import importlib
 import json
 import os
 import signal
@@ -82,6 +83,47 @@ def test_a_second_signal_does_not_wait() -> None:
     code, stderr = child.finish()
     assert code == 128 + signal.SIGTERM
     assert "second SIGTERM" in stderr
+
+
+FIRST_OF_A_CONTAINER = """
+import time
+from runtime.process import end_when_told
+end_when_told()
+print("starting", flush=True)
+time.sleep(60)
+"""
+AS_PID_1 = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def test_sigterm_ends_what_still_starts_also_as_the_first_process_of_a_container() -> None:
+    """The kernel spares pid 1 signals that it has no handler for: it served, and was killed later."""
+    try:
+        subprocess.run([*AS_PID_1, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no pid namespaces for this user")
+    command = [*AS_PID_1, sys.executable, "-c", FIRST_OF_A_CONTAINER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting\n"
+        [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("module", ["gateway", "prefill_worker", "decode_worker"])
+def test_a_program_can_be_stopped_before_it_reads_its_settings(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(Exception):
+        pass
+
+    def end_when_told() -> None:
+        raise Told
+
+    main = importlib.import_module(f"{module}.__main__")
+    monkeypatch.setattr(main, "end_when_told", end_when_told)
+    with pytest.raises(Told):
+        main.main(["--no-such-flag"])
 
 
 def test_two_signals_at_once_are_one() -> None:
