@@ -63,6 +63,7 @@ class Retry:
     reserve_worst_case: bool = False
     avoid_worker: bool = False  # do not route to the worker that refused
     elsewhere: bool = False  # nor to the one that failed, if there is another
+    other_pair: bool = False  # nor to any of the two: what failed is the way between them, or either end
     uncached: bool = False  # compute all of it anew
     fault: bool = True  # its prefill is to be paid from the retry budget
     acquitted: bool = True  # else only once a worker that seems to have died under it is back
@@ -90,7 +91,7 @@ def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
             return Retry(reserve, fault=False)
         case Cause.KV_TRANSFER_FAILED:
             if history.transfer_failures <= TRANSFER_FAILURES_RECOMPUTED:
-                return Retry(reserve)
+                return Retry(reserve, other_pair=True)
             return GiveUp(KvTransferFailed(tokens_emitted=history.delivered))
         case Cause.DRAINING:
             if history.refusals <= REFUSALS_REROUTED:

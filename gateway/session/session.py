@@ -280,11 +280,11 @@ class Session:
             return self._fail(verdict.error, now)
         if verdict.fault and (error := self._unpaid(now)) is not None:
             return self._fail(error, now)
-        self.setbacks.follow(verdict, worker_id)
+        self.setbacks.follow(verdict, worker_id, self._had_by.values())
         return [*self._cancel_working(), *self._need_route(now)]
 
     def _no_route(self, role: Role, now: float) -> list[Action]:
-        if self.setbacks.forgive():
+        if self.setbacks.forgive(self._had_by.get(role)):
             return [NeedRoute(self.choice)]
         self.setbacks.waiting_for = role
         verdict = no_route(role.value, self.history, self._tally.wait_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from gateway.attempt.words import Cause, Role
 from gateway.session.recovery import History, Retry
@@ -62,18 +63,22 @@ class Setbacks:
         """An attempt brought new tokens."""
         self._fruitless.clear()
 
-    def follow(self, verdict: Retry, worker_id: str) -> None:
-        """It is to be tried again; ``worker_id`` is the worker that failed or refused it."""
+    def follow(self, verdict: Retry, worker_id: str, pair: Iterable[str]) -> None:
+        """It is to be tried again; ``worker_id`` is the worker of the ``pair`` that failed or refused it."""
         self.reserve = verdict.reserve_worst_case
         self.uncached = verdict.uncached
         self.suspended = not verdict.acquitted
         if verdict.avoid_worker:
             self._refused |= {worker_id}
-        self._shunned = frozenset({worker_id}) if verdict.elsewhere else frozenset()
+        self._shunned = frozenset(pair if verdict.other_pair else {worker_id} if verdict.elsewhere else ())
 
-    def forgive(self) -> bool:
-        """Nobody else can take it: better there than nowhere. False if nobody was shunned."""
-        shunned, self._shunned = self._shunned, frozenset()
+    def forgive(self, worker_id: str | None) -> bool:
+        """Nobody else can take it: better there than nowhere. False if nobody was shunned.
+
+        ``worker_id`` had the role for which nobody is left: if it was shunned, the other one stays so.
+        """
+        shunned = self._shunned
+        self._shunned = shunned - {worker_id} if worker_id in shunned else frozenset()
         return bool(shunned)
 
     def replaced(self, worker_id: str) -> None:

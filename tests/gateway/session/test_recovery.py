@@ -204,6 +204,24 @@ def test_a_row_that_failed_is_computed_anew_elsewhere_and_only_once() -> None:
     assert error_of(request.fails(Cause.ROW_FAILED)).reason == "INTERNAL"
 
 
+def test_a_hand_over_that_failed_is_tried_again_by_another_pair() -> None:
+    """What is wrong with the way between two workers, or with one of them, is wrong the next time, too."""
+    request = Request().launch("p", "d")
+    assert request.fails(Cause.KV_TRANSFER_FAILED)[-1] == NeedRoute(0)
+    assert request.session.setbacks.avoid == {"p", "d"}
+
+
+@pytest.mark.parametrize(("alone", "left"), [(Role.PREFILL, "d"), (Role.DECODE, "p")])
+def test_a_worker_that_is_alone_in_its_role_is_tried_with_another_one(alone: Role, left: str) -> None:
+    request = Request().launch("p", "d")
+    request.fails(Cause.KV_TRANSFER_FAILED)
+    assert request.session.handle(NoRoute(alone), 4.0) == [NeedRoute(0)]
+    assert request.session.setbacks.avoid == {left}
+    assert request.session.handle(NoRoute(alone), 4.0) == [NeedRoute(0)]  # nor does that fit
+    assert request.session.setbacks.avoid == set()
+    assert request.session.handle(NoRoute(alone), 4.0) == [AwaitWorker(0, 1, WAIT_FOR_WORKER_S)]
+
+
 def test_before_the_first_token_a_failed_row_is_the_prefill_workers_whoever_says_so() -> None:
     """A decode worker that hears of it from the prefill worker may be the first to tell the gateway."""
     request = Request().launch("p", "d")
