@@ -2,10 +2,12 @@
 
 A pager, a terminal that was stopped or hangs, a log shipper that is stuck: when its pipe is full, who writes
 to it sleeps, and with an event loop everything that it serves. Here what does not fit is lost, and counted.
+So is what a file has no room for, whose disk is full now and not for ever.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import select
@@ -14,6 +16,7 @@ from typing import TextIO
 
 _PIECE = 4096
 """Bytes that a socket which takes anything takes as a rule."""
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class PatientStream(io.TextIOBase):
@@ -26,12 +29,15 @@ class PatientStream(io.TextIOBase):
         self._lost = 0  # writes, or the ends of some
         self._cut = False  # the last line that went out has no end
         self._own: int | None = None
+        self._file: int | None = None  # where it is one: not through a buffer that keeps what had no room
         self._poll: select.poll | None = None
         try:
             descriptor = -1 if stream is None else stream.fileno()
         except (OSError, ValueError):
             return  # something in memory, or closed
-        if descriptor >= 0 and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if descriptor >= 0 and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            self._file = descriptor
+        elif descriptor >= 0:
             self._own = _unblocking(descriptor)
             if self._own is None:
                 self._poll = select.poll()
@@ -76,12 +82,13 @@ class PatientStream(io.TextIOBase):
         if not self._lost:
             return ""
         begin = "\n" if self._cut else ""
-        return f"{begin}({self._lost} writes were not read in time, and are lost)\n"
+        return f"{begin}({self._lost} writes had no room in time, and are lost)\n"
 
     def _take(self, data: bytes) -> int:
         """How many of the bytes went out."""
         taken = 0
-        if self._own is None:
+        unbuffered = self._own if self._file is None else self._file
+        if unbuffered is None:
             while taken < len(data) and (self._poll is None or self._poll.poll(0)):
                 end = len(data) if self._poll is None else taken + _PIECE
                 self._put(data[taken:end])
@@ -89,9 +96,12 @@ class PatientStream(io.TextIOBase):
             return taken
         try:
             while taken < len(data):
-                taken += os.write(self._own, data[taken:])
+                taken += os.write(unbuffered, data[taken:])
         except BlockingIOError:
             pass  # full
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
         return taken
 
     def _put(self, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -16,7 +17,7 @@ import pytest
 from runtime.patient_stream import PatientStream
 
 LINE = "x" * 999 + "\n"
-LOST = "({} writes were not read in time, and are lost)\n"
+LOST = "({} writes had no room in time, and are lost)\n"
 
 
 @pytest.fixture(params=["pipe", "terminal", "socket"])
@@ -90,6 +91,38 @@ def test_what_is_no_pipe_takes_everything(tmp_path: os.PathLike[str]) -> None:
         PatientStream(file).write("é" + LINE * 1000)
     with open(path, encoding="utf-8") as file:
         assert file.read() == "before\né" + LINE * 1000
+
+
+@pytest.mark.parametrize("why", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_was_full_takes_what_comes_after(
+    why: int, tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, write = 0, os.write
+
+    def write_where_there_is_room(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        taken = write(descriptor, data[:room])
+        room -= taken
+        if not taken:
+            raise OSError(why, os.strerror(why))
+        return taken
+
+    monkeypatch.setattr("runtime.patient_stream.os.write", write_where_there_is_room)
+    path = os.path.join(tmp_path, "log")
+    with open(path, "w", encoding="utf-8") as file:
+        patient = PatientStream(file)
+        room = 5
+        for line in ("one\n", "two\n", "three\n"):
+            assert patient.write(line) == len(line)
+        room = 1000
+        patient.write("after\n")
+    with open(path, encoding="utf-8") as file:
+        assert file.read() == "one\nt\n" + LOST.format(2) + "after\n"
+
+
+def test_a_device_that_is_full_is_no_error() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        PatientStream(full).write(LINE)
 
 
 def test_a_program_without_standard_error_runs() -> None:
