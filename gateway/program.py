@@ -47,7 +47,7 @@ from runtime.telemetry import Telemetry
 from runtime.tls import TlsFiles
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
-_QUIET_S = 0.2  # after an answer, in which its client asks again if it was waiting for it
+NEXT_REQUEST_S = 0.5  # in which a client that was busy sends its next one
 _log = logging.getLogger(__name__)
 
 
@@ -184,21 +184,18 @@ class Gateway:
         else:
             self.generator.draining = True
         try:
-            # Calls and not requests alone: texts and grammars that wait, answers that are being written.
-            await asyncio.wait_for(self._quiet(), self._settings.drain_grace_s)
+            await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
         except TimeoutError:
             _log.warning("%d calls outlived the grace", self.calls.running)
             self.live.shut_down()
 
-    async def _quiet(self) -> None:
-        """Returns when no call is being answered, nor about to come.
-
-        Who has an answer that began before the ports closed may send its next request over the same HTTP
-        connection at once.
+    async def _all_answered(self) -> None:
+        """Calls and not requests alone: texts and grammars that wait, answers that are being written. Over
+        HTTP whoever had one just now may have sent the next, not knowing yet that the connection ends.
         """
         await self.calls.idle()
-        while self._settings.share_ports:
-            await asyncio.sleep(_QUIET_S)
+        while self._http is not None and self._http.connections:
+            await asyncio.sleep(NEXT_REQUEST_S)
             if not self.calls.running:
                 return
             await self.calls.idle()

@@ -108,7 +108,7 @@ class HttpEdge:
             gives_work=gives_work,
             certificates=certificates,
         )
-        edge._server = _Server(edge._answer, edge._ends, max_body_bytes)
+        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
@@ -131,8 +131,15 @@ class HttpEdge:
         edge.port = edge._runner.addresses[0][1]
         return edge
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return 0 if self._server is None else len(self._server.connections)
+
     async def leave(self) -> None:
-        """Stops listening; open connections are closed after the next answer that begins, which says so."""
+        """Stops listening. Open connections end with the next answer whose head can still say so: who sends
+        a request after one that said nothing, because the connection is open, must not lose it.
+        """
         self._leaving = True
         if self._runner is not None:
             for site in list(self._runner.sites):
@@ -143,20 +150,17 @@ class HttpEdge:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._respond(request, full=self._is_spare(request))
+    def _is_spare(self, connection: Any) -> bool:
+        return self._server is not None and self._server.is_spare(connection)
 
-    def _ends(self, request: web.BaseRequest) -> bool:
-        """Whether the connection is over with an answer that begins now."""
-        return self._leaving or self._is_spare(request)
+    def _ends_connection(self, connection: Any) -> bool:
+        """Whether an answer that begins now is the last one of its connection."""
+        return self._leaving or self._is_spare(connection)
 
-    def _is_spare(self, request: web.BaseRequest) -> bool:
-        return self._server is not None and self._server.is_spare(request.protocol)
-
-    async def _respond(self, request: web.BaseRequest, *, full: bool) -> web.StreamResponse:
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         operator = _OPERATOR.get(request.path)
         if operator is None:
-            if full:
+            if self._is_spare(request.protocol):
                 later = {"Retry-After": str(_RETRY_AFTER_S)}
                 return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n", later)
             if self._certificates and not _has_certificate(request):
@@ -210,25 +214,19 @@ def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) 
 
 
 class _Request(web.BaseRequest):
-    """Says in the head of the answer, whoever sends that, where it is the connection's last.
+    """Asked when the head of its answer is made, by whatever door: at the end it is too late to tell."""
 
-    A connection that is closed without that word may have the client's next request under way.
-    """
+    ends_connection: Callable[[Any], bool]
 
-    def __init__(self, *parts: Any, ends: Callable[[web.BaseRequest], bool], **more: Any) -> None:
-        super().__init__(*parts, **more)
-        self._ends = ends
-
-    async def _prepare_hook(self, response: web.StreamResponse) -> None:
-        if self._ends(self):
-            response.force_close()
-            response.headers["Connection"] = "close"
+    @property
+    def keep_alive(self) -> bool:
+        return super().keep_alive and not self.ends_connection(self.protocol)
 
 
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: Door, ends: Callable[[web.BaseRequest], bool], max_body_bytes: int) -> None:
+    def __init__(self, handler: Door, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
         super().__init__(
             handler,
             request_factory=self._request,
@@ -240,7 +238,7 @@ class _Server(web.Server):
             # A compressed body could be a thousand times its size; nobody sends one.
             auto_decompress=False,
         )
-        self._ends = ends
+        self._ends_connection = ends_connection
         self._max_body_bytes = max_body_bytes
         self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
 
@@ -270,8 +268,11 @@ class _Server(web.Server):
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"
     ) -> web.BaseRequest:
-        parts = (message, payload, protocol, writer, task, self._loop)
-        return _Request(*parts, client_max_size=self._max_body_bytes, ends=self._ends)
+        request = _Request(
+            message, payload, protocol, writer, task, self._loop, client_max_size=self._max_body_bytes
+        )
+        request.ends_connection = self._ends_connection
+        return request
 
 
 async def read_body(request: web.BaseRequest, timeout_s: float) -> bytes:

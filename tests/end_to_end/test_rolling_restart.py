@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from diptych.client import AsyncClient
 from launcher.control import ask_restart
 from tests.end_to_end import reference, tiny_model
-from tests.end_to_end.stack import Stack, StackFailed, running_stack
+from tests.end_to_end.stack import Stack, StackFailed, http_root, running_stack
 
 CLIENTS = 4
 
@@ -80,6 +81,40 @@ def test_no_client_notices_that_every_process_was_replaced(tiny: tuple[Stack, Pa
     answers = asyncio.run(restarts_under_load(stack, prompts, tokens=60, rounds=1))
     one_answer_each(answers, 60)
     assert len(answers) > len(prompts)
+
+
+async def http_clients_meanwhile(stack: Stack, names: list[str]) -> list[tuple[int, bytes]]:
+    """What clients of OpenAI's API get on connections that they keep, never idle, while these restart."""
+    port, url = stack.account["gateway"]["grpc_port"], f"{http_root(stack)}/v1/completions"
+    over = asyncio.Event()
+    answers: list[tuple[int, bytes]] = []
+
+    async def client(number: int) -> None:
+        ask = {"model": "tiny", "prompt": tiny_model.prompt(number, 20), "max_tokens": 30, "ignore_eos": True}
+        async with aiohttp.ClientSession() as session:
+            while not over.is_set():
+                async with session.post(url, json={**ask, "stream": number % 2 == 0}) as response:
+                    answers.append((response.status, await response.read()))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(CLIENTS):
+            group.create_task(client(number))
+        said: list[str] = []
+        try:
+            assert await asyncio.to_thread(ask_restart, port, names, said.append), said
+            await asyncio.sleep(0.5)
+        finally:
+            over.set()
+    return answers
+
+
+def test_no_http_client_loses_a_request_on_a_connection_that_it_keeps(tiny: tuple[Stack, Path]) -> None:
+    stack, _ = tiny
+    answers = asyncio.run(http_clients_meanwhile(stack, ["gateway"]))
+    assert len(answers) > CLIENTS
+    for status, body in answers:
+        assert status == 200
+        assert body.endswith((b"data: [DONE]\n\n", b"}"))
 
 
 def test_who_asks_for_something_else_is_told(tiny: tuple[Stack, Path]) -> None:
