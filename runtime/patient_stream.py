@@ -47,9 +47,12 @@ class PatientStream(io.TextIOBase):
         """All of it or its beginning, or nothing. Raises OSError where nobody can read it any more."""
         if self._stream is None:
             return len(text)
-        data = (self._notice() + text).encode(self.encoding, "backslashreplace")
+        notice = self._notice().encode(self.encoding, "backslashreplace")
+        data = notice + text.encode(self.encoding, "backslashreplace")
         taken = self._take(data)
-        self._lost = 0 if taken == len(data) else self._lost + 1
+        if taken >= len(notice):
+            self._lost = 0  # of these it has been said
+        self._lost += taken < len(data)
         if taken:
             self._cut = not data[:taken].endswith(b"\n")
         return len(text)
