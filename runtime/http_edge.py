@@ -70,6 +70,7 @@ class HttpEdge:
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
+        self._asked = 0  # requests that the door has, also those whose bodies still come
         self._answered_at = -math.inf  # by the door, on the event loop's clock
         self.port = 0
 
@@ -135,11 +136,13 @@ class HttpEdge:
         return edge
 
     def next_request_s(self) -> float:
-        """Once it leaves: for how long a request may still come from a client that had the door's answer just
-        now, and did not read in it that the connection ends. 0 if none can. Nobody waits for probes.
+        """Once it leaves: for how long a request may still come whole from who had the door's answer just now
+        and did not read in it that the connection ends. 0 if none can. Nobody waits for probes.
         """
         if not self._leaving or self._server is None or not self._server.connections:
             return 0.0
+        if self._asked:
+            return _NEXT_REQUEST_S  # ask again then
         since = asyncio.get_running_loop().time() - self._answered_at
         return max(0.0, _NEXT_REQUEST_S - since)
 
@@ -173,9 +176,11 @@ class HttpEdge:
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
             if self._door is not None:
+                self._asked += 1
                 try:
                     return await self._door(request)
                 finally:
+                    self._asked -= 1
                     self._answered_at = asyncio.get_running_loop().time()
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
