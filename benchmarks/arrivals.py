@@ -18,9 +18,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         raise ValueError("the request rate and the burstiness must be positive")
     if count < 2 or rate == float("inf"):
         return [0.0] * count
-    rng = random.Random(
-        f"arrivals {seed}"
-    )  # a stream of their own: a dataset draws its lengths from the seed
+    rng = random.Random(f"arrivals {seed}")  # a dataset draws its lengths from the bare seed
     gaps = [rng.gammavariate(burstiness, 1.0) for _ in range(count - 1)]
     total = sum(gaps)
     if total == 0.0:  # very small shapes underflow: everything comes in one burst

@@ -41,9 +41,10 @@ class Access:
         object.__setattr__(self, "api_key", key or None)
 
     @classmethod
-    def from_environment(cls) -> "Access":
-        """Raises OSError for a file that cannot be read, and for files that are of no use without others; and
-        ValueError for a key that is none."""
+    def from_environment(cls, api_key: str | None = None) -> "Access":
+        """`api_key` stands in for its variable. Raises OSError for a file that cannot be read, and for files
+        that are of no use without others; and ValueError for a key that is none.
+        """
         ca_file = os.environ.get("DIPTYCH_CA_FILE")
         chain, key = (os.environ.get(f"DIPTYCH_CLIENT_{name}_FILE") for name in ("CERT", "KEY"))
         # The first would end the process in gRPC's core, with the second all would go in the clear.
@@ -52,7 +53,7 @@ class Access:
         if chain and not ca_file:
             raise OSError("DIPTYCH_CLIENT_CERT_FILE is of no use without DIPTYCH_CA_FILE, which turns TLS on")
         credentials = tls_credentials(ca_file, chain=chain, key=key) if ca_file else None
-        return cls(os.environ.get("DIPTYCH_API_KEY"), credentials)
+        return cls(api_key or os.environ.get("DIPTYCH_API_KEY"), credentials)
 
     @property
     def metadata(self) -> Metadata:

@@ -47,7 +47,6 @@ from runtime.telemetry import Telemetry
 from runtime.tls import TlsFiles
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
-NEXT_REQUEST_S = 0.5  # in which a client that was busy sends its next one
 _log = logging.getLogger(__name__)
 
 
@@ -186,18 +185,17 @@ class Gateway:
         try:
             await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
         except TimeoutError:
-            _log.warning("%d calls outlived the grace", self.calls.running)
-            self.live.shut_down()
+            if self.calls.running:  # else it waited for requests that might have come
+                _log.warning("%d calls outlived the grace", self.calls.running)
+                self.live.shut_down()
 
     async def _all_answered(self) -> None:
         """Calls and not requests alone: texts and grammars that wait, answers that are being written. Over
         HTTP whoever had one just now may have sent the next, not knowing yet that the connection ends.
         """
         await self.calls.idle()
-        while self._http is not None and self._http.connections:
-            await asyncio.sleep(NEXT_REQUEST_S)
-            if not self.calls.running:
-                return
+        while self._http is not None and (seconds := self._http.next_request_s()) > 0:
+            await asyncio.sleep(seconds)
             await self.calls.idle()
 
     async def _stop_listening(self) -> None:

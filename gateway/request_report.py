@@ -21,7 +21,7 @@ OPERATION_KEY = "operation"
 
 @dataclass(slots=True)
 class RequestReport:
-    """Filled while the request runs; ``finish`` sends it off.
+    """Filled while the request runs; ``send`` makes of it what others see.
 
     ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: it
     was not refused at once.

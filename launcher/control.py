@@ -11,8 +11,8 @@ import json
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
 _UCRED = struct.Struct("iII")
 _LINE_BYTES = 1 << 16
@@ -45,6 +45,8 @@ async def control_socket(
         try:
             if _may_command(writer.get_extra_info("socket")):
                 await _command(reader, writer, restart, lock)
+            else:
+                writer.write(f"{FAILED}another user runs this system\n".encode())
         finally:
             writer.close()
 
@@ -97,13 +99,25 @@ def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]
             connection.connect(socket_name(grpc_port))
         except OSError as error:
             raise NobodyListens(f"no `diptych up` listens for port {grpc_port}: {error}") from None
-        connection.sendall(json.dumps({"restart": list(names)}).encode() + b"\n")
         last = ""
-        with connection.makefile() as lines:
-            for line in lines:
-                last = line.rstrip("\n")
-                if last != DONE:
-                    say(last)
+        for last in _answers(connection, {"restart": list(names)}):
+            if last != DONE:
+                say(last)
     if last != DONE and not last.startswith(FAILED):
         say(f"{FAILED}`diptych up` ended before the restart did")
     return last == DONE
+
+
+def _answers(connection: socket.socket, command: Mapping[str, object]) -> Iterator[str]:
+    """Line by line, until the other end closes: with an error, if it did not read the command."""
+    with suppress(OSError):
+        connection.sendall(json.dumps(command).encode() + b"\n")
+    with connection.makefile() as lines:
+        while True:
+            try:
+                line = lines.readline()
+            except OSError:
+                return
+            if not line:
+                return
+            yield line.rstrip("\n")

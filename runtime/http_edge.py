@@ -13,6 +13,7 @@ import asyncio
 import importlib.metadata
 import json
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -37,6 +38,7 @@ _RETRY_AFTER_S = 1
 _MAX_BODY_BYTES = 64 << 10
 _BACKLOG = 512
 _GRACE_S = 0.5
+_NEXT_REQUEST_S = 0.5  # in which a client that has its answer sends its next request
 _TEXT = "text/plain"
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class HttpEdge:
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
+        self._asked = 0  # requests that the door has, also those whose bodies still come
+        self._answered_at = -math.inf  # by the door, on the event loop's clock
         self.port = 0
 
     @classmethod
@@ -131,10 +135,16 @@ class HttpEdge:
         edge.port = edge._runner.addresses[0][1]
         return edge
 
-    @property
-    def connections(self) -> int:
-        """How many are open."""
-        return 0 if self._server is None else len(self._server.connections)
+    def next_request_s(self) -> float:
+        """Once it leaves: for how long a request may still come whole from who had the door's answer just now
+        and did not read in it that the connection ends. 0 if none can. Nobody waits for probes.
+        """
+        if not self._leaving or self._server is None or not self._server.connections:
+            return 0.0
+        if self._asked:
+            return _NEXT_REQUEST_S  # ask again then
+        since = asyncio.get_running_loop().time() - self._answered_at
+        return max(0.0, _NEXT_REQUEST_S - since)
 
     async def leave(self) -> None:
         """Stops listening. Open connections end with the next answer whose head can still say so: who sends
@@ -166,7 +176,12 @@ class HttpEdge:
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
             if self._door is not None:
-                return await self._door(request)
+                self._asked += 1
+                try:
+                    return await self._door(request)
+                finally:
+                    self._asked -= 1
+                    self._answered_at = asyncio.get_running_loop().time()
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})

@@ -30,6 +30,7 @@ Attributes = Mapping[str, AttributeValue]
 
 _FLUSH_S = 2.0
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION")
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 # The codes that the semantic conventions count as the server's fault; others leave a server span unset.
@@ -80,7 +81,7 @@ class Telemetry:
         The names are for want of others in `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`.
         """
         ids = ReservedIds()
-        _forget_empty_variables()
+        _forget_variables_of_no_effect()
         if not _enabled_by_environment():
             return cls(None, ids)
         own = Resource({SERVICE_NAME: service_name, "service.instance.id": worker_id})
@@ -235,12 +236,15 @@ class ServerSpan:
         self._span.end()
 
 
-def _forget_empty_variables() -> None:
+def _forget_variables_of_no_effect() -> None:
     """Empty counts as absent, says the specification, and "none" is a compression; the SDK fails on both."""
     for name, value in list(os.environ.items()):
-        no_compression = name.endswith("_COMPRESSION") and value.strip().lower() == "none"
-        if name.startswith("OTEL_") and (no_compression or not value.strip()):
+        if name.startswith("OTEL_") and not value.strip():
             del os.environ[name]
+    asked = next((os.environ[name] for name in _COMPRESSION_VARIABLES if name in os.environ), "")
+    if asked.strip().lower() == "none":
+        for name in _COMPRESSION_VARIABLES:  # that of traces stands against the general one
+            os.environ.pop(name, None)
 
 
 def _enabled_by_environment() -> bool:

@@ -14,6 +14,7 @@ from engine.native_backend import NativeUnavailable
 from engine.shape import UnsupportedModel
 from engine.weights.canonical import BadModelFile
 from runtime.cannot_start import CannotStart
+from runtime.process import leave
 from runtime.telemetry import Telemetry
 from worker.config import WorkerSettings
 from worker.engine import LoadedEngine, load_engine
@@ -51,9 +52,20 @@ async def serve_worker(
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
         try:
-            worker = make(settings, await load_engine(settings), telemetry)
+            worker = make(settings, await _loaded_unless(stop, settings), telemetry)
         except _MISTAKES as error:
             raise CannotStart(str(error)) from error
         return await worker.run(stop)
     finally:
         telemetry.stop()
+
+
+async def _loaded_unless(stop: asyncio.Event, settings: WorkerSettings) -> LoadedEngine:
+    """Does not return if `stop` is set before: nothing but the process's end ends the thread that loads."""
+    loading = asyncio.ensure_future(load_engine(settings))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        leave(0)
+    stopping.cancel()
+    return await loading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
-from dataclasses import replace
 
 from benchmarks import options as flags
 from benchmarks.backends import Backend
@@ -17,8 +16,7 @@ def choose_backend(options: argparse.Namespace) -> Backend:
     name, asking = flags.backend_name(options), flags.asking(options)
     tls = _tls_context()  # for gRPC as well: it says nothing of a file that is no PEM
     try:
-        access = Access.from_environment()
-        access = replace(access, api_key=options.api_key or access.api_key)
+        access = Access.from_environment(options.api_key)
     except ValueError as error:
         raise flags.BadOptions(f"{'--api-key' if options.api_key else 'DIPTYCH_API_KEY'}: {error}") from None
     except OSError as error:

@@ -90,10 +90,8 @@ class OpenAIBackend:
                 f"{self._root}/{self._endpoint}", data=body, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
-                    told = (await response.read()).decode(
-                        errors="replace"
-                    )  # a proxy's page is in any charset
-                    raise RequestFailed(f"HTTP {response.status}", told[:300])
+                    page = await response.read()  # a proxy's, in any charset
+                    raise RequestFailed(f"HTTP {response.status}", page.decode(errors="replace")[:300])
                 async for piece in response.content.iter_any():
                     answer.feed(piece, time.perf_counter())
         except TimeoutError:  # a ServerTimeoutError of aiohttp is one too

@@ -51,8 +51,10 @@ def _pairs(path: Path, records: Sequence[Any]) -> Iterator[tuple[str, str]]:
 
 def _first_pair(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for turn, answer in itertools.pairwise(turns):
+        if turn["from"] not in _HUMAN or answer["from"] in _HUMAN:
+            continue  # whatever these say: nobody sends it
         asked, told = sendable(turn["value"], "value"), sendable(answer["value"], "value")
-        if turn["from"] in _HUMAN and answer["from"] not in _HUMAN and asked.strip() and told.strip():
+        if asked.strip() and told.strip():
             yield asked, told
             return
 

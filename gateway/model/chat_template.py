@@ -81,7 +81,6 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UnusableTemplate(f"chat template, line {error.lineno}: {error.message}") from error
         self._variables = frozenset(meta.find_undeclared_variables(tree))
-        self._keys = _keys(tree)
         self._source = source
         self._with_tools = with_tools
 
@@ -95,10 +94,6 @@ class ChatTemplate:
         return name in self._variables or (
             self._with_tools is not None and self._with_tools.reads_variable(name)
         )
-
-    def reads_key(self, name: str) -> bool:
-        """Whether the template looks at ``x.name`` or ``x['name']`` of anything, such as a message."""
-        return name in self._keys
 
     def render(
         self,
@@ -194,16 +189,6 @@ def _raise_exception(message: str) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _keys(tree: nodes.Template) -> frozenset[str]:
-    attributes = {found.attr for found in tree.find_all(nodes.Getattr)}
-    items = {
-        found.arg.value
-        for found in tree.find_all(nodes.Getitem)
-        if isinstance(found.arg, nodes.Const) and isinstance(found.arg.value, str)
-    }
-    return frozenset(attributes | items)
 
 
 class _GenerationBlock(Extension):

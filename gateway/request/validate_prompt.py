@@ -58,7 +58,8 @@ def prompt_ids(
     budget.check(field, len(ids))
     if max(ids) >= model.card.vocab_size:
         # Some models' tokenizers have tokens that the model never got.
-        raise InvalidParameter(field, f"has a token that the model of {model.card.vocab_size} does not know")
+        size = model.card.vocab_size
+        raise InvalidParameter(field, f"has a token that is not below the model's vocabulary size {size}")
     return tuple(ids)
 
 

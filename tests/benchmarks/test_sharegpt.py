@@ -65,6 +65,13 @@ def test_says_that_a_file_is_none(content: str, tmp_path: Path) -> None:
         read_sharegpt(path, 9, None)
 
 
+def test_a_turn_that_nobody_sends_may_say_what_nobody_could_send(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    turns = [("gpt", "cut off \ud83d"), ("human", "Why?"), ("gpt", "So.")]
+    path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in turns]}]))
+    assert read_sharegpt(path, 9, None) == (BenchRequest("Why?", 9),)
+
+
 @pytest.mark.parametrize(
     ("turn", "told"),
     [

@@ -251,6 +251,8 @@ def test_a_key_that_was_read_from_a_file_ends_where_its_text_does(monkeypatch: p
     assert Access(" dk-1\r\n") == Access("dk-1")
     with pytest.raises(ValueError, match="printable ASCII"):
         Access("dk-…")
+    monkeypatch.setenv("DIPTYCH_API_KEY", "dk-…")
+    assert Access.from_environment("dk-1") == Access("dk-1"), "nobody looks at the variable then"
     monkeypatch.setenv("DIPTYCH_API_KEY", " \n")
     assert Access.from_environment().metadata == ()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -11,7 +13,7 @@ from io import StringIO
 
 import pytest
 
-from launcher.control import ask_restart, control_socket
+from launcher.control import ask_restart, control_socket, socket_name
 from launcher.operate import restart_processes
 
 
@@ -56,6 +58,33 @@ async def test_who_asked_hears_that_up_ended_meanwhile() -> None:
     assert not await asking
     await asyncio.wait([running])
     assert said == ["decode-0 restarted in 1.0 s", "failed: `diptych up` ended before the restart did"]
+
+
+async def test_another_user_is_told_who_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    async def restart(names: Sequence[str], say: Callable[[str], None]) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("launcher.control._may_command", lambda peer: False)
+    async with control_socket(50, restart, said.append):
+        for _ in range(5):  # whether the command was read when the connection ends is chance
+            assert not await asyncio.to_thread(ask_restart, 50, [], said.append)
+    assert set(said) == {"failed: another user runs this system"}
+
+
+def test_who_ends_without_having_read_the_command_is_no_error_of_ours() -> None:
+    said: list[str] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(socket_name(51))
+        listener.listen()
+        asking = threading.Thread(target=ask_restart, args=(51, [], said.append))
+        asking.start()
+        connection, _ = listener.accept()
+        connection.recv(1, socket.MSG_PEEK)
+        connection.close()
+        asking.join(10)
+    assert said == ["failed: `diptych up` ended before the restart did"]
 
 
 def test_that_a_reader_left_is_not_taken_for_a_system_that_is_not_there() -> None:

@@ -288,12 +288,14 @@ async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")
+    assert http.next_request_s() == 0
     await http.leave()
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     go_on.set()
     assert b"over" in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10)
     assert b"Connection: close" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
     assert b"over" in await asyncio.wait_for(reader.read(), 10)
+    assert http.next_request_s() == 0, "the connection has ended"
     writer.close()
     await http.close()
 

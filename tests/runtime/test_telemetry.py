@@ -1,3 +1,4 @@
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -230,6 +231,16 @@ def test_the_environment_names_the_service(
     telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
     telemetry.stop()
     assert [service for service, _ in collector.spans(at_least=1)] == [service]
+
+
+def test_no_compression_of_traces_stands_against_a_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "none")
+    telemetry = Telemetry.start("diptych-gateway", "g")
+    assert telemetry.enabled
+    assert "OTEL_EXPORTER_OTLP_COMPRESSION" not in os.environ, "the exporter would take that one"
+    telemetry.stop()
 
 
 def test_stop_is_bounded_when_the_collector_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

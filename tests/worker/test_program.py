@@ -51,6 +51,30 @@ def test_a_mistake_of_its_user_is_told_in_one_line(
     assert "Traceback" not in line
 
 
+LOADING = """
+import asyncio, sys, time
+import worker.program
+from decode_worker.__main__ import main
+
+async def load(settings):
+    print("loading", flush=True)
+    await asyncio.to_thread(time.sleep, 60)
+
+worker.program.load_engine = load
+sys.exit(main([]))
+"""
+
+
+def test_who_is_stopped_while_it_loads_does_not_load_on() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 def test_a_pool_of_less_than_a_context_is_told_of() -> None:
     command = [sys.executable, "-m", "decode_worker", "--device=cpu", "--redis-url=redis://127.0.0.1:1/0"]
     with subprocess.Popen(

@@ -136,9 +136,9 @@ def test_what_a_template_reads() -> None:
     template = ChatTemplate(QWEN3, CONTROL, NAMES)
     assert template.reads_variable("enable_thinking")
     assert not template.reads_variable("reasoning_effort")
-    assert template.reads_key("content")
-    assert not template.reads_key("name")
-    assert ChatTemplate("{{ messages[0]['name'] }}", CONTROL, NAMES).reads_key("name")
+    both = ChatTemplate("{{ reasoning_effort }}", CONTROL, NAMES, with_tools=template)
+    assert both.reads_variable("enable_thinking")
+    assert both.reads_variable("reasoning_effort")
 
 
 @pytest.mark.parametrize(
