@@ -64,10 +64,12 @@ def gptq(*, bits: int = 4, group: int = GROUP, version: int = 1, ordered: bool =
         width = group if group > 0 else columns
         codes, scales, zeros = drawn(rows, columns, width, bits)
         of = (torch.arange(columns) // width)[torch.randperm(columns) if ordered else torch.arange(columns)]
-        less = (zeros - 1) % (1 << bits) if version == 1 else zeros
+        qzeros = packed_rows(zeros.T, bits)
+        if version == 1:
+            qzeros -= torch.tensor(words([1] * (32 // bits), bits), dtype=torch.int32)  # with borrows
         parts = {
             "qweight": packed_rows(codes, bits).T.contiguous(),
-            "qzeros": packed_rows(less.T, bits),
+            "qzeros": qzeros,
             "scales": scales.T.contiguous(),
             "g_idx": of.to(torch.int32),
         }

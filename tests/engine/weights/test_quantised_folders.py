@@ -155,7 +155,7 @@ def test_a_quantised_head_is_the_model_s_own(folder: Path) -> None:
         ({"quant_method": "hqq"}, "quant_method 'hqq': supported are gptq, awq"),
         ({**GPTQ, "bits": 3}, "bits 3"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({**GPTQ, "dynamic": {"-:.*down": {}}}, "dynamic"),
+        ({**GPTQ, "dynamic": {"-:.*down": {}, "+:.*up": {"bits": 8}}}, "dynamic"),
         ({**AWQ, "version": "gemv"}, "version 'gemv'"),
         ({**AWQ, "bits": 8}, "bits 8"),
         ({**AWQ, "zero_point": False}, "zero_point"),
