@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.shape import UnsupportedModel
+from engine.weights.checkpoint import read_checkpoint
 from tests.engine.weights.quantised_folders import (
     Tensors,
     Writer,
+    awq,
     change,
     declare,
     gptq,
@@ -71,3 +74,11 @@ def test_gptq_s_fields_have_several_names(folder: Path, said: dict[str, Any], wr
 
 def test_gptq_s_rules_may_leave_matrices_out(folder: Path) -> None:
     check(folder, write(folder, {**GPTQ, "dynamic": {"-:.*down": {}}}, gptq(), keep=("down",)))
+
+
+def test_awq_s_layout_has_several_names(folder: Path) -> None:
+    declare(folder, {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemv"})
+    with pytest.raises(UnsupportedModel, match="'gemv'"):
+        read_checkpoint(folder, "fp32")
+    said = {"quant_method": "awq", "bits": 4, "group_size": 32, "checkpoint_format": "GEMM"}
+    check(folder, write(folder, said, awq()))
