@@ -31,8 +31,14 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     quantization = config.get("quantization_config")
     if not quantization or only_the_cache_is_quantised(quantization):
         return None
-    method = str(quantization.get("quant_method"))
+    method = str(quantization.get("quant_method") or _unnamed(quantization))
     if method not in _SCHEMES:
         known = ", ".join(_SCHEMES)
         raise UnsupportedModel(f"quantization_config.quant_method {method!r}: supported are {known}")
     return _SCHEMES[method](quantization)
+
+
+def _unnamed(quantization: Mapping[str, Any]) -> str | None:
+    """The first configs of bitsandbytes do not say whose they are."""
+    bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+    return "bitsandbytes" if bits else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from engine.shape import UnsupportedModel
+from engine.weights import BadModelFile
 from engine.weights.checkpoint import read_checkpoint
 from tests.engine.weights.quantised_folders import (
     Tensors,
     Writer,
     awq,
+    bytes_of_rows,
     change,
     declare,
+    four_bit_places,
     gptq,
     matrices,
     plain_folder,
@@ -82,3 +86,38 @@ def test_awq_s_layout_has_several_names(folder: Path) -> None:
         read_checkpoint(folder, "fp32")
     said = {"quant_method": "awq", "bits": 4, "group_size": 32, "checkpoint_format": "GEMM"}
     check(folder, write(folder, said, awq()))
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
+def test_bitsandbytes_stores_bytes_as_other_types_for_fsdp(folder: Path, storage: torch.dtype) -> None:
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": str(storage)}
+    numbers = write(folder, said, four_bit_places(nested=True))
+
+    def retype(tensors: Tensors) -> None:
+        for matrix in numbers:
+            weight = tensors[f"{matrix}.weight"]
+            tensors[f"{matrix}.weight"] = weight.flatten().view(storage)[:, None]
+
+    change(folder, retype)
+    check(folder, numbers)
+
+
+@pytest.mark.parametrize("said", [{"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_bitsandbytes_did_not_always_say_its_name(folder: Path, said: dict[str, Any]) -> None:
+    writer = four_bit_places(nested=False) if "load_in_4bit" in said else bytes_of_rows
+    check(folder, write(folder, said, writer))
+
+
+@pytest.mark.parametrize(
+    "change_of_state", [{"blocksize": 0}, {"blocksize": -64}, {"shape": [-64, -128]}, {"nested_blocksize": 0}]
+)
+def test_sizes_of_nothing_are_refused(folder: Path, change_of_state: dict[str, Any]) -> None:
+    write(folder, {"load_in_4bit": True, "quant_method": "bitsandbytes"}, four_bit_places(nested=True))
+
+    def edit(state: torch.Tensor) -> torch.Tensor:
+        said = {**json.loads(bytes(state.tolist())), **change_of_state}
+        return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+    change(folder, every("weight.quant_state.bitsandbytes__nf4", edit))
+    with pytest.raises(BadModelFile, match="not the state of a matrix"):
+        read_checkpoint(folder, "fp32")
