@@ -19,9 +19,12 @@ from tests.engine.weights.quantised_folders import (
     awq,
     bytes_of_rows,
     change,
+    compressed,
     declare,
     four_bit_places,
+    fp8,
     gptq,
+    groups_of,
     matrices,
     plain_folder,
     quantise,
@@ -106,6 +109,61 @@ def test_bitsandbytes_stores_bytes_as_other_types_for_fsdp(folder: Path, storage
 def test_bitsandbytes_did_not_always_say_its_name(folder: Path, said: dict[str, Any]) -> None:
     writer = four_bit_places(nested=False) if "load_in_4bit" in said else bytes_of_rows
     check(folder, write(folder, said, writer))
+
+
+@pytest.mark.parametrize("actorder", ["group", "dynamic", "GROUP", True])
+def test_llm_compressor_has_several_names_for_ordered_inputs(folder: Path, actorder: object) -> None:
+    check(folder, write(folder, groups_of({**INT4, "actorder": actorder}), compressed(ordered=True)))
+
+
+def test_an_order_that_was_never_found_is_none(folder: Path) -> None:
+    numbers = write(folder, groups_of({**INT4, "actorder": "group"}), compressed())
+
+    def edit(tensors: Tensors) -> None:
+        tensors |= {f"{m}.weight_g_idx": torch.full((n.shape[1],), -1) for m, n in numbers.items()}
+
+    change(folder, edit)
+    check(folder, numbers)
+
+
+def test_symmetric_matrices_may_have_zeros_of_zero(folder: Path) -> None:
+    for dtype in (torch.int8, torch.int32):
+        numbers = write(plain_folder(folder), groups_of(INT4), compressed())
+
+        def edit(tensors: Tensors, numbers: Any = numbers, dtype: torch.dtype = dtype) -> None:
+            for matrix in numbers:
+                scales = tensors[f"{matrix}.weight_scale"]
+                tensors[f"{matrix}.weight_zero_point"] = torch.zeros_like(scales, dtype=dtype)
+
+        change(folder, edit)
+        check(folder, numbers)
+
+
+def test_zeros_that_are_missing_are_not_guessed(folder: Path) -> None:
+    write(folder, groups_of({**INT4, "symmetric": False}), compressed())
+    with pytest.raises(BadModelFile, match="weight_zero_point is missing"):
+        read_checkpoint(folder, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("self_attn.{}_scale", ()), ("self_attn.{}_proj.output_scale", (1,))]
+)
+def test_scales_of_the_cache_lie_beside_those_of_the_weights(
+    folder: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    said = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    numbers = write(folder, groups_of(said, kv_cache_scheme={"num_bits": 8}), fp8("weight_scale", "matrix"))
+
+    def edit(tensors: Tensors) -> None:
+        for layer in range(2):
+            for part, scale in (("k", 0.5), ("v", 0.25)):
+                tensors[f"model.layers.{layer}.{name.format(part)}"] = torch.full(shape, scale)
+
+    change(folder, edit)
+    check(folder, numbers)
+    scales = read_checkpoint(folder, "fp32").kv_scales
+    assert scales is not None
+    assert scales.tolist() == [[[0.5, 0.5], [0.25, 0.25]]] * 2
 
 
 @pytest.mark.parametrize(
