@@ -17,7 +17,7 @@ import torch
 from engine.shape import UnsupportedModel
 from engine.weights.canonical import BadModelFile
 from engine.weights.quantised.codes import Codes, fit_blocks, unpacked
-from engine.weights.quantised.fp8 import scaled
+from engine.weights.quantised.fp8 import rectangle, scaled
 from engine.weights.quantised.scheme import Scheme, Tensors
 
 _WORD = 32
@@ -48,7 +48,7 @@ class CompressedTensors(Scheme):
             )
         self._floats = kind == "float"
         self._group = int(weights.get("group_size") or -1)
-        self._rectangle = weights.get("block_structure")
+        self._rectangle = rectangle(weights.get("block_structure"))
         self._symmetric = bool(weights.get("symmetric", True))
         self._ordered = str(weights.get("actorder")).lower() in _ORDERED
         fit = not self._floats and fit_blocks(bits=self._bits, group=self._group)

@@ -12,7 +12,7 @@ import torch
 
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
-from engine.weights.checkpoint import read_checkpoint
+from engine.weights.checkpoint import is_quantised, read_checkpoint
 from tests.engine.weights.quantised_folders import (
     Tensors,
     Writer,
@@ -145,6 +145,14 @@ def test_zeros_that_are_missing_are_not_guessed(folder: Path) -> None:
         read_checkpoint(folder, "fp32")
 
 
+def test_compressed_tensors_once_said_compression_config(folder: Path) -> None:
+    path = folder / "config.json"
+    numbers = change(folder, lambda tensors: quantise(tensors, compressed()))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "compression_config": groups_of(INT4)}))
+    check(folder, numbers)
+    assert is_quantised(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [("self_attn.{}_scale", ()), ("self_attn.{}_proj.output_scale", (1,))]
 )
@@ -164,6 +172,46 @@ def test_scales_of_the_cache_lie_beside_those_of_the_weights(
     scales = read_checkpoint(folder, "fp32").kv_scales
     assert scales is not None
     assert scales.tolist() == [[[0.5, 0.5], [0.25, 0.25]]] * 2
+
+
+def test_fp8_with_scales_of_activations(folder: Path) -> None:
+    """One scale a matrix and one for its inputs, by the names of transformers' layer."""
+    said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    numbers = write(folder, said, fp8("weight_scale_inv", "matrix"))
+    change(
+        folder, lambda t: t.update({f"{matrix}.activation_scale": torch.tensor(0.1) for matrix in numbers})
+    )
+    check(folder, numbers)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        "gptq",
+        ["gptq"],
+        {**GPTQ, "bits": "four"},
+        {**GPTQ, "bits": {"down": 4}},
+        {**GPTQ, "group_size": "wide"},
+        {**GPTQ, "dynamic": "-:"},
+        {"quant_method": "awq", "bits": [4]},
+        {"quant_method": "fp8", "weight_block_size": 128},
+        {"quant_method": "fp8", "weight_block_size": [128, 0]},
+        {"quant_method": "fp8", "weight_block_size": ["128", "128"]},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 1}}},
+        {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+        groups_of({**INT4, "num_bits": None}),
+        groups_of({**INT4, "num_bits": 8, "type": "float", "block_structure": "128x128"}),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_breaks(folder: Path, quantization: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+    with pytest.raises(UnsupportedModel, match=r"quantization_config|config\.json"):
+        is_quantised(folder)
+    with pytest.raises(UnsupportedModel, match=r"quantization_config|config\.json"):
+        read_checkpoint(folder, "fp32")
 
 
 @pytest.mark.parametrize(
