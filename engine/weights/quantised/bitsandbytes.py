@@ -45,18 +45,22 @@ class BitsAndBytes(Scheme):
         if tensors.has(f"{matrix}.SCB"):
             return _bytes(matrix, tensors)
         state = _state(matrix, tensors)
-        rows, columns = state["shape"]
+        (rows, columns), size = state["shape"], state["blocksize"]
+        count = rows * columns
         # Bytes are also kept as numbers of the type that the rest has (bnb_4bit_quant_storage), for FSDP.
         packed = tensors.read(f"{matrix}.weight").flatten().view(torch.uint8)
         places = tensors.read(f"{matrix}.weight.quant_map").float()
-        codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[: rows * columns]
-        if len(places) != 16 or len(codes) != rows * columns:
+        if len(places) != 16 or len(packed) * 2 < count:
             raise BadModelFile(f"weight does not hold {rows} times {columns} numbers of four bits")
         peaks = _peaks(matrix, tensors, state)
-        if len(peaks) != -(-rows * columns // state["blocksize"]):
+        if len(peaks) != -(-count // size):
             raise BadModelFile(f"weight.absmax has {len(peaks)} peaks, not one a block")
-        of_each = peaks.repeat_interleave(state["blocksize"])[: rows * columns]
-        return (places[codes.long()] * of_each).view(rows, columns)
+        of_bytes = torch.cartesian_prod(places, places)
+        numbers = of_bytes.index_select(0, packed.int()).flatten()[:count]
+        whole = count // size
+        numbers[: whole * size].view(whole, size).mul_(peaks[:whole, None])
+        numbers[whole * size :].mul_(peaks[-1])
+        return numbers.view(rows, columns)
 
 
 def _bytes(matrix: str, tensors: Tensors) -> torch.Tensor:

@@ -63,7 +63,10 @@ def scaled(
         expected = -(-rows // block[0]), -(-columns // block[1])
         if tuple(scale.shape) != expected:
             raise BadModelFile(f"tensor {name} has scales {tuple(scale.shape)}, not {expected}")
-        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
-    elif tuple(factors.shape) not in ((1, 1), (rows, 1)):
+        numbers = weight.float()
+        for number, row in enumerate(factors.repeat_interleave(block[1], 1)[:, :columns]):
+            numbers[number * block[0] : (number + 1) * block[0]] *= row
+        return numbers
+    if tuple(factors.shape) not in ((1, 1), (rows, 1)):
         raise BadModelFile(f"tensor {name} has scales {tuple(scale.shape)} for {rows} outputs")
-    return weight.float() * factors
+    return weight.float().mul_(factors)

@@ -13,6 +13,7 @@ import torch
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
 from engine.weights.checkpoint import is_quantised, read_checkpoint
+from engine.weights.quantised import Codes, scheme_of
 from tests.engine.weights.quantised_folders import (
     Tensors,
     Writer,
@@ -227,3 +228,38 @@ def test_sizes_of_nothing_are_refused(folder: Path, change_of_state: dict[str, A
     change(folder, every("weight.quant_state.bitsandbytes__nf4", edit))
     with pytest.raises(BadModelFile, match="not the state of a matrix"):
         read_checkpoint(folder, "fp32")
+
+
+class Held(dict[str, torch.Tensor]):
+    """Tensors in memory."""
+
+    def has(self, name: str) -> bool:
+        return name in self
+
+    def read(self, name: str) -> torch.Tensor:
+        return self[name]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "writer", "rows", "columns"),
+    [
+        (GPTQ, gptq(), 8, 48),
+        (groups_of(INT4), compressed(), 3, 45),
+        ({"load_in_4bit": True}, four_bit_places(nested=False), 2, 33),
+        ({"load_in_4bit": True}, four_bit_places(nested=False), 2, 5),
+        (
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            fp8("weight_scale_inv", "rectangles"),
+            40,
+            50,
+        ),
+    ],
+)
+def test_the_last_group_may_be_shorter(
+    quantization: dict[str, Any], writer: Writer, rows: int, columns: int
+) -> None:
+    torch.manual_seed(9)
+    scheme, written = scheme_of({"quantization_config": quantization}), writer(rows, columns)
+    assert scheme is not None
+    read = scheme.read("m", Held({f"m.{part}": tensor for part, tensor in written.parts.items()}))
+    assert torch.equal(read.numbers() if isinstance(read, Codes) else read, written.numbers)
