@@ -1,7 +1,8 @@
 """Scales of an FP8 KV cache that come with a checkpoint: a number for a layer's keys and one for its values,
 or one for each KV head of them.
 
-The names are those of compressed-tensors (`self_attn.k_scale`) and of ModelOpt (`self_attn.k_proj.k_scale`).
+The names are those of compressed-tensors (`self_attn.k_scale`, before `self_attn.k_proj.output_scale`) and of
+ModelOpt (`self_attn.k_proj.k_scale`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.weights.canonical import BadModelFile
 _NAMES = (
     ("self_attn.k_scale", "self_attn.v_scale"),
     ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
 )
 
 

@@ -29,7 +29,9 @@ class Awq(Scheme):
         bits = int(config.get("bits") or config.get("w_bit") or _BITS)
         if bits != _BITS:
             raise UnsupportedModel(f"quantization_config.bits {bits}: of AWQ's 4 are read")
-        if (layout := str(config.get("version") or "gemm").lower()) != "gemm":
+        # The last two names are GPTQModel's, and transformers' since it took them over.
+        names = (config.get(key) for key in ("version", "checkpoint_format", "format"))
+        if (layout := str(next(filter(None, names), "gemm")).lower()) != "gemm":
             raise UnsupportedModel(f"quantization_config.version {layout!r}: of AWQ's layouts gemm is read")
         if not config.get("zero_point", True):
             raise UnsupportedModel("quantization_config.zero_point false: AWQ without zeros is not read")

@@ -1,6 +1,6 @@
 """bitsandbytes: NF4 and FP4 (Dettmers et al. 2023), and LLM.int8() (Dettmers et al. 2022).
 
-Four bits: ``weight`` uint8, two numbers a byte with the first one high, each a place in
+Four bits: ``weight``, bytes of whatever type, two numbers a byte with the first one high, each a place in
 ``weight.quant_map`` `[16]`, times ``weight.absmax`` of its block of numbers in a row. The peaks are mostly
 quantised themselves: places in ``weight.nested_quant_map`` `[256]`, times ``weight.nested_absmax`` of their
 block, plus an offset. Sizes stand as JSON in ``weight.quant_state.bitsandbytes__nf4``. Eight bits: ``weight``
@@ -45,17 +45,22 @@ class BitsAndBytes(Scheme):
         if tensors.has(f"{matrix}.SCB"):
             return _bytes(matrix, tensors)
         state = _state(matrix, tensors)
-        rows, columns = state["shape"]
-        weight = tensors.read(f"{matrix}.weight")
+        (rows, columns), size = state["shape"], state["blocksize"]
+        count = rows * columns
+        # Bytes are also kept as numbers of the type that the rest has (bnb_4bit_quant_storage), for FSDP.
+        packed = tensors.read(f"{matrix}.weight").flatten().view(torch.uint8)
         places = tensors.read(f"{matrix}.weight.quant_map").float()
-        codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], dim=1).flatten()[: rows * columns]
-        if weight.dtype != torch.uint8 or len(places) != 16 or len(codes) != rows * columns:
+        if len(places) != 16 or len(packed) * 2 < count:
             raise BadModelFile(f"weight does not hold {rows} times {columns} numbers of four bits")
         peaks = _peaks(matrix, tensors, state)
-        if len(peaks) != -(-rows * columns // state["blocksize"]):
+        if len(peaks) != -(-count // size):
             raise BadModelFile(f"weight.absmax has {len(peaks)} peaks, not one a block")
-        of_each = peaks.repeat_interleave(state["blocksize"])[: rows * columns]
-        return (places[codes.long()] * of_each).view(rows, columns)
+        of_bytes = torch.cartesian_prod(places, places)
+        numbers = of_bytes.index_select(0, packed.int()).flatten()[:count]
+        whole = count // size
+        numbers[: whole * size].view(whole, size).mul_(peaks[:whole, None])
+        numbers[whole * size :].mul_(peaks[-1])
+        return numbers.view(rows, columns)
 
 
 def _bytes(matrix: str, tensors: Tensors) -> torch.Tensor:
@@ -72,10 +77,11 @@ def _state(matrix: str, tensors: Tensors) -> Mapping[str, Any]:
     try:
         state = json.loads(bytes(tensors.read(name).tolist()))
         rows, columns = map(int, state["shape"])
-        sizes = {"shape": (rows, columns), "blocksize": int(state["blocksize"])}
-        if "nested_blocksize" in state:
-            sizes |= {"nested_blocksize": int(state["nested_blocksize"])}
-        return {**sizes, "nested_offset": float(state.get("nested_offset") or 0.0)}
+        blocks = {key: int(state[key]) for key in ("blocksize", "nested_blocksize") if key in state}
+        if min(rows, columns, blocks["blocksize"], *blocks.values()) <= 0:
+            raise ValueError("a size is not positive")
+        offset = float(state.get("nested_offset") or 0.0)
+        return {"shape": (rows, columns), **blocks, "nested_offset": offset}
     except (ValueError, KeyError, TypeError) as error:
         raise BadModelFile(f"tensor {name} is not the state of a matrix: {error!r}") from error
 

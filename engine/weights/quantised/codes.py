@@ -48,11 +48,14 @@ class Codes:
 
     def numbers(self) -> torch.Tensor:
         """The float32 numbers `[rows, columns]` that the codes stand for."""
-        order = self.group_of
-        if order is None:
-            order = torch.arange(self.codes.shape[1]) // self.group
-        zeros, scales = self.zeros.float()[:, order], self.scales.float()[:, order]
-        return (self.codes.float() - zeros) * scales
+        numbers, zeros, scales = self.codes.float(), self.zeros.float(), self.scales.float()
+        columns = numbers.shape[1]
+        # In place: a matrix may well take a tenth of the memory that there is.
+        if self.group_of is None and columns % self.group == 0:
+            numbers.unflatten(1, (-1, self.group)).sub_(zeros[:, :, None]).mul_(scales[:, :, None])
+            return numbers
+        order = torch.arange(columns) // self.group if self.group_of is None else self.group_of
+        return numbers.sub_(zeros[:, order]).mul_(scales[:, order])
 
     def in_blocks(self) -> BlockMatrix:
         """The same codes in blocks of q4_1, if `fit_blocks`.
@@ -81,10 +84,10 @@ def unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """
     if words.dtype != torch.int32 or words.ndim != 2:
         raise BadModelFile(f"packed numbers are {words.dtype} {tuple(words.shape)}, not rows of int32")
-    shifts = torch.arange(0, _BITS_OF_A_WORD, bits, dtype=torch.int32)
-    if dim == 0:
-        return (words[:, None, :] >> shifts[:, None] & (1 << bits) - 1).to(torch.uint8).flatten(0, 1)
-    return (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1, 2)
+    # One place after the other: all of them at once would be four times as large until they are bytes.
+    shifts = range(0, _BITS_OF_A_WORD, bits)
+    places = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts]
+    return torch.stack(places, dim=dim + 1).flatten(dim, dim + 1)
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """compressed-tensors: what llm-compressor writes (github.com/neuralmagic/compressed-tensors).
 
 Packed whole numbers: ``weight_packed`` int32 `[out, in * bits / 32]`, ``weight_scale`` `[out, groups]`,
-``weight_zero_point`` int32 `[out * bits / 32, groups]` where there are zeros, ``weight_g_idx`` `[in]` where
-inputs are ordered. Whole numbers of eight bits, and FP8: ``weight`` and ``weight_scale``. Whole numbers have
-a sign, which packed ones lose to an offset of half their range.
+``weight_zero_point`` int32 `[out * bits / 32, groups]` where there are zeros (in old folders `[out, groups]`,
+not packed, with a sign), ``weight_g_idx`` `[in]` where inputs are ordered, all -1 where nobody ordered them.
+Whole numbers of eight bits, and FP8: ``weight`` and ``weight_scale``. Whole numbers have a sign, which packed
+ones lose to an offset of half their range.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from engine.shape import UnsupportedModel
 from engine.weights.canonical import BadModelFile
 from engine.weights.quantised.codes import Codes, fit_blocks, unpacked
-from engine.weights.quantised.fp8 import scaled
+from engine.weights.quantised.fp8 import rectangle, scaled
 from engine.weights.quantised.scheme import Scheme, Tensors
 
 _WORD = 32
 _BITS = {"int": (4, 8), "float": (8,)}
+_ORDERED = ("group", "dynamic", "true")
 
 
 class CompressedTensors(Scheme):
@@ -39,15 +41,16 @@ class CompressedTensors(Scheme):
         if config.get("transform_config"):
             raise UnsupportedModel("quantization_config.transform_config: rotated weights are not read")
         weights = _only_kind(config)
-        kind, self._bits = str(weights.get("type", "int")), int(weights["num_bits"])
+        kind, self._bits = str(weights.get("type", "int")), int(weights.get("num_bits", 8))
         if self._bits not in _BITS.get(kind, ()):
             raise UnsupportedModel(
                 f"quantization_config.config_groups: {kind} weights of {self._bits} bits are not read"
             )
         self._floats = kind == "float"
         self._group = int(weights.get("group_size") or -1)
-        self._rectangle = weights.get("block_structure")
-        self._ordered = weights.get("actorder") in ("group", True)
+        self._rectangle = rectangle(weights.get("block_structure"))
+        self._symmetric = bool(weights.get("symmetric", True))
+        self._ordered = str(weights.get("actorder")).lower() in _ORDERED
         fit = not self._floats and fit_blocks(bits=self._bits, group=self._group)
         self.keeps_codes = fit and not self._ordered
 
@@ -86,19 +89,22 @@ class CompressedTensors(Scheme):
 
     def _zeros(self, matrix: str, tensors: Tensors, rows: int, scales: torch.Tensor) -> torch.Tensor:
         """As codes; they are packed where weights are, along the outputs."""
-        if not tensors.has(name := f"{matrix}.weight_zero_point"):
+        if not tensors.has(name := f"{matrix}.weight_zero_point") and self._symmetric:
             return torch.full_like(scales, self._offset)
         zeros = tensors.read(name)
-        if zeros.dtype == torch.int32:
+        if zeros.dtype == torch.int32 and zeros.shape != scales.shape:
             return unpacked(zeros, self._bits, dim=0)[:rows]
         return zeros.int() + self._offset
 
     def _order(self, matrix: str, tensors: Tensors) -> torch.Tensor | None:
         if not tensors.has(name := f"{matrix}.weight_g_idx"):
             return None
+        order = tensors.read(name).long()
+        if bool((order < 0).any()):
+            return None
         if not self._ordered:
             raise BadModelFile(f"tensor {name} reorders inputs, which actorder denies")
-        return tensors.read(name).long()
+        return order
 
 
 def _of_all(numbers: torch.Tensor) -> torch.Tensor:

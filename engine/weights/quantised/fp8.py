@@ -23,12 +23,12 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 class Fp8(Scheme):
     """Raises UnsupportedModel, naming the field."""
 
-    parts = frozenset({*_SCALES, "input_scale"})
+    parts = frozenset({*_SCALES, "input_scale", "activation_scale"})
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (kind := str(config.get("fmt") or "e4m3")) != "e4m3":
             raise UnsupportedModel(f"quantization_config.fmt {kind!r}: e4m3 is read")
-        self._block = config.get("weight_block_size")
+        self._block = rectangle(config.get("weight_block_size"))
 
     def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
         return any(tensors.has(f"{matrix}.{name}") for name in _SCALES)
@@ -38,7 +38,19 @@ class Fp8(Scheme):
         return scaled(f"{matrix}.weight", tensors.read(f"{matrix}.weight"), tensors.read(name), self._block)
 
 
-def scaled(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Sequence[int] | None) -> torch.Tensor:
+def rectangle(sizes: Sequence[int] | None) -> tuple[int, int] | None:
+    """Rows and columns that have a scale together. Raises ValueError or TypeError for what is none."""
+    if not sizes:
+        return None
+    rows, columns = sizes
+    if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) <= 0:
+        raise ValueError(f"no rectangle: {sizes!r}")
+    return rows, columns
+
+
+def scaled(
+    name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
     """Float32 numbers of `weight [out, in]` in E4M3 with a scale for all, `[out, 1]` or one for each `block`.
 
     Raises BadModelFile, naming the tensor.
@@ -51,7 +63,10 @@ def scaled(name: str, weight: torch.Tensor, scale: torch.Tensor, block: Sequence
         expected = -(-rows // block[0]), -(-columns // block[1])
         if tuple(scale.shape) != expected:
             raise BadModelFile(f"tensor {name} has scales {tuple(scale.shape)}, not {expected}")
-        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
-    elif tuple(factors.shape) not in ((1, 1), (rows, 1)):
+        numbers = weight.float()
+        for number, row in enumerate(factors.repeat_interleave(block[1], 1)[:, :columns]):
+            numbers[number * block[0] : (number + 1) * block[0]] *= row
+        return numbers
+    if tuple(factors.shape) not in ((1, 1), (rows, 1)):
         raise BadModelFile(f"tensor {name} has scales {tuple(scale.shape)} for {rows} outputs")
-    return weight.float() * factors
+    return weight.float().mul_(factors)

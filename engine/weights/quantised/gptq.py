@@ -2,7 +2,7 @@
 
 ``qweight`` int32 `[in * bits / 32, out]`, ``qzeros`` int32 `[groups, out * bits / 32]`, ``scales``
 `[groups, out]` and ``g_idx`` int32 `[in]`, the group of each input. The first format of the file keeps zeros
-less one.
+less one, subtracted from whole words: a zero of 0 borrows from its neighbour.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class Gptq(Scheme):
         self._bits = int(config.get("bits", 4))
         if self._bits not in _BITS:
             raise UnsupportedModel(f"quantization_config.bits {self._bits}: of GPTQ's 2, 4 and 8 are read")
-        file_format = str(config.get("checkpoint_format") or "gptq")
+        file_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if file_format not in _ZERO_LESS_ONE:
             known = ", ".join(_ZERO_LESS_ONE)
             raise UnsupportedModel(
                 f"quantization_config.checkpoint_format {file_format!r}: supported are {known}"
             )
-        if config.get("dynamic"):
+        # Rules that begin so leave matrices out, which lie there as full numbers then.
+        if not all(str(rule).startswith("-:") for rule in config.get("dynamic") or ()):
             raise UnsupportedModel("quantization_config.dynamic: all matrices must have the same bits")
         self._less = _ZERO_LESS_ONE[file_format]
-        self._group = int(config.get("group_size", -1))
+        self._group = int(config.get("group_size") or -1)
         self._ordered = bool(config.get("desc_act", False))
         self.keeps_codes = fit_blocks(bits=self._bits, group=self._group) and not self._ordered
 
@@ -48,8 +49,8 @@ class Gptq(Scheme):
 
     def read(self, matrix: str, tensors: Tensors) -> Codes:
         codes = unpacked(tensors.read(f"{matrix}.qweight"), self._bits, dim=0).T
-        zeros = unpacked(tensors.read(f"{matrix}.qzeros"), self._bits, dim=1).T
-        zeros = (zeros + self._less) & (1 << self._bits) - 1
+        ones = sum(self._less << place for place in range(0, 32, self._bits))
+        zeros = unpacked(tensors.read(f"{matrix}.qzeros") + ones, self._bits, dim=1).T
         group = self._group if self._group > 0 else codes.shape[1]
         return Codes(
             codes.contiguous(),

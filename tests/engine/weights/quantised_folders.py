@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine.weights.checkpoint import read_checkpoint
 from kernels.quantised_linear import GROUP
 
 Tensors = dict[str, torch.Tensor]
@@ -60,10 +64,12 @@ def gptq(*, bits: int = 4, group: int = GROUP, version: int = 1, ordered: bool =
         width = group if group > 0 else columns
         codes, scales, zeros = drawn(rows, columns, width, bits)
         of = (torch.arange(columns) // width)[torch.randperm(columns) if ordered else torch.arange(columns)]
-        less = (zeros - 1) % (1 << bits) if version == 1 else zeros
+        qzeros = packed_rows(zeros.T, bits)
+        if version == 1:
+            qzeros -= torch.tensor(words([1] * (32 // bits), bits), dtype=torch.int32)  # with borrows
         parts = {
             "qweight": packed_rows(codes, bits).T.contiguous(),
-            "qzeros": packed_rows(less.T, bits),
+            "qzeros": qzeros,
             "scales": scales.T.contiguous(),
             "g_idx": of.to(torch.int32),
         }
@@ -189,3 +195,44 @@ def groups_of(weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """A `quantization_config` of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
+
+
+def plain_folder(path: Path) -> Path:
+    """A small Llama of full numbers, drawn anew."""
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96 + 32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def change(folder: Path, edit: Callable[[Tensors], Any]) -> Any:
+    """Edit the folder's tensors; gives what `edit` does."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    result = edit(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    return result
+
+
+def declare(folder: Path, quantization: Mapping[str, Any]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+
+
+def matrices(folder: Path, precision: Any) -> dict[str, Any]:
+    """As read, by the file's name."""
+    found = {}
+    for number, layer in enumerate(read_checkpoint(folder, precision).weights.layers):
+        for field in ("q", "k", "v", "o"):
+            found[f"model.layers.{number}.self_attn.{field}_proj"] = getattr(layer, field)
+        for field in ("gate", "up", "down"):
+            found[f"model.layers.{number}.mlp.{field}_proj"] = getattr(layer, field)
+    return found
