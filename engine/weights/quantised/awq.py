@@ -24,6 +24,7 @@ class Awq(Scheme):
     """Raises UnsupportedModel, naming the field."""
 
     parts = frozenset({"qweight", "qzeros", "scales"})
+    marks = ("qweight",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         bits = int(config.get("bits") or config.get("w_bit") or _BITS)
@@ -37,9 +38,6 @@ class Awq(Scheme):
             raise UnsupportedModel("quantization_config.zero_point false: AWQ without zeros is not read")
         self._group = int(config.get("group_size") or config.get("q_group_size") or -1)
         self.keeps_codes = fit_blocks(bits=bits, group=self._group)
-
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        return tensors.has(f"{matrix}.qweight")
 
     def read(self, matrix: str, tensors: Tensors) -> Codes:
         codes = _in_order(tensors.read(f"{matrix}.qweight")).T.contiguous()

@@ -33,13 +33,11 @@ class BitsAndBytes(Scheme):
             *("SCB", "weight_format"),
         }
     )
+    marks = ("SCB", *_STATES)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if not config.get("load_in_4bit") and not config.get("load_in_8bit"):
             raise UnsupportedModel("quantization_config: neither load_in_4bit nor load_in_8bit")
-
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        return any(tensors.has(f"{matrix}.{name}") for name in ("SCB", *_STATES))
 
     def read(self, matrix: str, tensors: Tensors) -> torch.Tensor:
         if tensors.has(f"{matrix}.SCB"):

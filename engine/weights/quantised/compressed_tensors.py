@@ -34,6 +34,7 @@ class CompressedTensors(Scheme):
             *("input_scale", "input_zero_point"),
         }
     )
+    marks = ("weight_scale",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
@@ -53,9 +54,6 @@ class CompressedTensors(Scheme):
         self._ordered = str(weights.get("actorder")).lower() in _ORDERED
         fit = not self._floats and fit_blocks(bits=self._bits, group=self._group)
         self.keeps_codes = fit and not self._ordered
-
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        return tensors.has(f"{matrix}.weight_scale")
 
     def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
         scales = tensors.read(f"{matrix}.weight_scale")

@@ -24,14 +24,12 @@ class Fp8(Scheme):
     """Raises UnsupportedModel, naming the field."""
 
     parts = frozenset({*_SCALES, "input_scale", "activation_scale"})
+    marks = _SCALES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if (kind := str(config.get("fmt") or "e4m3")) != "e4m3":
             raise UnsupportedModel(f"quantization_config.fmt {kind!r}: e4m3 is read")
         self._block = rectangle(config.get("weight_block_size"))
-
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        return any(tensors.has(f"{matrix}.{name}") for name in _SCALES)
 
     def read(self, matrix: str, tensors: Tensors) -> torch.Tensor:
         name = next(f"{matrix}.{name}" for name in _SCALES if tensors.has(f"{matrix}.{name}"))

@@ -25,6 +25,7 @@ class Gptq(Scheme):
     """Raises UnsupportedModel, naming the field."""
 
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    marks = ("qweight",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._bits = int(config.get("bits", 4))
@@ -43,9 +44,6 @@ class Gptq(Scheme):
         self._group = int(config.get("group_size") or -1)
         self._ordered = bool(config.get("desc_act", False))
         self.keeps_codes = fit_blocks(bits=self._bits, group=self._group) and not self._ordered
-
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        return tensors.has(f"{matrix}.qweight")
 
     def read(self, matrix: str, tensors: Tensors) -> Codes:
         codes = unpacked(tensors.read(f"{matrix}.qweight"), self._bits, dim=0).T

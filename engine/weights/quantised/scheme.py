@@ -26,9 +26,8 @@ class Scheme(ABC):
     keeps_codes = False
     """Whether its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
 
-    @abstractmethod
-    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        """Whether `matrix` (a name without ``.weight``) is: schemes leave some out."""
+    marks: ClassVar[tuple[str, ...]]
+    """Those of its parts by which one knows a quantised matrix: it has one of them."""
 
     @abstractmethod
     def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
@@ -36,6 +35,10 @@ class Scheme(ABC):
 
         Raises BadModelFile where its parts do not fit together, and UnsupportedModel for what is not read.
         """
+
+    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
+        """Whether `matrix` (a name without ``.weight``) is: schemes leave some out."""
+        return any(tensors.has(f"{matrix}.{mark}") for mark in self.marks)
 
     def matrix_of(self, tensor: str) -> str | None:
         """The matrix that a tensor is a part of; None if it is not one."""
