@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import grpc
@@ -16,6 +15,7 @@ from diptych.access import Access
 from diptych.client import AsyncClient, CallFailed, Client, chat
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
+from tests.diptych.served import served
 
 WORDS = ("The", " capital", " is", " Paris.")
 
@@ -96,13 +96,8 @@ def service() -> Inference:
 
 @pytest.fixture
 def address(service: Inference) -> Iterator[str]:
-    with ThreadPoolExecutor(4) as threads:
-        server = grpc.server(threads, options=[("grpc.max_send_message_length", 64 << 20)])
-        rpc.add_InferenceServiceServicer_to_server(service, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield f"127.0.0.1:{port}"
-        server.stop(0).wait()
+    with served(service, options=[("grpc.max_send_message_length", 64 << 20)]) as address:
+        yield address
 
 
 @pytest.fixture

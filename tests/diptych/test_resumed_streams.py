@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 
 import grpc
@@ -16,6 +17,7 @@ import pytest
 from diptych.client import AsyncClient, CallFailed, Client, Completion
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
+from tests.diptych.served import served
 
 IDS = list(range(20, 30))
 Code = grpc.StatusCode
@@ -87,19 +89,8 @@ class Server(rpc.InferenceServiceServicer):
 
 @pytest.fixture
 def serving() -> Iterator[Callable[[Server], str]]:
-    servers = []
-
-    def start(service: Server) -> str:
-        server = grpc.server(ThreadPoolExecutor(4))
-        rpc.add_InferenceServiceServicer_to_server(service, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        servers.append(server)
-        return f"127.0.0.1:{port}"
-
-    yield start
-    for server in servers:
-        server.stop(None).wait()
+    with ExitStack() as servers:
+        yield lambda service: servers.enter_context(served(service))
 
 
 def by_the_sync_client(

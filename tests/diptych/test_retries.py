@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import grpc
@@ -14,6 +13,7 @@ from diptych.channel import MAX_RETRIES
 from diptych.client import AsyncClient, CallFailed, Client
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
+from tests.diptych.served import served
 
 Code = grpc.StatusCode
 PUSHBACK_MS = 300
@@ -59,13 +59,8 @@ class Failing(rpc.InferenceServiceServicer):
 @pytest.fixture
 def server() -> Iterator[tuple[Failing, str]]:
     service = Failing()
-    with ThreadPoolExecutor(4) as threads:
-        running = grpc.server(threads)
-        rpc.add_InferenceServiceServicer_to_server(service, running)
-        port = running.add_insecure_port("127.0.0.1:0")
-        running.start()
-        yield service, f"127.0.0.1:{port}"
-        running.stop(0).wait()
+    with served(service) as address:
+        yield service, address
 
 
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.CANCELLED])

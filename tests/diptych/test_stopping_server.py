@@ -18,6 +18,7 @@ from diptych.channel import channel_options
 from diptych.client import AsyncClient, CallFailed, Client
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
+from tests.diptych.served import served
 
 CALLS = 6
 ARRIVED_S = 0.5  # in which calls over loopback have surely come
@@ -123,14 +124,9 @@ def test_clients_ask_the_successor(resume: bool) -> None:
 @pytest.fixture
 def silent() -> Iterator[tuple[Silent, str]]:
     service = Silent()
-    with ThreadPoolExecutor(8) as threads:
-        server = grpc.server(threads)
-        rpc.add_InferenceServiceServicer_to_server(service, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        yield service, f"127.0.0.1:{port}"
+    with served(service, calls=8) as address:
+        yield service, address
         service.over.set()
-        server.stop(0).wait()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import StringIO
 
@@ -14,6 +13,7 @@ from diptych.client import Timings, Usage
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from launcher.ask import Question, ask, timing_table
+from tests.diptych.served import served
 from tests.launcher.specs import ROOT
 
 SPENT = Timings(
@@ -68,11 +68,7 @@ class Fluent(rpc.InferenceServiceServicer):
 
 
 def test_a_terminal_without_its_letters_shows_an_answer_all_the_same() -> None:
-    with ThreadPoolExecutor(1) as threads:
-        server = grpc.server(threads)
-        rpc.add_InferenceServiceServicer_to_server(Fluent(), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+    with served(Fluent(), calls=1) as address:
         done = subprocess.run(
             [sys.executable, "-m", "launcher", "generate", "hello", "--model", "small", "--address", address],
             cwd=ROOT,
@@ -81,7 +77,6 @@ def test_a_terminal_without_its_letters_shows_an_answer_all_the_same() -> None:
             text=True,
             timeout=60,
         )
-        server.stop(0).wait()
     assert (done.returncode, done.stdout) == (0, "??????!\n"), done.stderr
 
 
@@ -97,13 +92,8 @@ class Breaking(rpc.InferenceServiceServicer):
 
 def test_what_went_wrong_does_not_stick_to_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
     question = Question("hello", raw=True, system=None, model="small", timeout_s=30, options={})
-    with ThreadPoolExecutor(1) as threads:
-        server = grpc.server(threads)
-        rpc.add_InferenceServiceServicer_to_server(Breaking(), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
+    with served(Breaking(), calls=1) as address:
         assert ask(address, question, stream=True, timings=False) == 1
-        server.stop(0).wait()
     shown = capsys.readouterr()
     assert shown.out == "The cap\n"
     assert "it broke" in shown.err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from launcher.ask import Question, ask
+from tests.diptych.served import served
 
 Code = grpc.StatusCode
 
@@ -44,13 +44,8 @@ class Refusing(rpc.InferenceServiceServicer):
 @pytest.fixture
 def server() -> Iterator[tuple[Refusing, str]]:
     service = Refusing()
-    with ThreadPoolExecutor(2) as threads:
-        running = grpc.server(threads)
-        rpc.add_InferenceServiceServicer_to_server(service, running)
-        address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
-        running.start()
+    with served(service, calls=2) as address:
         yield service, address
-        running.stop(0).wait()
 
 
 def asked(address: str, *, stream: bool = False, timeout_s: float | None = None) -> int:

@@ -177,6 +177,18 @@ def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
     assert f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}" in caplog.text
 
 
+def services_sent(
+    monkeypatch: pytest.MonkeyPatch, collector: OtlpCollector, variables: dict[str, str]
+) -> list[str]:
+    """Whose span the collector gets, from a gateway with these variables."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    telemetry = Telemetry.start("diptych-gateway", "g")
+    telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
+    telemetry.stop()
+    return [service for service, _ in collector.spans(at_least=1)]
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -188,12 +200,7 @@ def test_a_protocol_without_an_exporter_is_said_and_not_replaced_by_another(
 def test_what_the_specification_lets_an_operator_write_is_as_if_it_were_absent(
     monkeypatch: pytest.MonkeyPatch, collector: OtlpCollector, variables: dict[str, str]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    telemetry = Telemetry.start("diptych-gateway", "g")
-    telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
-    telemetry.stop()
-    assert [service for service, _ in collector.spans(at_least=1)] == ["diptych-gateway"]
+    assert services_sent(monkeypatch, collector, variables) == ["diptych-gateway"]
 
 
 @pytest.mark.parametrize(
@@ -225,12 +232,7 @@ def test_a_value_that_cannot_be_read_costs_the_traces_and_not_the_service(
 def test_the_environment_names_the_service(
     monkeypatch: pytest.MonkeyPatch, collector: OtlpCollector, variables: dict[str, str], service: str
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    telemetry = Telemetry.start("diptych-gateway", "g")
-    telemetry.emit_phases(None, [PhaseSpan("chat", 1.0, 2.0)])
-    telemetry.stop()
-    assert [service for service, _ in collector.spans(at_least=1)] == [service]
+    assert services_sent(monkeypatch, collector, variables) == [service]
 
 
 def test_no_compression_of_traces_stands_against_a_general_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,15 @@ def declare(folder: Path, quantization: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
 
 
+def write(
+    folder: Path, quantization: Mapping[str, Any], writer: Writer, keep: Sequence[str] = ()
+) -> Mapping[str, torch.Tensor]:
+    """Quantise a plain folder and declare it; gives the numbers of each matrix by the file's name."""
+    declare(folder, quantization)
+    numbers: Mapping[str, torch.Tensor] = change(folder, lambda tensors: quantise(tensors, writer, keep))
+    return numbers
+
+
 def matrices(folder: Path, precision: Any) -> dict[str, Any]:
     """As read, by the file's name."""
     found = {}

@@ -29,6 +29,7 @@ from tests.engine.weights.quantised_folders import (
     matrices,
     plain_folder,
     quantise,
+    write,
 )
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -39,15 +40,6 @@ DOWN = "model.layers.1.mlp.down_proj"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return plain_folder(tmp_path)
-
-
-def write(
-    folder: Path, quantization: Mapping[str, Any], writer: Writer, keep: tuple[str, ...] = ()
-) -> Mapping[str, torch.Tensor]:
-    """Quantise the folder; gives the numbers of each matrix."""
-    declare(folder, quantization)
-    numbers: Mapping[str, torch.Tensor] = change(folder, lambda tensors: quantise(tensors, writer, keep))
-    return numbers
 
 
 def every(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:

@@ -31,6 +31,7 @@ from tests.engine.weights.quantised_folders import (
     matrices,
     plain_folder,
     quantise,
+    write,
 )
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -86,17 +87,9 @@ def folder(tmp_path: Path) -> Path:
     return plain_folder(tmp_path)
 
 
-def write(folder: Path, kind: str, keep: tuple[str, ...] = ()) -> Mapping[str, torch.Tensor]:
-    """Quantise the folder; gives the numbers of each matrix by the file's name."""
-    quantization, writer = KINDS[kind]
-    declare(folder, quantization)
-    numbers: Mapping[str, torch.Tensor] = change(folder, lambda tensors: quantise(tensors, writer, keep))
-    return numbers
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_those_that_the_format_means(folder: Path, kind: str) -> None:
-    numbers = write(folder, kind)
+    numbers = write(folder, *KINDS[kind])
     read = matrices(folder, "fp32")
     assert read.keys() == numbers.keys()
     for name, matrix in read.items():
@@ -105,7 +98,7 @@ def test_the_numbers_are_those_that_the_format_means(folder: Path, kind: str) ->
 
 @pytest.mark.parametrize("kind", IN_CODES)
 def test_codes_of_four_bits_are_kept_as_they_are(folder: Path, kind: str) -> None:
-    numbers = write(folder, kind)
+    numbers = write(folder, *KINDS[kind])
     for name, matrix in matrices(folder, "gguf").items():
         assert isinstance(matrix, BlockMatrix)
         assert matrix.format == "q4_1"
@@ -119,7 +112,7 @@ def test_codes_of_four_bits_are_kept_as_they_are(folder: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - set(IN_CODES)))
 def test_what_fits_no_block_is_made_of_the_numbers(folder: Path, kind: str) -> None:
-    write(folder, kind)
+    write(folder, *KINDS[kind])
     assert not is_quantised(folder)
     with pytest.raises(UnsupportedModel, match="dtype gguf"):
         read_checkpoint(folder, "gguf")
@@ -127,7 +120,7 @@ def test_what_fits_no_block_is_made_of_the_numbers(folder: Path, kind: str) -> N
 
 
 def test_what_is_multiplied_together_is_kept_alike(folder: Path) -> None:
-    numbers = write(folder, "int4", keep=("k_proj", "down_proj"))
+    numbers = write(folder, *KINDS["int4"], keep=("k_proj", "down_proj"))
     kept = {name: m.format for name, m in matrices(folder, "gguf").items()}
     assert {kind for name, kind in kept.items() if "self_attn.o" in name or "mlp.up" in name} == {"q4_1"}
     whole = ("q_proj", "k_proj", "v_proj", "down_proj")
@@ -204,7 +197,7 @@ DOWN = "model.layers.1.mlp.down_proj"
 def test_parts_that_do_not_fit_are_named(
     folder: Path, kind: str, part: str, damage: Callable[[torch.Tensor], torch.Tensor], said: str
 ) -> None:
-    write(folder, kind)
+    write(folder, *KINDS[kind])
     name = f"{DOWN}.{part}"
     change(folder, lambda tensors: tensors.update({name: damage(tensors[name]).contiguous()}))
     with pytest.raises(BadModelFile, match=rf"{DOWN}.*{said}"):
@@ -212,7 +205,7 @@ def test_parts_that_do_not_fit_are_named(
 
 
 def test_a_part_that_is_missing_is_named(folder: Path) -> None:
-    write(folder, "awq")
+    write(folder, *KINDS["awq"])
     change(folder, lambda tensors: tensors.pop(f"{DOWN}.qzeros"))
     with pytest.raises(BadModelFile, match=rf"{DOWN}\.qzeros is missing"):
         read_checkpoint(folder, "fp32")
@@ -220,7 +213,7 @@ def test_a_part_that_is_missing_is_named(folder: Path) -> None:
 
 def test_an_embedding_with_a_scale_is_refused(folder: Path) -> None:
     """It would be looked up without."""
-    write(folder, "int8")
+    write(folder, *KINDS["int8"])
     name = "model.embed_tokens"
     quantised = compressed(bits=8, group=-1, packed=False)(96, 64)
     change(folder, lambda tensors: tensors.update({f"{name}.{k}": t for k, t in quantised.parts.items()}))
@@ -229,7 +222,7 @@ def test_an_embedding_with_a_scale_is_refused(folder: Path) -> None:
 
 
 def test_biases_of_nothing_but_zeros_are_no_hindrance(folder: Path) -> None:
-    write(folder, "gptq")
+    write(folder, *KINDS["gptq"])
     change(folder, lambda tensors: tensors.update({f"{DOWN}.bias": torch.zeros(64)}))
     assert read_checkpoint(folder, "fp32").shape.num_layers == 2
     change(folder, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))

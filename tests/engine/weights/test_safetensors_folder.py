@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from engine.precision import Precision
 from engine.shape import UnsupportedModel
 from engine.weights import BadModelFile
 from engine.weights.checkpoint import read_checkpoint
+from tests.engine.weights.quantised_folders import Tensors, change
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -26,7 +26,6 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
-Tensors = dict[str, torch.Tensor]
 HEAD = "lm_head.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -36,14 +35,6 @@ def folder(tmp_path: Path) -> Path:
     torch.manual_seed(2)
     AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
     return tmp_path
-
-
-def change(folder: Path, edit: Callable[[Tensors], object]) -> None:
-    """Edit the folder's tensors."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path, {"format": "pt"})
 
 
 def put(folder: Path, name: str, value: dict[str, Any]) -> None:
