@@ -98,7 +98,7 @@ fuzz-coverage: install
 	PYTHONPATH=$(ATHERIS) $(BIN)/python -m tests.end_to_end.public_api.coverage_guided $(CORPUS) --runs $(RUNS) $(ARGS)
 
 museum: install
-	$(BIN)/python -m tests.museum
+	$(BIN)/python -m tests.known_bugs
 
 SEEDS ?= 10000
 
@@ -110,7 +110,7 @@ faults: install
 	$(BIN)/python -m tests.faults $(ARGS)
 
 peers: install
-	$(BIN)/python -m benchmarks.peers $(ARGS)
+	$(BIN)/python -m lab.peers $(ARGS)
 
 # The harness needs dozens of packages that nothing else here does, so it gets an environment of its own.
 LM_EVAL_VENV ?= .venv-lm-eval

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_worker.config import DecodeSettings
-from runtime.process import end_when_told, leave, run_program
+from diptych.runtime.process import end_when_told, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_worker.prefixes import Prefixes
+from decode_worker.prefix_publisher import Prefixes
 from decode_worker.sequence import DecodeSequence
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from worker.attempt import Attempt
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.worker_process.attempt import Attempt
 
 
 class AttemptBlocks:

@@ -1,6 +1,6 @@
 """Beam search on the decode worker: all live beams are one gang, and nothing goes out until it is over.
 
-The decisions are engine/beam_search.py's; here beams are rows with blocks. What a fork shares with its
+The decisions are diptych/engine/beam_search.py's; here beams are rows with blocks. What a fork shares with its
 siblings it shares until it writes (attempt_blocks.py), so that a search over W beams holds the prompt once.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.gang import Gang, Row
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate as Planned
 from decode_worker.sequence import DecodeSequence
+from decode_worker.step_group import Gang, Row
+from diptych.engine.beam_search import Beam, BeamSearch, Fork, beam_candidates
+from diptych.engine.sampling import Candidate, SampleFailure
+from diptych.engine.sampling.sample import NOTHING_LEFT
 from diptych.worker.v1 import work_pb2
-from engine.beam_search import Beam, BeamSearch, Fork, beam_candidates
-from engine.sampling import Candidate, SampleFailure
-from engine.sampling.sample import NOTHING_LEFT
-from worker.grammar import GrammarState
-from worker.scored_tokens import candidate_of
+from diptych.worker_process.grammar_masks import GrammarState
+from diptych.worker_process.logprob_codec import candidate_of
 
 _Candidates = list[Candidate] | SampleFailure
 

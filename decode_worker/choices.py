@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from decode_worker.gang import Gang, Row
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
+from decode_worker.step_group import Gang, Row
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
+from diptych.engine.step_output import drawable
 from diptych.worker.v1 import work_pb2
-from engine.drawn import drawable
-from engine.sampling import Sampled, SampleFailure, SampleRow, sample
-from worker.scored_tokens import sampled_of
+from diptych.worker_process.logprob_codec import sampled_of
 
 
 class Choice(Gang):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from worker.config import WorkerSettings
+from diptych.worker_process.config import WorkerSettings
 
 _CPU_POOL_MIB = 1024
 

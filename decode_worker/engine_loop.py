@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from decode_worker.attempts import Attempts, Listeners
-from decode_worker.gang import Gang
-from decode_worker.pace import Pace
 from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
+from decode_worker.request_manager import Attempts, Listeners
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
 from decode_worker.speculation import Speculation
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from engine.runner import Runner
-from runtime.failpoints import reach
-from worker.step import StepThread
-from worker.step_clock import StepClock
+from decode_worker.step_group import Gang
+from decode_worker.step_pacing import Pace
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.runner import Runner
+from diptych.runtime.failpoints import reach
+from diptych.worker_process.step_thread import StepThread
+from diptych.worker_process.step_watchdog import StepClock
 
 IDLE_CHECK_S = 1.0
 """Idle for so long, the block pool is checked: it costs a pass over all blocks."""

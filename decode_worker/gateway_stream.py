@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from diptych.engine.sampling import Sampled, Score
+from diptych.runtime.failpoints import reach
+from diptych.runtime.send_queue import Outbox
 from diptych.worker.v1 import decode_pb2, work_pb2
-from engine.sampling import Sampled, Score
-from kvtransfer.messages import Key
-from kvtransfer.wire import attempt_id
-from runtime.failpoints import reach
-from runtime.outbox import Outbox
-from worker.scored_tokens import score_message, tell_phases
+from diptych.worker_process.logprob_codec import score_message, tell_phases
+from kvtransfer.drivers.codec import attempt_id
+from kvtransfer.protocol.messages import Key
 
 Response = decode_pb2.DecodeServiceLinkResponse
 

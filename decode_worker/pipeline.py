@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decode_worker.completions import Completions
-from decode_worker.gang import Gang, Row, pick_all
 from decode_worker.sequence import DecodeSequence
 from decode_worker.speculation import Speculation
-from engine.batch import AbortWords, SequenceStep
-from engine.drawn import Drawn, Launched
-from engine.kv_memory import KVMemory
-from engine.runner import Runner
-from engine.sampling import SampleRow
-from runtime.failpoints import failpoint
-from worker.step import InFlight, StepThread
+from decode_worker.step_events import Completions
+from decode_worker.step_group import Gang, Row, pick_all
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.runner import Runner
+from diptych.engine.sampling import SampleRow
+from diptych.engine.step_output import Drawn, Launched
+from diptych.runtime.failpoints import failpoint
+from diptych.worker_process.step_thread import InFlight, StepThread
 
 _log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Literal
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.gateway_stream import GatewayStream
 from diptych.worker.v1 import work_pb2
-from kvtransfer.messages import Key
-from worker.attempt import Attempt
-from worker.grammar import GrammarState
+from diptych.worker_process.attempt import Attempt
+from diptych.worker_process.grammar_masks import GrammarState
+from kvtransfer.protocol.messages import Key
 
 Outcome = Literal["finished", "preempted", "failed", "cancelled"]
 """How a gang ended."""

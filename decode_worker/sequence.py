@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.sampling import SampleRow
-from worker.grammar import GrammarState
+from diptych.engine.sampling import SampleRow
+from diptych.worker_process.grammar_masks import GrammarState
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

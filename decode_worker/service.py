@@ -7,8 +7,8 @@ from collections.abc import Callable
 from decode_worker.engine_loop import EngineLoop
 from decode_worker.gateway_stream import GatewayStream
 from diptych.worker.v1 import decode_pb2, work_pb2
-from kvtransfer.wire import key_of
-from worker.gateway_link import GatewayLinks, drain_grace_s
+from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
+from kvtransfer.drivers.codec import key_of
 
 Request = decode_pb2.DecodeServiceLinkRequest
 

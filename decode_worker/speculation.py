@@ -14,8 +14,8 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from decode_worker.gang import Row
 from decode_worker.sequence import DecodeSequence
+from decode_worker.step_group import Row
 
 _log = logging.getLogger(__name__)
 

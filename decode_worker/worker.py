@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
-from decode_worker.attempts import Listeners
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
-from decode_worker.pace import Pace
-from decode_worker.pool import make_pool
+from decode_worker.pool_memory import make_pool
 from decode_worker.prompt_lookup import PromptLookup
 from decode_worker.request import DecodeRequest, State
+from decode_worker.request_manager import Listeners
 from decode_worker.service import gateway_links
-from decode_worker.spans import attempt_span
 from decode_worker.speculation import Speculation
+from decode_worker.step_pacing import Pace
+from decode_worker.trace_spans import attempt_span
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.runtime.metrics import DecodeMetrics, new_registry
+from diptych.runtime.process import incarnation
+from diptych.runtime.rpc_streams.method import DECODE
+from diptych.runtime.rpc_streams.stream import LinkService
+from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
-from kvtransfer.server import HandoffServer
+from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.failure_names import OF_THE_HAND_OVER
+from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.heartbeat import beat_of
+from diptych.worker_process.program import serve_worker
+from diptych.worker_process.server import WorkerShell
+from diptych.worker_process.worker_spec import WorkerKind
+from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.transports import registry
-from runtime.links.method import DECODE
-from runtime.links.stream import LinkService
-from runtime.metrics import DecodeMetrics, new_registry
-from runtime.process import incarnation
-from runtime.telemetry import Telemetry
-from worker.engine import LoadedEngine
-from worker.failures import OF_THE_HAND_OVER
-from worker.grammar import Grammars
-from worker.heartbeat import beat_of
-from worker.kind import WorkerKind
-from worker.program import serve_worker
-from worker.shell import WorkerShell
 
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:

@@ -6,9 +6,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from diptych.runtime.process import announce_ready, end_when_told, leave, run_program
 from gateway.config import GatewaySettings
 from gateway.program import Gateway, load_model
-from runtime.process import announce_ready, end_when_told, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:

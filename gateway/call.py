@@ -46,15 +46,15 @@ from typing import ClassVar
 
 import grpc
 
+from diptych.runtime.errors import DiptychError, Internal
+from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
+from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.access.caller import Caller, Scope
-from gateway.access.meter import Charges
+from gateway.access.quota import Charges
 from gateway.request.validate_names import id_from_header
-from runtime.errors import DiptychError, Internal
-from runtime.metrics import GatewayMetrics
-from runtime.telemetry import Attributes, ServerSpan, Telemetry
-from runtime.trace_context import NO_TRACE, Headers
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 """The server could not serve a request, and nothing of it was delivered."""

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from diptych.runtime.settings import Port, ProgramSettings
+from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
-from gateway.session.recovery import WAIT_FOR_WORKER_S
-from runtime.settings import Port, ProgramSettings
-from runtime.tls import TlsFiles, require_readable
+from gateway.session.retry_policy import WAIT_FOR_WORKER_S
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000

@@ -13,38 +13,32 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
+from diptych.runtime.errors import DiptychError, Draining, Interrupted, InvalidParameter, NoReadyWorker
+from diptych.runtime.failpoints import reach
+from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
 from gateway.attempt.work import Job, TraceParent, work_id
 from gateway.call import REJECTIONS, Call
-from gateway.fleet.fleet import Fleet
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, text_after
-from gateway.output.output import OutputStream
+from gateway.output.output_stream import OutputStream
 from gateway.output.ranking import best
 from gateway.output.stop_strings import StopStrings
 from gateway.output.utf8_text import Utf8Text
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import resumable as can_resume
-from gateway.request_reader import RequestReader
-from gateway.request_report import OPERATION_KEY, RequestReport, operation_of
+from gateway.request_parser import RequestReader
+from gateway.request_telemetry import OPERATION_KEY, RequestReport, operation_of
 from gateway.responses import Responses, add_account
-from gateway.session.around import Recovery
-from gateway.session.conversation import Conversation
 from gateway.session.live_requests import LiveRequests
+from gateway.session.ports import Recovery
+from gateway.session.request_driver import Conversation
 from gateway.session.session_events import Admitted
-from runtime.errors import (
-    DiptychError,
-    Draining,
-    Interrupted,
-    InvalidParameter,
-    NoReadyWorker,
-)
-from runtime.failpoints import reach
-from runtime.metrics import GatewayMetrics
-from runtime.telemetry import Telemetry
+from gateway.worker_pool.worker_pool import Fleet
 
 
 class Generator:

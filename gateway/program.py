@@ -10,41 +10,41 @@ import time
 import grpc
 from prometheus_client import CollectorRegistry
 
+from diptych.runtime.discovery.mirror import DirectoryMirror
+from diptych.runtime.http_edge import HttpEdge
+from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.model_digest import model_digest
+from diptych.runtime.process import incarnation
+from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
+from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.telemetry import Telemetry
+from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
 from gateway.access.caller import Scope
-from gateway.admin.door import AdminDoor
-from gateway.admin.operations import Identity, Operations, started_now
 from gateway.admission.admission import AdmissionQueue, Patience
 from gateway.admission.gate import AdmissionGate
-from gateway.attempt.words import Role
+from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
-from gateway.fleet.fleet import Fleet, FleetIdentity
-from gateway.fleet.load_metrics import LoadMetrics
+from gateway.frontends.admin.operations import Identity, Operations, started_now
+from gateway.frontends.admin.servicer import AdminDoor
+from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
+from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
+from gateway.frontends.kserve.servicer import KServeDoor
+from gateway.frontends.openai.routes import OpenAIDoor
 from gateway.generate import Generator
-from gateway.kserve.door import SERVICE as KSERVE_SERVICE
-from gateway.kserve.door import KServeDoor
-from gateway.long_texts import LongTexts
 from gateway.model.served_model import ServedModel
-from gateway.openai.door import OpenAIDoor
 from gateway.request.resume_token import ResumeTokens
-from gateway.request_reader import RequestReader
-from gateway.service import SERVICE, add_inference_service
-from gateway.session.around import Recovery
+from gateway.request_parser import RequestReader
 from gateway.session.live_requests import LiveRequests
+from gateway.session.ports import Recovery
 from gateway.session.retry_budget import RetryBudget
 from gateway.text_rpcs import TextRpcs
+from gateway.tokenizer_pool import LongTexts
 from gateway.vllm_metrics import VllmMetrics
-from runtime.cannot_start import CannotStart
-from runtime.directory.mirror import DirectoryMirror
-from runtime.http_edge import HttpEdge
-from runtime.metrics import GatewayMetrics, new_registry
-from runtime.model_digest import model_digest
-from runtime.process import incarnation
-from runtime.rpc import Health, add_health_and_reflection, bind, make_server
-from runtime.telemetry import Telemetry
-from runtime.tls import TlsFiles
+from gateway.worker_pool.load_metrics import LoadMetrics
+from gateway.worker_pool.worker_pool import Fleet, FleetIdentity
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
 _log = logging.getLogger(__name__)

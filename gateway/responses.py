@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.phase_times import Phases
-from gateway.attempt.words import Cause, FinishReason, TokenScore
-from gateway.output.output import StopMatch
+from gateway.attempt.types import Cause, FinishReason, TokenScore
+from gateway.cooperative_yield import Turns
+from gateway.output.output_stream import StopMatch
 from gateway.output.token_logprobs import TokenLogprobs
-from gateway.session.conversation import Conversation
-from gateway.turns import Turns
-from runtime.tokenizer.tokenizer import Tokenizer
+from gateway.session.request_driver import Conversation
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from functools import partial
 
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits, text_calls
+from gateway import limits
+from gateway import tokenizer_service as text_calls
 from gateway.call import Call
-from gateway.long_texts import LongTexts
+from gateway.cooperative_yield import PORTION, Turns, slices
 from gateway.model.model_card import ModelCard
 from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
 from gateway.request.validate_structured import STRUCTURED_OUTPUTS
 from gateway.session.live_requests import LiveRequests
-from gateway.turns import PORTION, Turns, slices
+from gateway.tokenizer_pool import LongTexts
 
 
 class TextRpcs:

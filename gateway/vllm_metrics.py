@@ -16,9 +16,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.attempt.words import Cause
-from gateway.fleet.worker import Worker
-from runtime.metrics import GatewayMetrics
+from diptych.runtime.metrics import GatewayMetrics
+from gateway.attempt.types import Cause
+from gateway.worker_pool.worker import Worker
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 SEGMENT = 576
 """The most numbers along the depth that share a scale: a row of the bundled model. What each segment costs
 beside its products, its scale and its wide lines, is halved by this against 288: a twentieth of a prompt's
-time. benchmarks/results has the price in quality.
+time. lab/results has the price in quality.
 """
 
 GROUP = 32

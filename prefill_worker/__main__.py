@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from diptych.runtime.process import end_when_told, leave, run_program
 from prefill_worker.config import PrefillSettings
-from runtime.process import end_when_told, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:

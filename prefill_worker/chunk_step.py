@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.beam_search import beam_candidates
+from diptych.engine.runner import Runner
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, score_tokens
+from diptych.engine.step_output import drawable
+from diptych.runtime.failpoints import failpoint
 from diptych.worker.v1 import work_pb2
-from engine.batch import AbortWords, SequenceStep
-from engine.beam_search import beam_candidates
-from engine.drawn import drawable
-from engine.runner import Runner
-from engine.sampling import Sampled, SampleFailure, SampleRow, sample, score_tokens
+from diptych.worker_process.attempt import Attempt
+from diptych.worker_process.logprob_codec import candidate_message, sampled_message, score_message
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
-from runtime.failpoints import failpoint
-from worker.attempt import Attempt
-from worker.scored_tokens import candidate_message, sampled_message, score_message
 
 Row = tuple[PrefillRequest, Chunk]
 

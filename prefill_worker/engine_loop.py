@@ -10,18 +10,18 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from diptych.engine.batch import AbortWords
+from diptych.engine.runner import Runner
+from diptych.engine.sampling import SampleFailure
+from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
-from engine.batch import AbortWords
-from engine.runner import Runner
-from engine.sampling import SampleFailure
-from prefill_worker.attempts import Attempts
+from diptych.worker_process.logprob_codec import failure_reason
+from diptych.worker_process.step_thread import StepThread
+from diptych.worker_process.step_watchdog import StepClock
 from prefill_worker.chunk_step import Computed, Row, run_step
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
+from prefill_worker.request_manager import Attempts
 from prefill_worker.scheduler import plan_asks, plan_chunks
-from runtime.failpoints import reach
-from worker.scored_tokens import failure_reason
-from worker.step import StepThread
-from worker.step_clock import StepClock
 
 LOOKAHEAD_STEPS = 2
 """Prompts ask for blocks when the granted ones fill less than this many steps: one to run, one to follow."""

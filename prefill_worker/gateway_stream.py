@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from diptych.runtime.send_queue import Outbox
 from diptych.worker.v1 import prefill_pb2, work_pb2
-from kvtransfer.messages import Key
-from kvtransfer.wire import attempt_id
-from runtime.outbox import Outbox
-from worker.scored_tokens import tell_phases
+from diptych.worker_process.logprob_codec import tell_phases
+from kvtransfer.drivers.codec import attempt_id
+from kvtransfer.protocol.messages import Key
 
 
 class GatewayStream:

@@ -19,13 +19,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diptych.engine.prompt_logprobs import CHUNK
 from diptych.worker.v1 import work_pb2
-from engine.score import CHUNK
-from kvtransfer.granted import Granted
-from kvtransfer.messages import Key
+from diptych.worker_process.attempt import Attempt
+from diptych.worker_process.grammar_masks import GrammarState
+from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.protocol.messages import Key
 from prefill_worker.scheduler import Prompt
-from worker.attempt import Attempt
-from worker.grammar import GrammarState
 
 if TYPE_CHECKING:
     from prefill_worker.gateway_stream import GatewayStream

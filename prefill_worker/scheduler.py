@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.messages import Key
+from kvtransfer.protocol.messages import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diptych.worker.v1 import prefill_pb2, work_pb2
-from kvtransfer.wire import key_of
+from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
+from kvtransfer.drivers.codec import key_of
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.gateway_stream import GatewayStream
-from worker.gateway_link import GatewayLinks, drain_grace_s
 
 Request = prefill_pb2.PrefillServiceLinkRequest
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.metrics import PrefillMetrics, new_registry
+from diptych.runtime.process import incarnation
+from diptych.runtime.rpc_streams.method import PREFILL
+from diptych.runtime.rpc_streams.stream import LinkService
+from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from kvtransfer.client import HandoffClient
+from diptych.worker_process.engine_loader import LoadedEngine
+from diptych.worker_process.failure_names import OF_THE_HAND_OVER
+from diptych.worker_process.grammar_masks import Grammars
+from diptych.worker_process.heartbeat import beat_of
+from diptych.worker_process.program import serve_worker
+from diptych.worker_process.server import WorkerShell
+from diptych.worker_process.worker_spec import WorkerKind
+from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import ENOUGH_ON_CPU
 from prefill_worker.service import gateway_links
-from prefill_worker.spans import attempt_span
-from runtime.links.method import PREFILL
-from runtime.links.stream import LinkService
-from runtime.metrics import PrefillMetrics, new_registry
-from runtime.process import incarnation
-from runtime.telemetry import Telemetry
-from worker.engine import LoadedEngine
-from worker.failures import OF_THE_HAND_OVER
-from worker.grammar import Grammars
-from worker.heartbeat import beat_of
-from worker.kind import WorkerKind
-from worker.program import serve_worker
-from worker.shell import WorkerShell
+from prefill_worker.trace_spans import attempt_span
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.settings import BUNDLED_MODEL, resolve_model
+from diptych.runtime.settings import BUNDLED_MODEL, resolve_model
 
 
 @functools.cache

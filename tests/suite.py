@@ -23,7 +23,7 @@ from threading import Thread
 FEW = 25
 TIMES_ALONE = 2
 ROOT = Path(__file__).parents[1]
-SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/launcher")
+SYSTEMS = ("tests/end_to_end", "tests/faults", "tests/diptych/cli")
 FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were none
 
 

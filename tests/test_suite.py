@@ -42,17 +42,17 @@ def test_only_what_passes_alone_is_forgiven(files: dict[str, str], status: int, 
 def test_systems_run_beside_the_parts_and_both_count(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for folder in ("tests/faults", "tests/engine"):
+    for folder in ("tests/faults", "tests/diptych/engine"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests/faults/test_system.py").write_text("def test_system(): pass\n")
-    (tmp_path / "tests/engine/test_part.py").write_text(IN_COMPANY)
+    (tmp_path / "tests/diptych/engine/test_part.py").write_text(IN_COMPANY)
     assert suite.run(["-q"], tmp_path) == 0
     out = capfd.readouterr().out
     assert "systems| 1 passed" in out
     assert "parts| 1 failed" in out
     assert "passed alone" in out
     assert suite.run(["-q", "-k", "nothing"], tmp_path) == suite.NONE_FOUND
-    assert suite.run(["-q", "tests/engine/test_part.py"], tmp_path) == 0
+    assert suite.run(["-q", "tests/diptych/engine/test_part.py"], tmp_path) == 0
     assert "tests| 1 passed" in capfd.readouterr().out
 
 

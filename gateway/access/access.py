@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.runtime.errors import PermissionDenied, Unauthenticated
+from diptych.runtime.file_watch import FileWatch
 from gateway.access.caller import Caller, Scope, anybody
 from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, digest_of, read_key_file
-from gateway.access.meter import Meter
-from runtime.errors import PermissionDenied, Unauthenticated
-from runtime.file_watch import FileWatch
+from gateway.access.quota import Meter
 
 _SCHEME = "bearer"  # RFC 6750; schemes are written in any case
 _INDEX_BYTES = 4

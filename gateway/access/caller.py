@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from gateway.access.meter import Meter
+from gateway.access.quota import Meter
 
 DEFAULT_TENANT: Final = ""  # of all callers, where no keys are asked for
 

@@ -16,9 +16,9 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from diptych.runtime.file_watch import readable_by_all
 from gateway.access.caller import Scope
-from gateway.access.meter import Quota
-from runtime.file_watch import readable_by_all
+from gateway.access.quota import Quota
 
 KEY_PREFIX: Final = "dk-"  # so that scanners for leaked secrets can know one
 _KEY_BYTES: Final = 32

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.admission.fair_queue import FairQueue
+from gateway.admission.fair_shares import QueueShares
 from gateway.admission.kv_budget import KvBudget
-from gateway.admission.queue_shares import QueueShares
-from gateway.admission.rate_meter import RateMeter
-from runtime.errors import DeadlineUnattainable, QueueFull
+from gateway.admission.throughput_estimator import RateMeter
 
 REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # that a prefill worker has at least, however long: one runs, one is next

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from diptych.runtime.grammar.grammar import Kind
 from diptych.worker.v1 import work_pb2
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
-from runtime.grammar.grammar import Kind
 
 _KINDS = {
     Kind.JSON_SCHEMA: work_pb2.Grammar.KIND_JSON_SCHEMA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.attempt.words import Cause, FinishReason, Role, TokenScore
+from gateway.attempt.types import Cause, FinishReason, Role, TokenScore
 
 
 class TokensArrived(NamedTuple):

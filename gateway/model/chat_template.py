@@ -4,7 +4,7 @@ Templates are Jinja2 programs that come with the model, so they are the operator
 still run in Jinja's sandbox (no attributes that lead out, nothing mutable is changed, ``range`` is bounded)
 with a cap on the size of what they write and on the time between two writes. What a caller controls is the
 text of the messages, their number and their roles; the first passes through defused
-(`runtime.tokenizer.control_tokens`), the other two are bounded by `gateway.limits`.
+(`diptych.runtime.tokenizer.control_tokens`), the other two are bounded by `gateway.limits`.
 
 The environment is that of transformers' ``apply_chat_template`` (``utils/chat_template_utils.py``): same
 white-space rules, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, loop controls and
@@ -26,10 +26,10 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall
-from runtime.cannot_start import CannotStart
-from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 
 
 class UnusableTemplate(CannotStart, ValueError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from runtime.tokenizer.tokenizer import Tokenizer
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 
 # "Model.Q4_1.gguf" is served as "Model": how weights are stored is no part of a model's name.
 _QUANTISATION: Final = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16|MXFP4)$", re.IGNORECASE)

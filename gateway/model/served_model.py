@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
 from gateway.model.model_card import ModelCard
 from gateway.model.tool_support import ToolSupport
-from runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

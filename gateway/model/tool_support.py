@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from diptych.runtime.tokenizer.control_tokens import ControlToken
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.tools.formats import ToolFormat, format_of
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
-from runtime.tokenizer.control_tokens import ControlToken
-from runtime.tokenizer.tokenizer import Tokenizer
 
 # Nine characters each: Mistral's templates refuse ids of any other length.
 _TOOL: Final = "probetool"

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.output.utf8_text import REPLACEMENT, Utf8Text
-from runtime.tokenizer.tokenizer import Tokenizer
 
 _MOST_UNFINISHED: Final = 3  # bytes of a character that lacks at least its last one
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.attempt.words import TokenScore
+from gateway.attempt.types import TokenScore
 
 
 class PromptScores:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.words import TokenScore
-from gateway.turns import Turns
-from runtime.tokenizer.tokenizer import Tokenizer
+from gateway.attempt.types import TokenScore
+from gateway.cooperative_yield import Turns
 
 
 class TokenLogprobs:

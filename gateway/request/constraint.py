@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from diptych.runtime.errors import InvalidParameter
+from diptych.runtime.grammar.grammar import BadGrammar, Grammar
 from gateway.request.grammar_check import GrammarCheck
-from runtime.errors import InvalidParameter
-from runtime.grammar.grammar import BadGrammar, Grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
+from diptych.runtime.errors import Draining, QueueFull
+from diptych.runtime.grammar.grammar import BadGrammar, Grammar
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.request.grammar_child import GrammarChild
-from runtime.errors import Draining, QueueFull
-from runtime.grammar.grammar import BadGrammar, Grammar
 
 REMEMBERED: Final = 1024
 """Answers that are kept, by the digest of the grammar."""

@@ -1,6 +1,6 @@
 """The child process that compiles grammars first, and may be lost over one.
 
-See `runtime.grammar.check` for why it is a process. It is started at the first question, answers one at a
+See `diptych.runtime.grammar.check` for why it is a process. It is started at the first question, answers one at a
 time (a good grammar takes about a millisecond) and is replaced when it dies.
 
 It is not started by the event loop: uvloop forks, and gRPC's fork handlers then start threads in the child,
@@ -19,10 +19,10 @@ import subprocess
 from dataclasses import dataclass
 from typing import Final
 
-from runtime.errors import GrammarNotChecked
-from runtime.grammar.check import LENGTH
-from runtime.grammar.grammar import Grammar
-from runtime.module_command import module_command
+from diptych.runtime.errors import GrammarNotChecked
+from diptych.runtime.grammar.check import LENGTH
+from diptych.runtime.grammar.grammar import Grammar
+from diptych.runtime.python_module import module_command
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            module_command("runtime.grammar.check"),
+            module_command("diptych.runtime.grammar.check"),
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=subprocess.DEVNULL,  # a panic would quote the grammar

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
+from diptych.runtime.errors import InvalidParameter
 from gateway import limits
-from runtime.errors import InvalidParameter
 
 BODY = "body"
 """What errors call the body as a whole."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final, TypeVar, cast
 
-from runtime.errors import InvalidParameter, UnsupportedFeature, printable
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature, printable
 
 INT32: Final = (-(2**31), 2**31 - 1)
 UINT32: Final = (0, 2**32 - 1)

@@ -21,8 +21,8 @@ from array import array
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from diptych.runtime.errors import InvalidParameter
 from gateway.request.parsed_request import ParsedRequest
-from runtime.errors import InvalidParameter
 
 FIELD: Final = "resume_token"
 LIFETIME_S: Final = 3600

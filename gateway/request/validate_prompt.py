@@ -7,6 +7,8 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Struct, Value
 
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
+from diptych.runtime.tokenizer.control_tokens import ControlToken
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
@@ -15,8 +17,6 @@ from gateway.request.validate_names import message_name
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
 from gateway.tools.tool import Toolbox
-from runtime.errors import InvalidParameter, UnsupportedFeature
-from runtime.tokenizer.control_tokens import ControlToken
 
 # A template pastes the role between control tokens, so a free role would be a way to write there.
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")

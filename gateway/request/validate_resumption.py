@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import Opened
-from runtime.errors import InvalidParameter, UnsupportedFeature
 
 FIELD = "received_token_ids"
 

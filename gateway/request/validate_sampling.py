@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.model_card import SamplingDefaults
 from gateway.request.parsed_request import Sampling
 from gateway.request.validate_outputs import is_beam_search
 from gateway.request.validate_token_rules import TokenRules
-from runtime.errors import InvalidParameter
 
 _SEEDS: Final = 2**64
 

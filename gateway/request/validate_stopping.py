@@ -7,10 +7,10 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
+from diptych.runtime.errors import ContextLengthExceeded, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.validate_token_ids import distinct_token_ids
-from runtime.errors import ContextLengthExceeded, InvalidParameter
 
 _NANOS_PER_SECOND: Final = 1_000_000_000
 

@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.gbnf.nodes import BadGbnf
-from gateway.gbnf.translate import translate
 from gateway.request.constraint import Constraint
-from runtime.errors import InvalidParameter, UnsupportedFeature
-from runtime.grammar.grammar import Grammar, Kind
+from gateway.request.gbnf.nodes import BadGbnf
+from gateway.request.gbnf.translate import translate
 
 ANY_OBJECT: Final = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
 # Possessive, and good without its end: looked at once, whatever is written.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.errors import InvalidParameter
+from diptych.runtime.errors import InvalidParameter
 
 
 def distinct_token_ids(

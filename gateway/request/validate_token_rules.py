@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from diptych.runtime.errors import InvalidParameter
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.validate_stopping import Stopping
 from gateway.request.validate_token_ids import distinct_token_ids
-from runtime.errors import InvalidParameter
-from runtime.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

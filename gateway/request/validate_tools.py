@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
 from gateway.request.constraint import Constraint
 from gateway.request.validate_structured import check_size, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
-from runtime.errors import InvalidParameter, UnsupportedFeature
-from runtime.grammar.grammar import Grammar, Kind
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 # Control tokens are spelled with these, and the id of a tool's turn goes through the template as it is.

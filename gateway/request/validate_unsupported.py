@@ -5,8 +5,8 @@ A request that sets one is refused by name: ignoring it would answer a question 
 
 from __future__ import annotations
 
+from diptych.runtime.errors import UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
-from runtime.errors import UnsupportedFeature
 
 
 def refuse_unsupported(request: pb.GenerateRequest) -> None:

@@ -4,7 +4,7 @@ Pure: no I/O, no clock; ids and seeds come from the two callables. Cheap checks 
 requests cost microseconds; tokenizing comes last. A prompt of `limits.INLINE_PARSE_BYTES` or more takes
 long enough (about 0.5 s for a megabyte) to belong in a thread: everything here may run in one.
 
-Errors are those of `runtime.errors`, each with the path of the field in the request. None repeats a value
+Errors are those of `diptych.runtime.errors`, each with the path of the field in the request. None repeats a value
 that the caller sent.
 """
 
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.served_model import ServedModel
@@ -30,7 +31,6 @@ from gateway.request.validate_structured import structured_output
 from gateway.request.validate_token_rules import check_something_may_come, token_rules
 from gateway.request.validate_tools import constraint_of
 from gateway.request.validate_unsupported import refuse_unsupported
-from runtime.errors import InvalidParameter, UnsupportedFeature
 
 M = TypeVar("M", bound=Message)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.fleet.wires import News
-from gateway.session.conversation import Conversation
+from diptych.runtime.errors import DuplicateRequest, PermissionDenied
+from gateway.session.request_driver import Conversation
 from gateway.session.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
-from runtime.errors import DuplicateRequest, PermissionDenied
+from gateway.worker_pool.codec import News
 
 
 class LiveRequests:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.attempt.words import FinishReason, Role, TokenScore
+from diptych.runtime.errors import DiptychError
+from gateway.attempt.types import FinishReason, Role, TokenScore
 from gateway.attempt.work import Attempt
-from runtime.errors import DiptychError
 
 
 @dataclass(frozen=True, slots=True)

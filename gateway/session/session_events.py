@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.attempt.words import FinishReason, Role
+from diptych.runtime.errors import DiptychError
+from gateway.attempt.types import FinishReason, Role
 from gateway.attempt.worker_events import WorkerEvent
-from runtime.errors import DiptychError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from diptych.runtime.grammar.grammar import Grammar
 from gateway.tools import hermes, llama3_json, mistral
 from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Tool
-from runtime.grammar.grammar import Grammar
 
 
 class WritesGrammar(Protocol):

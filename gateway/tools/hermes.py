@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from gateway.tools.json_call import call_from_json
 from gateway.tools.lark import call_rules, quoted
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
-from runtime.grammar.grammar import Grammar, Kind
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"

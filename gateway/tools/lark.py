@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from diptych.runtime.grammar.matcher import embedded_schema
 from gateway.tools.tool import Tool
-from runtime.grammar.matcher import embedded_schema
 
 
 def quoted(text: str) -> str:

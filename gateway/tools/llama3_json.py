@@ -10,11 +10,11 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from gateway.tools.call_list import CallList
 from gateway.tools.lark import call_rules
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool
-from runtime.grammar.grammar import Grammar, Kind
 
 TAG: Final = "<|python_tag|>"
 MARKERS: Final = (TAG,)

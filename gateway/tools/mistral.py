@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from gateway.tools.call_list import CallList
 from gateway.tools.lark import call_rules
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
-from runtime.grammar.grammar import Grammar, Kind
 
 MARK: Final = "[TOOL_CALLS]"
 MARKERS: Final = (MARK,)

@@ -3,7 +3,7 @@
 #include <exception>
 #include <string>
 
-#include "launches.h"
+#include "step_queue.h"
 #include "model.h"
 #include "step_state.h"
 

@@ -1,11 +1,11 @@
 // What CPUs with bf16 dot products and VNNI compute, as tuning.h says.
 #pragma once
 
-#include "lanes_avx512.h"
+#include "simd_avx512.h"
 // The rest is written in terms of the lanes above.
 #include "gemm_pairs.h"
-#include "byte_dots_vnni.h"
-#include "dots_vnni.h"
+#include "byte_dot_vnni.h"
+#include "dot_vnni.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

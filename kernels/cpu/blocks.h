@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "abi.h"
-#include "numbers.h"
+#include "bf16.h"
 
 namespace diptych {
 

@@ -3,7 +3,7 @@
 // last bit.
 #pragma once
 
-#include "byte_dots_vnni.h"
+#include "byte_dot_vnni.h"
 
 namespace diptych {
 namespace {

@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "abi.h"
-#include "numbers.h"
+#include "bf16.h"
 
 namespace diptych {
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "numbers.h"
+#include "bf16.h"
 #include "row_groups.h"
 #include "step_state.h"
 #include "tuning.h"

@@ -4,7 +4,7 @@
 // other from first to last.
 #pragma once
 
-#include "byte_rows.h"
+#include "quantise_rows.h"
 #if defined(__AVX512VNNI__)
 #include "byte_codes_vnni.h"
 #endif

@@ -1,4 +1,4 @@
-#include "lanes_avx512.h"
+#include "simd_avx512.h"
 // The rest is written in terms of the lanes above.
 #include "gemm_tiles.h"
 #include "step_body.h"

@@ -1,7 +1,7 @@
-#include "lanes_avx2.h"
+#include "simd_avx2.h"
 // The rest is written in terms of the lanes above.
-#include "byte_dots_avx2.h"
-#include "dots_avx2.h"
+#include "byte_dot_avx2.h"
+#include "dot_avx2.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

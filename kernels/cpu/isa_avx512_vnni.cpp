@@ -1,7 +1,7 @@
-#include "lanes_avx512.h"
+#include "simd_avx512.h"
 // The rest is written in terms of the lanes above.
-#include "byte_dots_vnni.h"
-#include "dots_vnni.h"
+#include "byte_dot_vnni.h"
+#include "dot_vnni.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

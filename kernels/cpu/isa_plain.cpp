@@ -1,7 +1,7 @@
-#include "lanes_plain.h"
+#include "simd_plain.h"
 // The rest is written in terms of the lanes above.
-#include "byte_dots_plain.h"
-#include "dots_plain.h"
+#include "byte_dot_plain.h"
+#include "dot_plain.h"
 #include "gemm_blocks.h"
 #include "gemm_bytes.h"
 #include "step_body.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "numbers.h"
+#include "bf16.h"
 #include "thread_team.h"
 #include "weight_memory.h"
 

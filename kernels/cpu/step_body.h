@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention_tasks.h"
-#include "place_heads.h"
+#include "write_kv.h"
 
 namespace diptych {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "likeliest.h"
+#include "topk.h"
 #include "model.h"
 
 namespace diptych {

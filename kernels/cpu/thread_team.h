@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "abi.h"
-#include "epoch.h"
+#include "futex_counter.h"
 
 namespace diptych {
 

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "numbers.h"
+#include "bf16.h"
 
 namespace diptych {
 namespace {

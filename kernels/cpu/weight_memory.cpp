@@ -4,7 +4,7 @@
 #include <cstring>
 #include <new>
 
-#include "numbers.h"
+#include "bf16.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -1,8 +1,8 @@
 """One token a row of logits, on the device: greedy, or drawn after temperature, top-k, top-p and min-p.
 
-What it means is engine/sampling/draw.py: the same random number, the same tokens kept (with everything that
+What it means is diptych/engine/sampling/random.py: the same random number, the same tokens kept (with everything that
 ties at top-k, the lower ids at top-p), the distribution inverted in the same order. Nothing depends on
-neighbours. kernels/gpu/sample_survey.py looks at whole rows, many programs a row; one program a row draws
+neighbours. kernels/gpu/row_statistics.py looks at whole rows, many programs a row; one program a row draws
 from what that leaves.
 """
 
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, power_of_two
+from kernels.gpu.row_statistics import DONE, LISTED, TABLE, WHOLE, Survey, parts_of, survey
 from kernels.gpu.sample_keys import LEAST, mass_above, threshold, weighed
-from kernels.gpu.sample_survey import DONE, LISTED, TABLE, WHOLE, Survey, parts_of, survey
 from kernels.gpu.uniform import uniform
 
 NOT_FINITE = -1

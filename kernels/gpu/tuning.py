@@ -1,7 +1,7 @@
 """Which tile sizes a kernel runs with: found once by measuring, kept in a JSON file, looked up by device.
 
 A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
-row's result must not depend on its neighbours. benchmarks/gpu runs the tuner; without its file the written
+row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the written
 defaults hold, which are meant for an H200.
 """
 

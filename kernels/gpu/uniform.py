@@ -1,6 +1,6 @@
 """The random number of a draw, on the device: BLAKE2b (RFC 7693) of seed and counter.
 
-The same number as `engine.sampling.draw.uniform`: one compression of one block, of whose sixteen message
+The same number as `diptych.engine.sampling.random.uniform`: one compression of one block, of whose sixteen message
 words two are not zero.
 """
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer.messages import GrantRef, WriterId
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from kvtransfer.protocol.messages import GrantRef, WriterId
 
 
 class TransportError(Exception):

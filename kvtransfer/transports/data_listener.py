@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvtransfer.messages import WriterId
+from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import TransportError
 
 TOKEN_BYTES = 32

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.kv_memory import KVMemory
+from diptych.engine.kv.kv_memory import KVMemory
 from kernels.copy_blocks import bind
-from kvtransfer.digest import DIGEST_BYTES
-from kvtransfer.messages import GrantRef
+from kvtransfer.protocol.digest import DIGEST_BYTES
+from kvtransfer.protocol.messages import GrantRef
 
 NOWHERE = -1
 """As a target: blocks that are only read. As a source: nothing is read, and nothing written."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.kv_memory import KVMemory
-from kvtransfer.messages import GrantRef
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Run
 from kvtransfer.transports.device_blocks import DigestedCopy
 from kvtransfer.transports.staging import SLOTS, blocks_per_slot

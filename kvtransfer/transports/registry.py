@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from engine.kv_memory import KVMemory
-from kvtransfer.host import host_id
-from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.transports import paired, paired_channel, pushing, shared_memory, tcp, worlds
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.runtime.startup_error import CannotStart
+from kvtransfer.transports import cuda_ipc as pushing
+from kvtransfer.transports import nccl as paired
+from kvtransfer.transports import nccl_channel as paired_channel
+from kvtransfer.transports import process_group as worlds
+from kvtransfer.transports import shared_memory, tcp
 from kvtransfer.transports.base import (
     PushChannel,
     ReceiverHooks,
@@ -15,9 +18,10 @@ from kvtransfer.transports.base import (
     TransportError,
     Welcome,
 )
-from kvtransfer.transports.cuda_port import CudaPort
-from kvtransfer.transports.device_port import DevicePort, HostPort
-from runtime.cannot_start import CannotStart
+from kvtransfer.transports.cuda_mapping import CudaPort
+from kvtransfer.transports.memory_mapping import DevicePort, HostPort
+from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.shared_memory_domain import host_id
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """With these the prefill worker computes straight into the decode worker's pool."""

@@ -6,12 +6,12 @@ is `cuda_shared`, between workers on that same GPU: the pool goes over as an IPC
 
 from __future__ import annotations
 
-from engine.kv_memory import KVMemory
-from kvtransfer.messages import GrantRef, WriterId
-from kvtransfer.pool_memory import PoolMemory
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Welcome
-from kvtransfer.transports.device_port import DevicePort
-from kvtransfer.transports.pool_socket import PoolSocket, register
+from kvtransfer.transports.fd_passing import PoolSocket, register
+from kvtransfer.transports.memory_mapping import DevicePort
+from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "shared_memory"
 ON_GPU = "cuda_shared"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtransfer.messages import GrantRef, WriterId
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks
 from kvtransfer.transports.data_listener import DataListener, DataSocket, Frames
 

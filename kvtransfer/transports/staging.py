@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from engine.kv_memory import KVMemory
-from kvtransfer.digest import block_digest
-from kvtransfer.failpoints import damage_payload
-from kvtransfer.host_bytes import host_view, read_block, write_block
-from kvtransfer.messages import GrantRef
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.digest import block_digest
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Run
+from kvtransfer.transports.failpoints import damage_payload
+from kvtransfer.transports.host_bytes import host_view, read_block, write_block
 
 SLOTS = 4
 _SLOT_BYTES = 4 << 20

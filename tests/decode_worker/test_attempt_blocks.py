@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.prefixes import Prefixes
+from decode_worker.max_blocks import worst_case
+from decode_worker.prefix_publisher import Prefixes
 from decode_worker.sequence import DecodeSequence
-from decode_worker.worst_case import worst_case
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVLayout, KVMemory
-from tests.worker.asker import work
-from worker.attempt import Attempt
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.worker_process.attempt import Attempt
+from tests.diptych.worker_process.scripted_gateway import work
 
 SIZE = 4
 TOTAL = 24

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from tests.diptych.worker_process import oracle
+from tests.diptych.worker_process.both_workers import VOCABULARY, greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until
-from tests.worker import oracle
-from tests.worker.asker import Gateway, work
-from tests.worker.house import VOCABULARY, greedy, house
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)
 STOP = tuple(range(0, VOCABULARY, 7))

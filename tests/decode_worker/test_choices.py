@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.engine.sampling import Sampled
 from diptych.worker.v1 import work_pb2
-from engine.sampling import Sampled
+from tests.diptych.worker_process import oracle
+from tests.diptych.worker_process.both_workers import BLOCK, greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
 from tests.kvtransfer.conftest import until
-from tests.worker import oracle
-from tests.worker.asker import Gateway, Heard, work
-from tests.worker.house import BLOCK, greedy, house
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5)  # two blocks and a token

@@ -7,11 +7,11 @@ from typing import Any
 
 from decode_worker.gateway_stream import MESSAGE_BYTES, PIECE_TOKENS, GatewayStream
 from decode_worker.request import DecodeRequest
+from diptych.engine.sampling import Sampled, Score
 from diptych.worker.v1 import work_pb2
-from engine.sampling import Sampled, Score
-from kvtransfer.wire import attempt_id
-from tests.worker.asker import work
-from worker.attempt import Attempt
+from diptych.worker_process.attempt import Attempt
+from kvtransfer.drivers.codec import attempt_id
+from tests.diptych.worker_process.scripted_gateway import work
 
 SCORE = Score(-1.5, 3, tuple((40_000 + n, -2.5 - n) for n in range(20)))
 LENGTH = work_pb2.FINISH_REASON_LENGTH

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from decode_worker.prompt_lookup import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from decode_worker.sequence import DecodeSequence
-from engine.sampling import SampleRow, SamplingParams
+from diptych.engine.sampling import SampleRow, SamplingParams
 
 
 def sequence(prompt: Sequence[int], output: Sequence[int]) -> DecodeSequence:

@@ -12,13 +12,13 @@ from typing import Any
 import yaml
 
 from decode_worker.config import DecodeSettings
+from diptych.runtime.settings import ProgramSettings
+from diptych.runtime.telemetry import _FLUSH_S
+from diptych.worker_process.drain_deadline import Grace
+from diptych.worker_process.server import CLOSE_S, LAST_WORDS_S
 from gateway.config import GatewaySettings
 from gateway.program import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
-from runtime.settings import ProgramSettings
-from runtime.telemetry import _FLUSH_S
-from worker.grace import Grace
-from worker.shell import CLOSE_S, LAST_WORDS_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

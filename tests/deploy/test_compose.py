@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from launcher.cli import app
-from runtime.variables import unknown_variables
+from diptych.cli.app import app
+from diptych.runtime.env import unknown_variables
 from tests.deploy.manifests import DEPLOY, ROOT, SETTINGS, leaves_within_s, seconds, settings_of
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

@@ -13,11 +13,11 @@ import trustme
 import yaml
 from prometheus_client import CollectorRegistry
 
+from diptych.cli.liveness import Patience
+from diptych.runtime.env import KNOWN, unknown_variables
+from diptych.runtime.http_edge import _OPERATOR
+from diptych.runtime.metrics import DecodeMetrics, PrefillMetrics
 from gateway.config import GatewaySettings
-from launcher.liveness import Patience
-from runtime.http_edge import _OPERATOR
-from runtime.metrics import DecodeMetrics, PrefillMetrics
-from runtime.variables import KNOWN, unknown_variables
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES,

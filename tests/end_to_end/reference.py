@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from runtime.model_digest import model_digest
+from diptych.runtime.model_digest import model_digest
 from tests import bundled_oracle
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def model_file() -> Path:
 
 @functools.cache
 def tokenizer() -> Any:
-    from runtime.tokenizer.tokenizer import Tokenizer
+    from diptych.runtime.tokenizer.tokenizer import Tokenizer
 
     return Tokenizer.load(model_file())
 

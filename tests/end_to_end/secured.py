@@ -9,12 +9,12 @@ from pathlib import Path
 
 import trustme
 
-from diptych.access import Access, tls_credentials
 from diptych.client import AsyncClient
+from diptych.client.credentials import Access, tls_credentials
+from tests.diptych.runtime.otlp_collector import OtlpCollector
 from tests.end_to_end import tiny_system
 from tests.end_to_end.stack import Stack, running_stack
 from tests.gateway.access.keys import Keys
-from tests.runtime.otlp_collector import OtlpCollector
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def running_stack(*flags: str, env: Mapping[str, str] | None = None) -> Iterator
     """`diptych up` with free ports and these flags; stopped with SIGTERM, and nothing may be left then."""
     with tempfile.TemporaryDirectory(prefix="diptych-test-") as folder:
         ready, log = Path(folder, "ready.json"), Path(folder, "log.txt")
-        command = [sys.executable, "-m", "launcher", "up", "--ready-file", str(ready)]
+        command = [sys.executable, "-m", "diptych", "up", "--ready-file", str(ready)]
         command += ["--grpc-port", "0", "--http-port", "0", *flags]
         with log.open("wb") as sink:
             process = subprocess.Popen(

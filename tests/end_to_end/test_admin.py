@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from diptych.client import Client
-from diptych.failure import read_failure
+from diptych.client.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end.reference import MODEL
@@ -52,7 +52,7 @@ def test_it_says_what_it_is(admin: admin_pb2_grpc.AdminServiceStub) -> None:
 
 def test_a_piped_list_has_the_whole_ids_that_drain_and_flush_ask_for(stack: Stack) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "launcher", "workers", "--address", stack.admin_address],
+        [sys.executable, "-m", "diptych", "workers", "--address", stack.admin_address],
         env={**os.environ, "COLUMNS": "80"},
         capture_output=True,
         text=True,

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from diptych.client import AsyncClient
-from engine.block_pool import BlockPool
-from engine.generate import generate
-from engine.kv_memory import KVMemory
-from engine.model import load_model
-from engine.runner import Runner
-from engine.sampling import SamplingParams
+from diptych.engine.generate import generate
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.loaded_model import load_model
+from diptych.engine.runner import Runner
+from diptych.engine.sampling import SamplingParams
 from tests.end_to_end import reference
-from tests.end_to_end.asking import collect
+from tests.end_to_end.http_requests import collect
 
 MAX_TOKENS = 32
 PROMPTS = (5, 12, 21, 25)  # by index: short, block borders, several chunks

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from diptych.engine.generate import generate_choices
+from diptych.engine.sampling import SamplingParams
 from diptych.v1 import inference_pb2 as pb
-from engine.generate import generate_choices
-from engine.sampling import SamplingParams
 from tests.end_to_end import reference, tiny_model
-from tests.end_to_end.asking import teach_short_outputs
+from tests.end_to_end.http_requests import teach_short_outputs
 from tests.end_to_end.tiny_system import PROMPTS, Served, tokens
 
 

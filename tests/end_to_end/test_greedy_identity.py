@@ -15,7 +15,7 @@ import pytest
 
 from diptych.client import AsyncClient, chat
 from tests.end_to_end import reference
-from tests.end_to_end.asking import greedy_tokens, many_greedy
+from tests.end_to_end.http_requests import greedy_tokens, many_greedy
 from tests.end_to_end.stack import Stack, running_stack
 
 MAX_TOKENS = 16

@@ -65,7 +65,7 @@ def test_the_question_that_up_shows_works_once_its_variables_are_filled_in(syste
     assert [word for word in words if word.endswith("=…")] == [f"{name}=…" for name in values]
     arguments = words[words.index("generate") :]
     done = subprocess.run(
-        [sys.executable, "-m", "launcher", *arguments, "--raw", "--max-tokens=4"],
+        [sys.executable, "-m", "diptych", *arguments, "--raw", "--max-tokens=4"],
         env={**os.environ, **values},
         capture_output=True,
         text=True,
@@ -133,7 +133,7 @@ def test_the_commands_show_their_key_and_check_the_certificate(system: Secured) 
 
     def run(*words: str, key: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **port, "DIPTYCH_API_KEY": key}
-        command = [sys.executable, "-m", "launcher", *words]
+        command = [sys.executable, "-m", "diptych", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     listed = run("workers", "--address", system.stack.admin_address, key=operator)

@@ -10,7 +10,7 @@ import pytest
 
 from diptych.client import AsyncClient
 from tests.end_to_end import reference
-from tests.end_to_end.asking import greedy_answer
+from tests.end_to_end.http_requests import greedy_answer
 from tests.end_to_end.stack import Stack, running_stack
 
 ANSWER_S = 1.5  # of 64 tokens, on the machine that the patience below is from

@@ -19,7 +19,7 @@ from diptych.client import Client
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end import reference
-from tests.end_to_end.asking import many_greedy
+from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.stack import Stack, running_stack
 
 MAX_TOKENS = 16

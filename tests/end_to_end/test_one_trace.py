@@ -16,8 +16,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from diptych.client import AsyncClient, Chunk, chat
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
+from tests.diptych.runtime.otlp_collector import OtlpCollector
 from tests.end_to_end.stack import Stack, running_stack
-from tests.runtime.otlp_collector import OtlpCollector
 
 MODEL = "SmolLM2-135M-Instruct"
 SERVER = "diptych.v1.InferenceService/StreamGenerate"

@@ -13,7 +13,7 @@ import pytest
 
 from diptych.client import AsyncClient, CallFailed
 from tests.end_to_end import reference
-from tests.end_to_end.asking import greedy_answer, greedy_tokens
+from tests.end_to_end.http_requests import greedy_answer, greedy_tokens
 from tests.end_to_end.stack import Stack, running_stack
 
 MAX_TOKENS = 8

@@ -14,7 +14,7 @@ import pytest
 
 from diptych.client import AsyncClient, Chunk
 from tests.end_to_end import reference
-from tests.end_to_end.asking import collect
+from tests.end_to_end.http_requests import collect
 from tests.end_to_end.stack import Stack
 
 PREFIX = 800

@@ -11,7 +11,7 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from tests.end_to_end import reference
-from tests.end_to_end.asking import many_greedy, teach_short_outputs
+from tests.end_to_end.http_requests import many_greedy, teach_short_outputs
 from tests.end_to_end.stack import Stack, running_stack
 
 STREAMS = 64

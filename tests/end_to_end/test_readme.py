@@ -40,7 +40,7 @@ def test_the_first_python_block_answers_and_ends(bundled: Stack) -> None:
 @pytest.mark.parametrize("umask", ["022", "002"])
 def test_the_recipe_for_keys_makes_a_file_that_a_gateway_takes(umask: str, tmp_path: Path) -> None:
     [recipe] = [block for block in blocks(OPERATING, "sh") if "diptych key new" in block]
-    diptych = f"PYTHONPATH={ROOT} {sys.executable} -m launcher"
+    diptych = f"PYTHONPATH={ROOT} {sys.executable} -m diptych"
     for _ in range(2):
         subprocess.run(
             ["sh", "-c", f"umask {umask}; {recipe.replace('diptych', diptych)}"],
@@ -57,7 +57,7 @@ def test_the_recipe_for_keys_makes_a_file_that_a_gateway_takes(umask: str, tmp_p
 
 def test_links_within_the_documents_lead_somewhere() -> None:
     """Files that exist, and headings as GitHub names them."""
-    documents = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+    documents = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "lab" / "README.md"]
     for document in documents:
         for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
             if "://" in target:

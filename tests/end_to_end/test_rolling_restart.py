@@ -12,8 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from diptych.cli.control import ask_restart
 from diptych.client import AsyncClient
-from launcher.control import ask_restart
 from tests.end_to_end import reference, tiny_model
 from tests.end_to_end.stack import Stack, StackFailed, http_root, running_stack
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
-from runtime.tokenizer.tokenizer import Tokenizer
 from tests.end_to_end import tiny_model
-from tests.end_to_end.asking import teach_short_outputs
+from tests.end_to_end.http_requests import teach_short_outputs
 from tests.end_to_end.tiny_system import MODEL, Served
 
 WEATHER = pb.Tool(

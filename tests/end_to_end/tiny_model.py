@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from engine.model import load_model
-from engine.runner import Runner
-from tests.runtime.tokenizer.small_models import byte_level, write_folder
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.loaded_model import load_model
+from diptych.engine.runner import Runner
+from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
 CONTEXT = 768
 
@@ -53,7 +53,7 @@ def log_softmax(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def aggregated(folder: Path, blocks: int = 200) -> tuple[Runner, KVMemory, BlockPool]:
-    """What the functions of engine/generate.py want first."""
+    """What the functions of diptych/engine/generate.py want first."""
     model = load_model(folder, torch.float32, backend="native")
     return Runner(model, 1), KVMemory(model.kv_layout(16), blocks), BlockPool(blocks)
 

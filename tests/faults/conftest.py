@@ -10,7 +10,7 @@ import pytest
 
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import Stack, running_stack
-from tests.faults.armory import Armory
+from tests.faults.failpoints import Armory
 
 FLAGS = ["--model-name", "tiny", "--dtype", "fp32", "--prefill-chunk", "48", "--transport", "shared_memory"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.cpu_time import CpuTime
-from benchmarks.percentile import percentile
+from diptych.bench.cpu_time import CpuTime
+from diptych.bench.percentile import percentile
 
 _BEGAN = CpuTime.now()  # of the command
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.cpu_time import family_of
+from diptych.bench.cpu_time import family_of
 from diptych.client import CallFailed, Client
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import START_TIMEOUT_S
@@ -41,7 +41,7 @@ def kill_group(model: Path) -> tuple[int, list[str]]:
         before = _shared()
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "launcher", "up", "--ready-file", str(ready)),
+                *(sys.executable, "-m", "diptych", "up", "--ready-file", str(ready)),
                 *("--grpc-port", "0", "--http-port", "0", "--model", str(model), *FLAGS, *PAIRS),
             ],
             env={**os.environ, "TMPDIR": str(scratch)},

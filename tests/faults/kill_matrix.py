@@ -26,13 +26,13 @@ from pathlib import Path
 
 import grpc
 
-from benchmarks.cpu_time import family_of
+from diptych.bench.cpu_time import family_of
 from diptych.client import AsyncClient, CallFailed, Completion
 from tests.end_to_end.stack import StackFailed
-from tests.faults.armory import kill
-from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of
 from tests.faults.conftest import Breakable
+from tests.faults.failpoints import kill
 from tests.faults.figures import Figure, Result, add_output, count, seconds, tell
+from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of
 from tests.faults.second_gateway import second_gateway
 from tests.faults.states import STATES, VICTIMS, State, Victim
 from tests.faults.system import (

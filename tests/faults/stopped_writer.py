@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.faults.asks import ask, check_same
 from tests.faults.conftest import Breakable
 from tests.faults.figures import Figure, Result, add_output, count, tell
+from tests.faults.requests import ask, check_same
 from tests.faults.system import PAIRS, breakable_system, flush_prefixes, settle, signal_if_alive
 
 MIX = ("greedy", "seeded", "two choices", "penalties")

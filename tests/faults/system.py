@@ -17,8 +17,8 @@ from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import IDLE_GAUGES, Stack, StackFailed, running_stack, tail
-from tests.faults.armory import Armory
 from tests.faults.conftest import FLAGS, Breakable
+from tests.faults.failpoints import Armory
 
 T = TypeVar("T")
 PAIRS = ("--prefill-workers", "2", "--decode-workers", "2")

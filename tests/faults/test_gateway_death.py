@@ -11,9 +11,9 @@ from pathlib import Path
 
 from diptych.client import AsyncClient, Completion
 from tests.end_to_end.tiny_model import CONTEXT
-from tests.faults.armory import kill
-from tests.faults.asks import ASKS, TIMEOUT_S, Asks, check_same, prompt_of
 from tests.faults.conftest import Breakable
+from tests.faults.failpoints import kill
+from tests.faults.requests import ASKS, TIMEOUT_S, Asks, check_same, prompt_of
 from tests.faults.second_gateway import second_gateway
 
 CANCELLED_WITHIN_S = 1.0

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu_time import CpuTime
-from benchmarks.percentile import percentile
+from diptych.bench.cpu_time import CpuTime
+from diptych.bench.percentile import percentile
 from diptych.client import AsyncClient
+from tests.diptych.runtime.conftest import Store
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import Stack, running_stack
 from tests.faults.proxy import Proxy, running_proxy
-from tests.runtime.conftest import Store
 
 CLIENTS = 3
 TOKENS = 6

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diptych.client import Client, Completion
-from tests.faults.armory import kill
-from tests.faults.asks import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 from tests.faults.conftest import Breakable
+from tests.faults.failpoints import kill
+from tests.faults.requests import ASKS, TIMEOUT_S, ask, check_same, prompt_of, retries
 
 IDLE_S = 120.0  # a worker that is started again counts as busy
 

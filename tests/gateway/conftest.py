@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.model.served_model import ServedModel
+from tests.diptych.runtime.tokenizer.bundled import bundled_path, oracle
 from tests.gateway.running_gateway import valkey
-from tests.runtime.tokenizer.bundled import bundled_path, oracle
 
 __all__ = ["bundled_path", "oracle"]
 

@@ -15,12 +15,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry
 
+from diptych.cli.valkey import valkey_binary
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
-from launcher.valkey import valkey_binary
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, ScriptedWorker
 
 DIGEST = "d" * 64

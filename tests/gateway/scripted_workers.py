@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
+from diptych.runtime.discovery.publisher import DirectoryPublisher
+from diptych.runtime.discovery.records import Role, WorkerRecord
+from diptych.runtime.rpc import bind, make_server
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, work_pb2
-from runtime.directory.publisher import DirectoryPublisher
-from runtime.directory.records import Role, WorkerRecord
-from runtime.rpc import bind, make_server
 
 BLOCK_SIZE = 16
 _incarnations = itertools.count(1000)

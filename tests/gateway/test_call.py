@@ -8,13 +8,13 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from diptych.runtime.errors import DiptychError, Internal, QueueFull
+from diptych.runtime.metrics import GatewayMetrics, new_registry
+from diptych.runtime.telemetry import Attributes, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.call import Call, Calls
-from runtime.errors import DiptychError, Internal, QueueFull
-from runtime.metrics import GatewayMetrics, new_registry
-from runtime.telemetry import Attributes, Telemetry
-from tests.runtime.otlp_collector import OtlpCollector
+from tests.diptych.runtime.otlp_collector import OtlpCollector
 
 METHOD = "POST /v1/things"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from gateway.fleet.load_metrics import LoadMetrics
+from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from gateway.vllm_metrics import VllmMetrics
-from runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from gateway.worker_pool.load_metrics import LoadMetrics
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
 

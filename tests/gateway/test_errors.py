@@ -18,10 +18,10 @@ import aiohttp
 import grpc
 import pytest
 
+from diptych.runtime import errors
 from diptych.worker.v1 import work_pb2
 from gateway.admission.admission import FIRST_RETRY_S
 from gateway.model.served_model import ServedModel
-from runtime import errors
 from tests.gateway.failing_calls import SECRET, Told, check_http, told
 from tests.gateway.running_gateway import Stack, collect, running, until
 from tests.gateway.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from diptych.runtime.block_hash import block_keys, namespace_key
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway import limits
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.model.served_model import ServedModel
-from runtime.block_hash import block_keys, namespace_key
 from tests.gateway.running_gateway import (
     DIGEST,
     SECRET,

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import InvalidParameter
+from diptych.runtime.tokenizer.control_tokens import ControlTokens
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits, text_calls
+from gateway import limits
+from gateway import tokenizer_service as text_calls
+from gateway.frontends.openai.chat_request import read_chat
+from gateway.frontends.openai.completions_request import read_completions
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.served_model import ServedModel
-from gateway.openai.chat_request import read_chat
-from gateway.openai.completions_request import read_completions
 from gateway.request.validation import parse_request
-from runtime.errors import InvalidParameter
-from runtime.tokenizer.control_tokens import ControlTokens
 
 TESTS = Path(__file__).parents[1]
 Changes = Mapping[str, Any]
@@ -153,11 +154,11 @@ HERE = {
 ELSEWHERE = {
     "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
     "INLINE_PARSE_BYTES": "end_to_end/public_api/test_limits.py",
-    "MAX_BODY_BYTES": "gateway/openai/test_bodies.py",
-    "MAX_JSON_COMMAS": "gateway/openai/test_bodies.py",
-    "MAX_JSON_COLONS": "gateway/openai/test_bodies.py",
-    "MAX_JSON_NUMBERS": "gateway/openai/test_bodies.py",
-    "MAX_TIMEOUT_MS": "gateway/openai/test_door.py",
+    "MAX_BODY_BYTES": "gateway/frontends/openai/test_bodies.py",
+    "MAX_JSON_COMMAS": "gateway/frontends/openai/test_bodies.py",
+    "MAX_JSON_COLONS": "gateway/frontends/openai/test_bodies.py",
+    "MAX_JSON_NUMBERS": "gateway/frontends/openai/test_bodies.py",
+    "MAX_TIMEOUT_MS": "gateway/frontends/openai/test_door.py",
     "MAX_MESSAGE_NAME_CHARS": "gateway/request/test_validate_prompt.py",
     "MAX_RENDERED_CHARS": "gateway/model/test_chat_template.py",
     "MAX_TEMPLATE_BYTES": "gateway/model/test_chat_template.py",

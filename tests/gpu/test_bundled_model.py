@@ -7,12 +7,12 @@ from itertools import takewhile
 import pytest
 import torch
 
-from engine.block_pool import BlockPool
-from engine.generate import generate
-from engine.model import load_model
-from engine.precision import Precision
-from engine.runner import Runner
-from engine.sampling import SamplingParams
+from diptych.engine.dtype import Precision
+from diptych.engine.generate import generate
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.loaded_model import load_model
+from diptych.engine.runner import Runner
+from diptych.engine.sampling import SamplingParams
 from tests.end_to_end import reference
 
 TOKENS = reference.MOST_TOKENS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.end_to_end import reference
-from tests.end_to_end.asking import many_greedy
+from tests.end_to_end.http_requests import many_greedy
 from tests.end_to_end.stack import running_stack
 
 TOKENS = reference.MOST_TOKENS

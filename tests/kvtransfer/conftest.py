@@ -12,21 +12,21 @@ import grpc
 import pytest
 import torch
 
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.runtime.rpc import bind, make_server
+from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer.client import HandoffClient
-from kvtransfer.fingerprint import Fingerprint
-from kvtransfer.granted import Granted
-from kvtransfer.lease import LeaseTimes
-from kvtransfer.messages import Expected, Key
-from kvtransfer.peer import Peer
-from kvtransfer.pool_memory import PoolMemory, allocate_pool
-from kvtransfer.ready import Ready
-from kvtransfer.receiving_attempt import Patience
-from kvtransfer.server import HandoffServer
-from runtime.links.over_grpc import add_links
-from runtime.rpc import bind, make_server
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.events import Ready
+from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.peer import Peer
+from kvtransfer.drivers.server import HandoffServer
+from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.messages import Expected, Key
+from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
 FINGERPRINT = Fingerprint(

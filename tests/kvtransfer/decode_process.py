@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from engine.block_pool import BlockPool
-from kvtransfer.messages import Expected
-from kvtransfer.pool_memory import allocate_pool
-from kvtransfer.server import HandoffServer
-from runtime.links.over_grpc import add_links
-from runtime.rpc import bind, make_server
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.runtime.rpc import bind, make_server
+from diptych.runtime.rpc_streams.grpc_stream import add_links
+from kvtransfer.drivers.server import HandoffServer
+from kvtransfer.protocol.messages import Expected
+from kvtransfer.transports.pool_memory import allocate_pool
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT
 
 

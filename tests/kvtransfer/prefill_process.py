@@ -12,11 +12,11 @@ import sys
 
 import torch
 
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from kvtransfer.client import HandoffClient
-from kvtransfer.errors import HandoffError
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.protocol.errors import HandoffError
 from tests.kvtransfer.conftest import FINGERPRINT, LAYOUT, fill, sampled
 
 BLOCKS = 32

@@ -10,8 +10,8 @@ import torch
 import uvloop
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.errors import AttemptOver, GrantRefused, HandoffRefused, PeerLost
-from kvtransfer.lease import LeaseTimes
+from kvtransfer.protocol.errors import AttemptOver, GrantRefused, HandoffRefused, PeerLost
+from kvtransfer.protocol.lease import LeaseTimes
 from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, sampled, until
 
 BLOCK = LAYOUT.block_size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer.messages import GrantRef
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")

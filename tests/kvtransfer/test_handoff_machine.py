@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
-from kvtransfer.messages import (
+from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.messages import (
     Expected,
     Fail,
     Fence,
@@ -39,9 +39,9 @@ from kvtransfer.messages import (
     SendWithdrawal,
     WriterId,
 )
-from kvtransfer.receiver import Receiver
-from kvtransfer.receiving_attempt import Phase
-from kvtransfer.sender import Sender
+from kvtransfer.protocol.receiver import Receiver
+from kvtransfer.protocol.receiving_attempt import Phase
+from kvtransfer.protocol.sender import Sender
 
 BLOCK_SIZE = 2
 POOL = 10

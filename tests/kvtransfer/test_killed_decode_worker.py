@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from kvtransfer.client import HandoffClient
-from kvtransfer.errors import HandoffRefused, PeerLost
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.protocol.errors import HandoffRefused, PeerLost
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, fill, until
 
 ROOT = Path(__file__).resolve().parents[2]

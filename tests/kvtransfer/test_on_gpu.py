@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from kvtransfer.lease import LeaseTimes
-from kvtransfer.pool_memory import PoolMemory
-from kvtransfer.server import HandoffServer
-from kvtransfer.transports import worlds
+from kvtransfer.drivers.server import HandoffServer
+from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.transports import process_group as worlds
+from kvtransfer.transports.pool_memory import PoolMemory
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, DecodeEnd, pattern, until
 
 pytestmark = pytest.mark.gpu

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_memory import KVMemory
-from kvtransfer.messages import GrantRef, WriterId
-from kvtransfer.transports import staging, worlds
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.messages import GrantRef, WriterId
+from kvtransfer.transports import process_group as worlds
+from kvtransfer.transports import staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.paired import GREETING, paired_receiver
-from kvtransfer.transports.paired_channel import PairedChannel
+from kvtransfer.transports.nccl import GREETING, paired_receiver
+from kvtransfer.transports.nccl_channel import PairedChannel
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)

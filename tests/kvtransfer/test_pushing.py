@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.messages import GrantRef
+from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import Place
-from kvtransfer.transports.cuda_port import CudaPort
-from kvtransfer.transports.device_port import Exported, Flags, HostPort
-from kvtransfer.transports.pushing import PushReceiver
+from kvtransfer.transports.cuda_ipc import PushReceiver
+from kvtransfer.transports.cuda_mapping import CudaPort
+from kvtransfer.transports.memory_mapping import Exported, Flags, HostPort
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 REF = GrantRef(("r", 1), 2, 9)

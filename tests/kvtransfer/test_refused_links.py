@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtransfer import peer_link
-from kvtransfer.errors import HandoffRefused
-from runtime.links.local import socket_name
+from diptych.runtime.rpc_streams.unix_stream import socket_name
+from kvtransfer.drivers import peer_link
+from kvtransfer.protocol.errors import HandoffRefused
 from tests.kvtransfer.conftest import INCARNATION, pairs
 
 ADDRESS = "127.0.0.1:9"

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from engine.kv_memory import KVMemory
-from kvtransfer.digest import block_digest
-from kvtransfer.messages import GrantRef, WriterId
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.digest import block_digest
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import tcp
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
 from tests.kvtransfer.conftest import LAYOUT, until

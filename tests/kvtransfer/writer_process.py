@@ -9,9 +9,9 @@ import asyncio
 import os
 import sys
 
-from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
-from kvtransfer.client import HandoffClient
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.drivers.client import HandoffClient
 from tests.kvtransfer.conftest import FINGERPRINT, LAYOUT
 
 

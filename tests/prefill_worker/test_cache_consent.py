@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.asker import Gateway, work
-from tests.worker.house import house
+from tests.diptych.worker_process.both_workers import house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
 
 PROMPT = tuple(range(20))
 

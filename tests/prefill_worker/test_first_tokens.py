@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.server import HandoffServer
+from kvtransfer.drivers.server import HandoffServer
+from tests.diptych.worker_process.both_workers import greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, Heard, work
 from tests.kvtransfer.conftest import until
-from tests.worker.asker import Gateway, Heard, work
-from tests.worker.house import greedy, house
 
 PROMPT = (5, 9, 2, 7)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker import oracle
-from tests.worker.asker import Gateway, work
-from tests.worker.house import greedy, house
+from tests.diptych.worker_process import oracle
+from tests.diptych.worker_process.both_workers import greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])

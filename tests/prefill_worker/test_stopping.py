@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from kvtransfer.client import HandoffClient
-from kvtransfer.peer import Peer
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.peer import Peer
 from prefill_worker.request import State
+from tests.diptych.worker_process.both_workers import house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
 from tests.kvtransfer.conftest import until
-from tests.worker.asker import Gateway, work
-from tests.worker.house import house
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])

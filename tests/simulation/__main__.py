@@ -74,7 +74,7 @@ def _progress(seeds: int):  # type: ignore[no-untyped-def]
 
 
 def _results() -> Path:
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    folder = Path(__file__).parents[2] / "lab" / "results"
     return folder / f"{date.today().isoformat()}-simulation.md"
 
 

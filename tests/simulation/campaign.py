@@ -57,7 +57,7 @@ class Summary:
         self.violations = sorted([*self.violations, *other.violations])
 
     def table(self) -> str:
-        """Markdown, for people and for benchmarks/results."""
+        """Markdown, for people and for lab/results."""
         rows = [
             ("seeds", f"{self.seeds:,}"),
             ("events", f"{self.events:,}"),

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
-from runtime.errors import DiptychError
 from tests.simulation.cluster import Cluster, Machine, served_model
 from tests.simulation.model import oracle
 from tests.simulation.network import Pipe

@@ -11,7 +11,9 @@ from typing import Any
 
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
-from engine.batch import SequenceStep
+from diptych.engine.batch import SequenceStep
+from diptych.runtime.settings import resolve_model
+from diptych.runtime.telemetry import Telemetry
 from gateway.access.access import Access
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.call import Calls
@@ -20,8 +22,6 @@ from gateway.model.served_model import ServedModel
 from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
-from runtime.settings import resolve_model
-from runtime.telemetry import Telemetry
 from tests.simulation import model
 from tests.simulation.in_place import Memories
 from tests.simulation.network import Network

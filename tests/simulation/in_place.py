@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable
 from contextvars import copy_context
 
-from engine.kv_memory import KVMemory
-from kvtransfer.messages import GrantRef, WriterId
-from kvtransfer.pool_memory import PoolMemory
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.shared_memory import NAME
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 

@@ -17,13 +17,13 @@ import torch
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from decode_worker.sequence import DecodeSequence
-from engine.batch import AbortWords, SequenceStep, check_batch
-from engine.drawn import Drawn
-from engine.kv_memory import KVLayout, KVMemory
-from engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
-from kvtransfer.device_order import CPU
-from kvtransfer.fingerprint import Fingerprint
-from runtime.block_hash import HASH_VERSION
+from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
+from diptych.engine.step_output import Drawn
+from diptych.runtime.block_hash import HASH_VERSION
+from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.transports.device_order import CPU
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256
@@ -74,7 +74,7 @@ class _Model:
 
 
 class SimulatedRunner:
-    """Stands where `engine.runner.Runner` stands; logits are integers, one a row."""
+    """Stands where `diptych.engine.runner.Runner` stands; logits are integers, one a row."""
 
     threads = 1
     launches = False
@@ -153,7 +153,7 @@ def _write(sequence: SequenceStep, entries: bytearray) -> None:
 
 
 def sample(logits: Sequence[int], rows: Sequence[SampleRow]) -> list[Sampled]:
-    """Stands where `engine.sampling.sample` stands: a token for each row, by all that a row depends on."""
+    """Stands where `diptych.engine.sampling.sample` stands: a token for each row, by all that a row depends on."""
     return [Sampled(_draw(digest, row), None) for digest, row in zip(logits, rows, strict=True)]
 
 
@@ -193,7 +193,7 @@ class SimulatedDrafter:
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stands where `worker.engine.LoadedEngine` stands."""
+    """Stands where `diptych.worker_process.engine_loader.LoadedEngine` stands."""
 
     runner: SimulatedRunner
     model: _Model = _Model()

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import gateway.session.session as session_module
-from gateway.session.recovery import GiveUp, History, Retry
-from runtime.errors import DiptychError
+import gateway.session.choice_state as session_module
+from diptych.runtime.errors import DiptychError
+from gateway.session.retry_policy import GiveUp, History, Retry
 from tests.simulation.clients import Client
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults

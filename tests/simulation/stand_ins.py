@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from engine.kv_memory import KVLayout, KVMemory
-from kvtransfer.pool_memory import PoolMemory
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
 from kvtransfer.transports import registry, shared_memory
-from runtime.metrics import DecodeMetrics, GatewayMetrics, PrefillMetrics, new_registry
+from kvtransfer.transports.pool_memory import PoolMemory
 from tests.simulation import model
 from tests.simulation.in_place import InPlaceReceiver
 from tests.simulation.network import Server
@@ -79,27 +79,32 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "secrets.token_hex": lambda size=16: chance.randbytes(size).hex(),
         "secrets.token_bytes": lambda size=16: chance.randbytes(size),
         "secrets.randbits": chance.getrandbits,
-        "runtime.links.over_grpc.make_channel": network.channel,
-        "runtime.links.local.connect": _nobody_beside,
-        "runtime.directory.store.connect": lambda url: StoreClient(cluster.store),
-        "kvtransfer.server.make_receiver": _receiver_maker(cluster),
+        "diptych.runtime.rpc_streams.grpc_stream.make_channel": network.channel,
+        "diptych.runtime.rpc_streams.unix_stream.connect": _nobody_beside,
+        "diptych.runtime.discovery.store.connect": lambda url: StoreClient(cluster.store),
+        "kvtransfer.drivers.server.make_receiver": _receiver_maker(cluster),
         "kvtransfer.transports.registry.map_pool": cluster.memories.open,
         "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
-        "decode_worker.pool.allocate_pool": _pool_memory,
+        "decode_worker.pool_memory.allocate_pool": _pool_memory,
         "decode_worker.worker.BlockPool": cluster.decode_pool,
         "decode_worker.worker.PromptLookup": model.SimulatedDrafter,
         "prefill_worker.worker.BlockPool": cluster.scratch_pool,
         "decode_worker.choices.sample": model.sample,
         "prefill_worker.chunk_step.sample": model.sample,
-        "worker.shell.leave": _leave,
-        "worker.shell.announce_ready": lambda settings, ports: None,
+        "diptych.worker_process.server.leave": _leave,
+        "diptych.worker_process.server.announce_ready": lambda settings, ports: None,
         "gateway.program.AdminDoor": SimpleNamespace(start=_nothing_started),
         "gateway.program.OpenAIDoor": lambda *args, **options: None,
         "gateway.program.KServeDoor": lambda *args, **options: SimpleNamespace(register=lambda server: None),
     }
-    for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker", "worker.shell"):
+    for module in (
+        "gateway.program",
+        "decode_worker.worker",
+        "prefill_worker.worker",
+        "diptych.worker_process.server",
+    ):
         found[f"{module}.incarnation"] = _incarnation
     for module in ("gateway.program", "decode_worker.worker", "prefill_worker.worker"):
         found[f"{module}.new_registry"] = CollectorRegistry
@@ -109,14 +114,16 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         ("prefill_worker.worker", "PrefillMetrics"),
     ):
         found[f"{module}.{name}"] = lambda registry, shared=_METRICS[name]: shared
-    for module in ("gateway.program", "worker.shell"):
+    for module in ("gateway.program", "diptych.worker_process.server"):
         found |= {
             f"{module}.make_server": lambda **options: Server(network, _host()),
             f"{module}.bind": _binder(cluster),
             f"{module}.add_health_and_reflection": _health,
             f"{module}.HttpEdge": SimpleNamespace(start=_nothing_started),
         }
-    found["worker.shell.LocalDoor"] = lambda services: SimpleNamespace(open=_nothing, close=_nothing)
+    found["diptych.worker_process.server.LocalDoor"] = lambda services: SimpleNamespace(
+        open=_nothing, close=_nothing
+    )
     SimulatedSocket.network = cluster.sockets
     return found
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.attempts import Attempts
 from decode_worker.choices import Choice
-from engine.block_pool import BlockPool
-from engine.sampling import Sampled
+from decode_worker.request_manager import Attempts
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.sampling import Sampled
 from gateway.admission.admission import AdmissionQueue
 from gateway.attempt.work import build_work
 from gateway.attempt.worker_events import TokensArrived
-from gateway.session.session import Session
+from gateway.session.choice_state import Session
 from gateway.session.session_actions import Emit
-from kvtransfer.attempt_book import AttemptBook
-from kvtransfer.receiver import Receiver
+from kvtransfer.protocol.receiver import Receiver
+from kvtransfer.protocol.transfer_table import AttemptBook
 from kvtransfer.transports import tcp
-from prefill_worker.attempts import Attempts as PrefillAttempts
+from prefill_worker.request_manager import Attempts as PrefillAttempts
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -119,7 +119,7 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
         work.prompt_tokens = len(work.token_ids)
         return work
 
-    patch.setattr("gateway.session.conversation.build_work", build)
+    patch.setattr("gateway.session.request_driver.build_work", build)
 
 
 def a_lost_gateway_leaks(patch: Patch) -> None:

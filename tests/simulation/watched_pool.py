@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.batch import SequenceStep
-from engine.block_pool import BlockPool
-from kvtransfer.receiver import Receiver
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.receiver import Receiver
 from tests.simulation.model import BLOCK_SIZE
 from tests.simulation.virtual_loop import Host
 

@@ -22,17 +22,17 @@ import atheris  # type: ignore[import-not-found]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-with atheris.instrument_imports(include=["gateway", "runtime.tokenizer", "runtime.grammar"]):
-    from gateway.kserve.request import read_request
+with atheris.instrument_imports(include=["gateway", "diptych.runtime.tokenizer", "diptych.runtime.grammar"]):
+    from gateway.frontends.kserve.request import read_request
+    from gateway.frontends.openai.chat_request import read_chat
+    from gateway.frontends.openai.completions_request import read_completions
     from gateway.model.served_model import ServedModel
-    from gateway.openai.chat_request import read_chat
-    from gateway.openai.completions_request import read_completions
     from gateway.request.json_body import parse_body
     from gateway.request.validation import parse_message, parse_request
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
-from runtime.errors import DiptychError
 from tests.end_to_end import tiny_system
 from tests.end_to_end.public_api import hostile
 from tests.end_to_end.public_api.found_inputs import CHAT, COMPLETIONS, FILE, GENERATE, INFER, KEPT, Door

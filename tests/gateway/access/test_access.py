@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diptych.runtime.errors import PermissionDenied, Unauthenticated
 from gateway.access.access import Access
 from gateway.access.caller import DEFAULT_TENANT, Scope
 from gateway.access.key_file import BadKeyFile
-from runtime.errors import PermissionDenied, Unauthenticated
 from tests.gateway.access.keys import Keys
 
 
@@ -25,7 +25,7 @@ def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _eager(path: Path) -> object:
-    from runtime.file_watch import FileWatch
+    from diptych.runtime.file_watch import FileWatch
 
     return FileWatch(path, every_s=0.0)
 

@@ -18,7 +18,7 @@ from gateway.model.served_model import ServedModel
 from tests.gateway.access.keys import Keys, bearer
 from tests.gateway.access.locked_gateway import OUTPUT, completion, failure, http, serving
 from tests.gateway.failing_calls import check_http, told
-from tests.gateway.kserve.tensors import asking
+from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import collect, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 

@@ -12,12 +12,12 @@ import grpc
 import pytest
 import trustme
 
-from diptych.access import Access, tls_credentials
+from diptych.cli.http_probe import http_status
 from diptych.client import AsyncClient, CallFailed
+from diptych.client.credentials import Access, tls_credentials
 from diptych.v1 import admin_pb2, admin_pb2_grpc
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
-from launcher.probe import http_status
 from tests.gateway.access.keys import Keys
 from tests.gateway.running_gateway import Stack, running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
@@ -190,7 +190,7 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
 
 
 async def test_with_tls_any_address(bundled: ServedModel, redis_url: str, files: Files) -> None:
-    """Without it that is refused: tests/runtime/test_rpc.py, test_http_edge.py."""
+    """Without it that is refused: tests/diptych/runtime/test_rpc.py, test_http_edge.py."""
     async with (
         serving(bundled, redis_url, host="0.0.0.0", **files.settings) as stack,
         AsyncClient(address(stack), tls=files.roots) as client,

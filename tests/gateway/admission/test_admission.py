@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.admission.admission import (
     REQUEST_OVERHEAD_TOKENS,
     WINDOW_TOKENS,
@@ -14,7 +15,6 @@ from gateway.admission.admission import (
     Patience,
     Ticket,
 )
-from runtime.errors import DeadlineUnattainable, QueueFull
 
 
 def test_higher_priority_first_then_in_order_of_arrival() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from diptych.runtime.errors import QueueFull
 from gateway.admission.admission import AdmissionQueue, Patience
 from gateway.admission.gate import AdmissionGate, Capacity
 from gateway.admission.kv_budget import FIRST_GUESS_TOKENS, KvBudget
-from runtime.errors import QueueFull
 
 SIZE = 16
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
+from diptych.runtime.tokenizer.source import AddedToken
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused, UnusableTemplate
 from gateway.model.served_model import ServedModel
-from runtime.tokenizer.control_tokens import ControlToken, ControlTokens
-from runtime.tokenizer.source import AddedToken
-from tests.runtime.tokenizer.small_models import CHATML, spellable_text
+from tests.diptych.runtime.tokenizer.small_models import CHATML, spellable_text
 
 SPECIALS = (
     "<|im_start|>",

@@ -11,7 +11,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.model.model_card import ModelCard, SamplingDefaults
 from gateway.model.served_model import ServedModel
 from gateway.request.validation import parse_request
-from tests.runtime.tokenizer.small_models import byte_level, write_folder
+from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
 
 def test_the_bundled_card(bundled: ServedModel) -> None:

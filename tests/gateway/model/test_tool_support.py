@@ -8,13 +8,13 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from diptych.runtime.tokenizer.control_tokens import ControlToken
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.served_model import ServedModel
 from gateway.model.tool_support import ToolSupport
 from gateway.tools.tool import Mode, Tool, Toolbox
-from runtime.tokenizer.control_tokens import ControlToken
-from runtime.tokenizer.tokenizer import Tokenizer
-from tests.runtime.tokenizer.small_models import CHATML, byte_level, write_folder
+from tests.diptych.runtime.tokenizer.small_models import CHATML, byte_level, write_folder
 
 TOOLBOX = Toolbox((Tool("f"),))
 ANSWERS = (

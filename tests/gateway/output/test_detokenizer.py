@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, text_after
-from runtime.tokenizer.tokenizer import Tokenizer
-from tests.runtime.tokenizer.small_models import byte_level, sentencepiece_like, spellable_text, write_folder
+from tests.diptych.runtime.tokenizer.small_models import (
+    byte_level,
+    sentencepiece_like,
+    spellable_text,
+    write_folder,
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.output.detokenizer import Detokenizer
-from gateway.output.output import OutputStream
+from gateway.output.output_stream import OutputStream
 from gateway.output.stop_strings import StopStrings
 from gateway.tools.hermes import HermesParser
 from gateway.tools.llama3_json import Llama3JsonParser
 from gateway.tools.mistral import MistralParser
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
-from runtime.tokenizer.tokenizer import Tokenizer
-from tests.runtime.tokenizer.small_models import byte_level, write_folder
+from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 MARK = "[TOOL_CALLS]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attempt.words import TokenScore
+from gateway.attempt.types import TokenScore
 from gateway.output.prompt_scores import PromptScores
 
 SCORES = [TokenScore(-float(i), i) for i in range(1, 10)]  # of positions 1 to 9

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.words import TokenScore
+from gateway.attempt.types import TokenScore
+from gateway.cooperative_yield import PORTION, Turns
 from gateway.model.served_model import ServedModel
 from gateway.output.token_logprobs import TokenLogprobs
-from gateway.turns import PORTION, Turns
 from tests.gateway.loop_turns import turns_beside
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from diptych.runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
+from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from gateway.request.constraint import Constraint
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
-from runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
-from runtime.grammar.grammar import BadGrammar, Grammar, Kind
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,8 +41,8 @@ async def test_good_and_bad(checker: GrammarCheck) -> None:
 async def test_a_folder_called_like_our_package_is_not_run(
     checker: GrammarCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "runtime").mkdir()
-    (tmp_path / "runtime" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    (tmp_path / "diptych" / "runtime").mkdir(parents=True)
+    (tmp_path / "diptych" / "__init__.py").write_text("raise SystemExit('somebody else')")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     await checker.check(Grammar(Kind.REGEX, "[a-z]+"))

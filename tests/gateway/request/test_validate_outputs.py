@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.validate_outputs import Outputs, outputs
-from runtime.errors import InvalidParameter
 
 
 def checked(response: dict[str, Any] | None = None, **knobs: Any) -> Outputs:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
+from diptych.runtime.errors import ContextLengthExceeded, DiptychError, InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message
 from gateway.model.served_model import ServedModel
 from gateway.request.validate_prompt import ROLES, chat_tools, prompt_ids
 from gateway.request.validate_stopping import TokenBudget
-from runtime.errors import ContextLengthExceeded, DiptychError, InvalidParameter, UnsupportedFeature
 
 WIDE = TokenBudget(limit=10**9, wanted=1)
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
+from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.model_card import SamplingDefaults
 from gateway.request.parsed_request import Sampling
 from gateway.request.validate_sampling import sampling
 from gateway.request.validate_token_rules import TokenRules
-from runtime.errors import InvalidParameter
 
 VOCAB = 1000
 NO_RULES = TokenRules({}, (), ())

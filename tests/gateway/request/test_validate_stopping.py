@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import ContextLengthExceeded, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.validate_stopping import Stopping, TokenBudget, budget, stopping
-from runtime.errors import ContextLengthExceeded, InvalidParameter
 
 VOCAB = 1000
 MOST_SECONDS = int(limits.MAX_TIME_LIMIT_SECONDS)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.request.validate_structured import STRUCTURED_OUTPUTS, structured_output
-from runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
-from runtime.grammar.grammar import Grammar, Kind
 
 
 def grammar(**asked: Any) -> Grammar | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.served_model import ServedModel
 from gateway.request.validate_stopping import stopping
 from gateway.request.validate_token_rules import TokenRules, check_something_may_come, token_rules
-from runtime.errors import InvalidParameter
 
 VOCAB = 49_152
 

@@ -12,19 +12,19 @@ from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.v1 import inference_pb2 as pb
-from gateway import limits
-from gateway.model.served_model import ServedModel
-from gateway.request.parsed_request import ParsedRequest, Sampling
-from gateway.request.validation import parse_message, parse_request
-from runtime.errors import (
+from diptych.runtime.errors import (
     ContextLengthExceeded,
     DiptychError,
     InvalidParameter,
     UnknownModel,
     UnsupportedFeature,
 )
-from runtime.grammar.grammar import Grammar, Kind
+from diptych.runtime.grammar.grammar import Grammar, Kind
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.model.served_model import ServedModel
+from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.validation import parse_message, parse_request
 
 MODEL = "SmolLM2-135M-Instruct"
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from llguidance import LLTokenizer
 
+from diptych.runtime.grammar.matcher import new_matcher
 from gateway.tools.formats import FORMATS, ToolFormat, format_of
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool
-from runtime.grammar.matcher import new_matcher
 
 BYTES = LLTokenizer("byte")
 TOOLS = [

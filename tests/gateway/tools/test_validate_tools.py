@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from diptych.runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
+from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
@@ -14,8 +16,6 @@ from gateway.request.constraint import Constraint
 from gateway.request.validate_tools import constraint_of, tool_call_id, tool_calls, toolbox
 from gateway.tools.formats import FORMATS
 from gateway.tools.tool import Mode
-from runtime.errors import DiptychError, InvalidParameter, UnsupportedFeature
-from runtime.grammar.grammar import Grammar, Kind
 
 ALL = ToolSupport(tools=True, calls=True, turns=True, form=FORMATS[0])
 MODES = pb.ToolChoice

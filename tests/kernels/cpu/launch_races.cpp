@@ -10,7 +10,7 @@
 #include <memory>
 #include <random>
 
-#include "launches.h"
+#include "step_queue.h"
 #include "model.h"
 #include "step_state.h"
 

@@ -10,10 +10,10 @@ from typing import Literal
 import pytest
 import torch
 
-from engine.kv_memory import KVMemory
-from engine.native_backend import NativeBackend
-from engine.shape import ModelShape
-from engine.weights import Weights
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.native_backend import NativeBackend
-from engine.shape import ModelShape
-from engine.weights import Weights
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights import Weights
 from kernels.byte_linear import dequantise, linear, quantise_matrix
 from kernels.cpu import library as native
 from kernels.rms_norm import rms_norm

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import AbortWords
-from engine.native_backend import NativeBackend
-from engine.sampling import Sampled, SampleRow, SamplingParams, sample
-from engine.sampling.sample import NOT_FINITE
-from engine.shape import ModelShape
-from engine.weights import Weights
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.batch import AbortWords
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, sample
+from diptych.engine.sampling.sample import NOT_FINITE
+from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from tests.kernels.cpu.tiny_models import (
     Pool,

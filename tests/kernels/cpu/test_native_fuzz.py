@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.kv_memory import KVLayout
-from engine.native_backend import NativeBackend
-from engine.shape import ModelShape
-from engine.torch_backend import TorchBackend
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.models.shape import ModelShape
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import (

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import AbortWords, SequenceStep
-from engine.kv_memory import KVMemory
-from engine.native_backend import NativeBackend, NativeError, NativeUnavailable
+from diptych.engine.backends.native.backend import NativeBackend, NativeError, NativeUnavailable
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
 from kernels.byte_linear import ByteMatrix
 from kernels.cpu import library as native
 from tests.kernels.cpu.tiny_models import Pool, byte_weights_of, layout_of, shape_of, tokens_of, weights_of

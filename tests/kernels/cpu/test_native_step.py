@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import native_backend
-from engine.native_backend import NativeBackend
-from engine.shape import ModelShape, RopeScaling
-from engine.torch_backend import TorchBackend
-from engine.weights import Weights
+from diptych.engine.backends.native import backend as native_backend
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.models.shape import ModelShape, RopeScaling
+from diptych.engine.weights import Weights
 from kernels.cpu import library as native
 from kernels.quantised_linear import BLOCK_BYTES, BlockFormat
 from tests.kernels.cpu.tiny_models import (

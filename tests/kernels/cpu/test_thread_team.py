@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import torch
 
-from engine.native_backend import NativeBackend
+from diptych.engine.backends.native.backend import NativeBackend
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, weights_of
 
 MODELS = 1000

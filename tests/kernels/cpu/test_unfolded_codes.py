@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.native_backend import NativeBackend, NativeError
-from engine.shape import ModelShape
-from engine.weights import Weights
+from diptych.engine.backends.native.backend import NativeBackend, NativeError
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights import Weights
 from kernels.byte_codes import CodedBytes, as_bytes
 from kernels.byte_linear import quantise_matrix
 from kernels.cpu import library as native

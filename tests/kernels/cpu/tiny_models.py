@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from engine.batch import SequenceStep
-from engine.kv_memory import KVLayout, KVMemory
-from engine.shape import ModelShape
-from engine.weights import LayerWeights, Weights
-from engine.weights.canonical import layer_shapes
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.weights import LayerWeights, Weights
+from diptych.engine.weights.canonical import layer_shapes
 from kernels.byte_codes import code_matrix
 from kernels.byte_linear import quantise_matrix
 from kernels.quantised_linear import BLOCK_BYTES, GROUP, BlockFormat, BlockMatrix

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.sampling.draw import distribution, draw, uniform
-from engine.sampling.params import SamplingParams
-from engine.sampling.row import SampleRow
+from diptych.engine.sampling.params import SamplingParams
+from diptych.engine.sampling.random import distribution, draw, uniform
+from diptych.engine.sampling.sample_row import SampleRow
 from kernels.gpu.sample import NOT_FINITE, SampleScratch, make_scratch, sample
 
 

@@ -1,0 +1,70 @@
+"""The memory of a decode worker's blocks: as large as was asked for, or as its GPU has room for."""
+
+from __future__ import annotations
+
+import logging
+
+from decode_worker.config import DecodeSettings
+from diptych.engine.backends.triton.packed_step import gathered_bytes
+from diptych.engine.device import DeviceUnavailable, free_pool_bytes
+from diptych.runtime.startup_error import CannotStart
+from diptych.worker_process.engine_loader import LoadedEngine
+from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
+from kvtransfer.transports.prefault import whole_memory
+
+_log = logging.getLogger(__name__)
+
+
+def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
+    """Blocks where the model computes, and decode steps made ready for them.
+
+    On a GPU this is the last large thing that is allocated: weights and the buffers of decode steps are there
+    by now, so that what is free can be known. Raises DeviceUnavailable where no block would fit, PoolTooLarge
+    where more were asked for than fit.
+    """
+    recordings = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
+    pool = _allocate(settings, engine, recordings)
+    tokens, context = pool.memory.num_blocks * engine.layout.block_size, engine.model.shape.max_context
+    if tokens < context:
+        _log.warning(
+            "the KV pool holds %d tokens, the model's context has %d: longer requests are refused",
+            tokens,
+            context,
+        )
+    engine.runner.prepare_decode(pool.memory)
+    return pool
+
+
+class PoolTooLarge(CannotStart):
+    """More blocks were asked for than the machine has memory."""
+
+
+def _check_room(needed: int, there: int | None) -> None:
+    """Pages come with their first use: a pool that cannot be filled would end in the kernel's OOM killer."""
+    if there is not None and needed > there:
+        raise PoolTooLarge(
+            f"--kv-memory-mib, --kv-blocks: a pool of {needed >> 20} MiB, and this machine has {there >> 20}"
+        )
+
+
+def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -> PoolMemory:
+    layout, device = engine.layout, engine.model.device
+    blocks = settings.num_blocks(layout.bytes_per_block)
+    if device.type == "cpu":
+        if settings.pool_chosen:
+            _check_room(blocks * layout.bytes_per_block, whole_memory())
+        return allocate_pool(layout, blocks)
+    if not settings.pool_chosen:
+        model = engine.model
+        # Drafts make chunks of a step's rows.
+        gathered = gathered_bytes(model.shape, model.dtype) if settings.speculative_tokens else 0
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings, gathered)
+        blocks = room // layout.bytes_per_block
+        if blocks < 1:
+            raise DeviceUnavailable(
+                f"{device} has no room for KV blocks at --gpu-memory-utilization "
+                f"{settings.gpu_memory_utilization}: {-room / 2**20:.0f} MiB are missing"
+            )
+    gib = blocks * layout.bytes_per_block / 2**30
+    _log.info("the KV pool on %s has %d blocks, %.1f GiB", device, blocks, gib)
+    return allocate_device_pool(layout, blocks, device)

@@ -1,0 +1,65 @@
+"""What decoding adds to the prefix cache, and telling the world of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.runtime.block_hash import block_keys
+from diptych.worker_process.attempt import Attempt
+
+
+class Prefixes:
+    """Publishes the blocks of sequences; `changed(added, removed)` hears which keys came and went."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, changed: Callable[[list[bytes], list[bytes]], None]
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._changed = changed
+
+    def publish(
+        self,
+        attempt: Attempt,
+        computed: int,
+        block_ids: Sequence[int],
+        *,
+        output_ids: Sequence[int] | None = None,
+        keys: list[bytes] | None = None,
+    ) -> list[bytes]:
+        """Enter what is full of the first `computed` tokens into the prefix cache.
+
+        The tokens are the attempt's prompt and `output_ids` (what was delivered before it, if none are
+        given). `keys` are those of the first blocks, entered before; they grow, and are returned. Only
+        verified or locally computed KV gets here, so that no quarantined block is ever shared.
+        """
+        keys = [] if keys is None else keys
+        size, done = self._block_size, len(keys)
+        full = computed // size
+        if not attempt.cache_write or full <= done:
+            return keys
+        output = attempt.delivered_ids if output_ids is None else output_ids
+        prompt = attempt.prompt_ids
+        start, end = (max(place * size - len(prompt), 0) for place in (done, full))
+        tokens = [*prompt[done * size : full * size], *output[start:end]]
+        parent = keys[-1] if done else b""
+        for key in block_keys(attempt.cache_namespace, tokens, size, parent=parent):
+            self._pool.insert(block_ids[len(keys)], key, parent)
+            keys.append(key)
+            parent = key
+        return keys
+
+    def distrust(self, attempt: Attempt, roots: Iterable[bytes] = ()) -> None:
+        """A step that read its blocks went wrong: forget them all, and whatever was built on them.
+
+        `roots` are first keys that came with the output: a short prompt fills no block.
+        """
+        first = attempt.token_ids[: self._block_size]
+        self._pool.forget([*block_keys(attempt.cache_namespace, first, self._block_size), *roots])
+
+    def tell(self) -> None:
+        """Pass on what changed since the last time."""
+        added, removed = self._pool.drain_events()
+        if added or removed:
+            self._changed(added, removed)

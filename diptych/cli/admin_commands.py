@@ -1,0 +1,124 @@
+"""`diptych workers`, `drain`, `restart` and `flush`: what an operator asks of a running system."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from diptych.cli.control import NobodyListens, ask_restart
+from diptych.client.credentials import Access, Metadata
+from diptych.client.failure import read_failure
+from diptych.v1 import admin_pb2 as pb
+from diptych.v1 import admin_pb2_grpc
+from gateway.config import GRPC_PORT, admin_port_beside
+
+_TIMEOUT_S = 10.0
+_FILE_WIDTH = 200  # for grep: one worker, one line
+_STATES = {
+    pb.WORKER_STATE_READY: "[green]ready[/]",
+    pb.WORKER_STATE_CONNECTING: "[yellow]connecting[/]",
+    pb.WORKER_STATE_DRAINING: "[yellow]draining[/]",
+    pb.WORKER_STATE_INCOMPATIBLE: "[red]incompatible[/]",
+}
+_NO_ADMIN_PORT = (
+    "; it is no admin port: a gateway's is its gRPC port + 1 unless --admin-port says otherwise, "
+    f"{admin_port_beside(GRPC_PORT, None)} by default"
+)
+_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode"}
+
+
+def list_workers(address: str) -> int:
+    """Print a table of the workers. Exit status 1 when the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+        answer = stub.ListWorkers(pb.ListWorkersRequest(), timeout=_TIMEOUT_S, metadata=metadata)
+        width = None if sys.stdout.isatty() else _FILE_WIDTH
+        console = Console(width=width)
+        console.print(worker_table(answer.workers))
+        for reason in reasons(answer.workers):
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)
+
+    return _operate(address, ask)
+
+
+def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
+    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+        request = pb.DrainWorkerRequest(worker_id=worker_id)
+        if grace_s is not None:
+            request.grace.FromNanoseconds(round(grace_s * 1e9))
+        stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
+        print(f"{worker_id} drains")
+
+    return _operate(address, ask)
+
+
+def flush_prefix_cache(address: str, worker_id: str) -> int:
+    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
+
+    def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
+        request = pb.FlushPrefixCacheRequest(worker_id=worker_id)
+        print(
+            f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S, metadata=metadata).blocks} blocks forgotten"
+        )
+
+    return _operate(address, ask)
+
+
+def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
+    """Exit status 1 when no `diptych up` of this user serves at the port, or a process has no successor."""
+    try:
+        return 0 if ask_restart(grpc_port, names, print) else 1
+    except NobodyListens as error:
+        print(f"diptych: {error}", file=sys.stderr)
+        return 1
+
+
+def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+    try:
+        access = Access.from_environment()
+    except OSError as error:
+        print(f"diptych: DIPTYCH_CA_FILE and its like: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"diptych: DIPTYCH_API_KEY: {error}", file=sys.stderr)
+        return 1
+    with access.channel(address) as channel:
+        try:
+            ask(admin_pb2_grpc.AdminServiceStub(channel), access.metadata)
+        except grpc.RpcError as error:
+            failure = read_failure(error)
+            hint = _NO_ADMIN_PORT if failure.code is grpc.StatusCode.UNIMPLEMENTED else ""
+            print(f"diptych: {address}: {failure}{hint}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
+    """One row a worker. Its id stays whole on a narrow terminal, for `drain` and `flush` ask for it."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("worker", "role", "state", "running", "waiting"):
+        table.add_column(column, no_wrap=True)
+    for column in ("to prefill", "blocks free", "address"):
+        table.add_column(column, overflow="fold")
+    for worker in workers:
+        load = worker.load
+        table.add_row(
+            worker.worker_id,
+            _ROLES.get(worker.role, "?"),
+            _STATES.get(worker.state, "?"),
+            str(load.running),
+            str(load.waiting),
+            f"{load.waiting_tokens} tokens",
+            f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "",
+            worker.address,
+        )
+    return table
+
+
+def reasons(workers: Iterable[pb.WorkerInfo]) -> Iterable[str]:
+    """Why a worker gets nothing new, or less."""
+    return [f"{worker.worker_id}: {worker.detail}" for worker in workers if worker.detail]

@@ -1,0 +1,296 @@
+"""The `diptych` command. Every sub-command is a thin shell over one file of this folder."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version as installed_version
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from diptych.cli.api_key_command import key
+from diptych.cli.stack import MODULES, BadOverride, parse_override
+from diptych.cli.stack_options import StackOptions, takes_stack_options
+from diptych.cli.up_command import UpCommand
+from diptych.runtime.env import unknown_variables
+from diptych.runtime.python_module import module_command
+from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
+
+ADMIN_PORT = admin_port_beside(GRPC_PORT, None)
+
+app = typer.Typer(
+    name="diptych",
+    help="Disaggregated LLM inference over gRPC: prefill and decode in separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.add_typer(key)
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(installed_version("diptych"))
+        raise typer.Exit
+
+
+@app.callback()
+def _before_each(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    # The programs say it themselves: they are started in other ways as well.
+    if context.invoked_subcommand not in MODULES and (unknown := unknown_variables()) is not None:
+        print(f"diptych: {unknown}", file=sys.stderr)
+
+
+@app.command(cls=UpCommand)
+@takes_stack_options(grpc_port=GRPC_PORT, http_port=HTTP_PORT)
+def up(
+    options: StackOptions,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8)."),
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Write ports, pids and secrets here as JSON once everything serves.")
+    ] = None,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Print how another gateway joins, secrets included.")
+    ] = False,
+) -> None:
+    """Run everything on this machine: Valkey, a gateway, prefill and decode workers. Ctrl-C stops all.
+
+    The key of the block hashes is random; DIPTYCH_SECRET (hexadecimal) sets it.
+    """
+    from diptych.cli.foreground import (
+        serve,  # rich and asyncio only where they are needed: --help stays quick
+    )
+
+    secret = os.environ.get("DIPTYCH_SECRET")
+    options = replace(options, secret=secret, overrides=_overrides(overrides or ()))
+    raise typer.Exit(serve(options, ready_file=ready_file, show_secrets=show_secrets))
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run one gateway alone (gRPC 50051, HTTP 8000). `diptych gateway --help` lists its flags."""
+    _become(MODULES["gateway"], context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def prefill(context: typer.Context) -> None:
+    """Run one prefill worker alone. `diptych prefill --help` lists its flags."""
+    _become(MODULES["prefill"], context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def decode(context: typer.Context) -> None:
+    """Run one decode worker alone. `diptych decode --help` lists its flags."""
+    _become(MODULES["decode"], context.args)
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Put load on a running server and measure it. `diptych bench --help` lists its flags."""
+    _become("diptych.bench", context.args)
+
+
+def _target(address: str) -> str:
+    """gRPC would take a URL for a host name, and say so in its own words."""
+    if address.startswith(("http://", "https://", "grpc://", "grpcs://")):
+        raise typer.BadParameter("is host:port, without a scheme; DIPTYCH_CA_FILE turns TLS on")
+    return address
+
+
+Text = TypeVar("Text", str, list[str], None)
+
+
+def _utf8(given: Text) -> Text:
+    """gRPC sends text in UTF-8; what else the shell passed on is refused by the option's name."""
+    try:
+        "".join(given or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("is not UTF-8") from None
+    return given
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(callback=_utf8, help="What to say to the model; '-' reads standard input.")
+    ],
+    address: Annotated[
+        str, typer.Option(envvar="DIPTYCH_ADDRESS", callback=_target, help="host:port of a gateway.")
+    ] = f"127.0.0.1:{GRPC_PORT}",
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Show where the time went.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    system: Annotated[str | None, typer.Option(callback=_utf8, help="System turn of the chat.")] = None,
+    model: Annotated[
+        str | None, typer.Option(callback=_utf8, help="Served name; default: the server's first.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=2**32 - 1, help="Longest answer, in tokens.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(min=-1, max=2**31 - 1)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=-(2**63), max=2**63 - 1, help="The same seed gives the same answer.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(callback=_utf8, help="Stop string; may be repeated.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds; inf = none.")] = None,
+) -> None:
+    """Ask a running server once.
+
+    DIPTYCH_API_KEY is the key, if it wants one; DIPTYCH_CA_FILE turns TLS on, and a client's own certificate
+    is in DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE.
+    """
+    from diptych.cli.generate_command import BadQuestion, Question, ask, read_prompt
+
+    try:
+        text = read_prompt(sys.stdin.buffer) if prompt == "-" else prompt
+    except BadQuestion as error:
+        raise typer.BadParameter(str(error), param_hint="PROMPT") from None
+    question = Question(
+        prompt=text,
+        raw=raw,
+        system=system,
+        model=model,
+        timeout_s=timeout,
+        options={
+            name: value
+            for name, value in {
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "seed": seed,
+                "stop": stop or None,
+            }.items()
+            if value is not None
+        },
+    )
+    raise typer.Exit(ask(address, question, stream=stream, timings=timings))
+
+
+_AdminAddress = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="DIPTYCH_ADMIN_ADDRESS",
+        callback=_target,
+        help="host:port of a gateway's admin port.",
+    ),
+]
+
+
+@app.command()
+def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
+    """List the workers of a running gateway: which are usable, why not, and how loaded they are."""
+    from diptych.cli.admin_commands import list_workers
+
+    raise typer.Exit(list_workers(address))
+
+
+@app.command()
+def drain(
+    worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
+    grace: Annotated[
+        float | None,
+        typer.Option(min=0, max=86_400, help="Seconds for what runs, a day at most; default: its own."),
+    ] = None,
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+) -> None:
+    """Let a worker take nothing new, finish or hand back what it runs, and exit."""
+    from diptych.cli.admin_commands import drain_worker
+
+    raise typer.Exit(drain_worker(address, worker_id, grace))
+
+
+@app.command()
+def restart(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="As `decode-0`, `gateway`; none: every process.")
+    ] = None,
+    grpc_port: Annotated[int, typer.Option(help="Public port of the system.")] = GRPC_PORT,
+) -> None:
+    """Replace processes of a running `diptych up` one after the other, without refusing a request."""
+    from diptych.cli.admin_commands import restart_processes
+
+    raise typer.Exit(restart_processes(grpc_port, names or []))
+
+
+@app.command()
+def flush(
+    worker_id: Annotated[str, typer.Argument(help="Empty: every worker.")] = "",
+    address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
+) -> None:
+    """Let workers forget the cached prefixes that no running request holds."""
+    from diptych.cli.admin_commands import flush_prefix_cache
+
+    raise typer.Exit(flush_prefix_cache(address, worker_id))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
+    model: Annotated[str, typer.Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled",
+    prefill_workers: Annotated[int, typer.Option(min=1)] = 1,
+    decode_workers: Annotated[int, typer.Option(min=1)] = 1,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the processes log.")] = False,
+) -> None:
+    """Start everything on free ports, stream one answer, show where its time went, stop everything."""
+    from diptych.cli.demo import run_demo
+
+    options = StackOptions(
+        prefill_workers=prefill_workers,
+        decode_workers=decode_workers,
+        model=model,
+        log_level="info" if verbose else "warning",
+    )
+    raise typer.Exit(run_demo(prompt, options, verbose=verbose))
+
+
+@app.command()
+def doctor() -> None:
+    """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
+    from diptych.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT)))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _version(True)
+
+
+def main() -> None:
+    """Entry point of the `diptych` command."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it ends no answer
+    app()
+
+
+def _become(module: str, argv: Sequence[str]) -> None:
+    """Replaces this process by the program: signals and exit status are its own, as in a container."""
+    os.execv(sys.executable, [*module_command(module), *argv])
+
+
+def _overrides(texts: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
+    try:
+        return tuple(parse_override(text) for text in texts)
+    except BadOverride as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from None

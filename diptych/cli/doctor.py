@@ -1,0 +1,213 @@
+"""`diptych doctor`: what this machine has, and what is missing.
+
+A check returns a Finding; `missing` makes the exit status 1, `note` is only worth knowing.
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from diptych.cli.valkey import ValkeyMissing, valkey_binary
+from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.settings import resolve_model
+
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+_WANTED_MEMORY_GIB = 2.0  # the bundled model in fp32 twice, and the default KV memory
+_FILE_WIDTH = 200  # for grep: one finding, one line
+_CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    state: Literal["ok", "note", "missing"]
+    text: str
+
+
+def run_doctor(ports: Sequence[int]) -> int:
+    """Prints every finding; `ports` are those that `diptych up` takes by default."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    missing = False
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("Python", python),
+        *(
+            (name, lambda name=name: package(name))
+            for name in ("torch", "grpcio", "protobuf", "transformers")
+        ),
+        ("triton", triton),
+        ("CPU", cpu),
+        ("native extension", native_extension),
+        ("CUDA", cuda),
+        ("memory", memory),
+        ("memfd", memfd),
+        ("pidfd", pidfd),
+        ("kernels package", kernels_package),
+        ("Valkey", valkey),
+        ("bundled model", bundled_model),
+        *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
+    ]
+    for name, check in checks:
+        finding = check()
+        missing |= finding.state == "missing"
+        table.add_row(name, _MARKS[finding.state], finding.text)
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+    return int(missing)
+
+
+def python() -> Finding:
+    text = f"{platform.python_implementation()} {platform.python_version()} at {sys.executable}"
+    return Finding("ok" if sys.version_info >= (3, 11) else "missing", text)
+
+
+def package(name: str) -> Finding:
+    try:
+        return Finding("ok", version(name))
+    except PackageNotFoundError:
+        return Finding("missing", f"pip install {name}")
+
+
+def triton() -> Finding:
+    found = package("triton")
+    return found if found.state == "ok" else Finding("note", "not installed; only GPU kernels need it")
+
+
+def cpu() -> Finding:
+    info = _cpu_info()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    known = " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of the known features"
+    model = info.get("model name", platform.machine())
+    return Finding("ok", f"{usable_cores()} cores, {model}, {known}")
+
+
+def native_extension() -> Finding:
+    try:
+        # Imported here: doctor must be able to say that the `kernels` package is hidden by another one.
+        from kernels.cpu import library
+    except ImportError as error:
+        return Finding("missing", f"kernels.cpu cannot be imported: {error}")
+    try:
+        kinds = {
+            "fp32": library.FP32,
+            "bf16": library.BF16,
+            "int8": library.BYTES,
+            "gguf": library.BLOCKS,
+        }
+        best = [
+            f"{next(iter(library.instruction_sets(kind)), 'none')} in {name}" for name, kind in kinds.items()
+        ]
+    except library.LibraryMissing as error:
+        return Finding("note", f"{error}; torch computes, several times slower")
+    return Finding("ok", f"instruction set: {', '.join(best)}")
+
+
+def cuda() -> Finding:
+    # In a process of its own: torch takes seconds to import and may fail in ways of its own.
+    code = (
+        "import torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "print(', '.join(names) or 'no device; workers compute on the CPU')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        return Finding("missing", f"torch cannot be imported: {last[0]}")
+    return Finding("ok" if "no device" not in done.stdout else "note", done.stdout.strip())
+
+
+def memory() -> Finding:
+    total, free = _mem_gib("MemTotal"), _mem_gib("MemAvailable")
+    if total is None or free is None:
+        return Finding("note", "unknown: no /proc/meminfo")
+    text = f"{free:.1f} of {total:.1f} GiB available"
+    if free < _WANTED_MEMORY_GIB:
+        return Finding("note", f"{text}; {_WANTED_MEMORY_GIB:.0f} GiB are comfortable")
+    return Finding("ok", f"{text} (/dev/shm is not used)")
+
+
+def memfd() -> Finding:
+    if not hasattr(os, "memfd_create"):
+        return Finding("note", "this system has none: blocks travel over TCP, not in shared memory")
+    try:
+        descriptor = os.memfd_create("diptych-doctor", os.MFD_CLOEXEC)
+    except OSError as error:
+        return Finding("note", f"refused ({error.strerror}): use --transport tcp")
+    os.close(descriptor)
+    return Finding("ok", "shared memory that the kernel frees with its last user")
+
+
+def pidfd() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return Finding("missing", f"Linux 5.3 or newer is needed to watch and fence processes ({error})")
+    return Finding("ok", "processes are watched and fenced by proof")
+
+
+def kernels_package() -> Finding:
+    """transformers probes for a package `kernels` of another project: ours must stay a namespace package."""
+    spec = find_spec("kernels")
+    if spec is None:
+        return Finding("missing", "not installed: pip install -e .")
+    if spec.origin is not None:
+        return Finding("missing", f"a regular package of that name hides ours: {spec.origin}")
+    return Finding("ok", "namespace package")
+
+
+def valkey() -> Finding:
+    try:
+        binary = valkey_binary()
+        done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10)
+    except (ValkeyMissing, OSError, subprocess.TimeoutExpired) as error:
+        return Finding("missing", str(error))
+    if done.returncode != 0:
+        return Finding("missing", f"{binary} does not run: {done.stderr.strip()}")
+    return Finding("ok", done.stdout.strip())
+
+
+def bundled_model() -> Finding:
+    try:
+        path = resolve_model("bundled")
+    except FileNotFoundError as error:
+        return Finding("missing", str(error))
+    return Finding("ok", f"{path.name}, {path.stat().st_size / 1e6:.0f} MB")
+
+
+def free_port(port: int) -> Finding:
+    with socket.socket() as probe:
+        # As servers do: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return Finding("note", "taken by another process: choose another one, or 0 for any")
+    return Finding("ok", "free")
+
+
+def _cpu_info() -> dict[str, str]:
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _mem_gib(field: str) -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith(f"{field}:")]
+    return int(found[0][1]) / 2**20 if found else None

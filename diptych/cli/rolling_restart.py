@@ -1,0 +1,62 @@
+"""A rolling restart: every process of a running system gets a successor, one after the other, under load.
+
+A worker's successor loads the model beside it, passes its probe and is linked to the gateway before the old
+one drains: capacity never sinks, memory is needed for one more worker. The gateway's successor finds
+the workers before it opens the same ports; then the old one stops listening and finishes what it has. Valkey
+cannot share its port: it ends and starts empty, and the workers write what they have again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from diptych.cli.child import Announcement, ChildFailed
+from diptych.cli.up import Stack
+
+ORDER = ("valkey", "decode", "prefill", "gateway")
+AWAIT_WORKERS_S = 30
+_PAUSE_S = 0.05
+
+
+class UnknownProcess(LookupError):
+    """No process of the system has this name; the message lists those that there are."""
+
+
+async def rolling_restart(stack: Stack, names: Sequence[str], say: Callable[[str], None]) -> None:
+    """Restarts the named processes, or all of them; `say` hears of each when it is done.
+
+    Raises UnknownProcess before anything happens, ChildFailed for the first one that gets no successor: it
+    goes on, as do those after it.
+    """
+    processes = {one.name: one.role for one in stack.supervisor.running()}
+    if unknown := set(names) - set(processes):
+        raise UnknownProcess(f"no {', '.join(sorted(unknown))}; there are {', '.join(processes)}")
+    chosen = [name for role in ORDER for name, its in processes.items() if its == role]
+    for name in [one for one in chosen if not names or one in names]:
+        began = time.monotonic()
+        await _restart(stack, name, processes[name])
+        say(f"{name} restarted in {time.monotonic() - began:.1f} s")
+
+
+async def _restart(stack: Stack, name: str, role: str) -> None:
+    supervisor = stack.supervisor
+    if role == "valkey":
+        await supervisor.end_and_await(name)
+    elif role == "gateway":
+        await supervisor.replace(name, {"await_workers_s": AWAIT_WORKERS_S}, _at_once)
+    else:
+        await supervisor.replace(name, {}, lambda announced: _linked(stack, name, announced))
+
+
+async def _at_once(_: Announcement) -> None:
+    """The gateway looks for its workers before it announces itself."""
+
+
+async def _linked(stack: Stack, name: str, announced: Announcement) -> None:
+    """Returns when the gateway gives work to this worker. Raises ChildFailed when it does not."""
+    deadline = time.monotonic() + AWAIT_WORKERS_S
+    while time.monotonic() < deadline:
+        if await stack.ready(str(announced["worker_id"])):
+            return
+        await asyncio.sleep(_PAUSE_S)
+    raise ChildFailed(name, f"was not linked to the gateway within {AWAIT_WORKERS_S} s")

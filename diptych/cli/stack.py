@@ -1,0 +1,209 @@
+"""Which processes make up Diptych on one machine, and with which flags."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from diptych.cli.child import Announcement, ChildSpec, Slot
+from diptych.cli.http_probe import http_status, reachable
+from diptych.cli.stack_options import LOOPBACK, StackOptions
+from diptych.cli.thread_plan import split_cores
+from diptych.runtime.python_module import module_command
+from gateway.config import admin_port_beside
+
+_HEALTH_TIMEOUT_S = 5.0
+MODULES = {"gateway": "gateway", "prefill": "prefill_worker", "decode": "decode_worker"}
+ROLES = tuple(MODULES)
+
+_GPU_UTILIZATION = 0.9
+
+# What `diptych up` decides itself: two owners of one flag would be a riddle.
+OWNED_FLAGS = frozenset(
+    {
+        *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca"),
+    }
+)
+
+
+class BadOverride(ValueError):
+    """A --set that names no role, no flag, or a flag that the launcher owns."""
+
+
+@dataclass(frozen=True)
+class SharedSecrets:
+    """What processes must share to be one system; given by environment, never by command line.
+
+    The secret is the gateways' alone: with it they name prefixes and sign resume tokens.
+    """
+
+    redis_url: str = field(repr=False)
+    block_secret: str = field(repr=False)
+
+    @property
+    def of_gateways(self) -> Mapping[str, str]:
+        return {**self.of_workers, "DIPTYCH_SECRET": self.block_secret}
+
+    @property
+    def of_workers(self) -> Mapping[str, str]:
+        return {"DIPTYCH_REDIS_URL": self.redis_url}
+
+
+def parse_override(text: str) -> tuple[str, str, str]:
+    """Reads ROLE.FLAG=VALUE, such as decode.max-batch=8. Raises BadOverride."""
+    target, equals, value = text.partition("=")
+    role, dot, flag = target.partition(".")
+    flag = flag.removeprefix("--").replace("_", "-")
+    if not (equals and dot and flag) or role not in MODULES:
+        raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
+    if flag in OWNED_FLAGS:
+        raise BadOverride(f"--{flag} is chosen by the launcher")
+    return role, flag, value
+
+
+def switch(value: str) -> str | bool:
+    """The programs' flags of two states take no value: `--flag` and `--no-flag`."""
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
+    """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
+    plan = split_cores(cores, options.prefill_workers, options.decode_workers)
+    # Who says how many threads a worker has wants that many, and no others.
+    chosen = options.prefill_threads or options.decode_threads
+    homes = None if chosen else plan.homes(cores)
+    on_workers = {
+        "host": LOOPBACK,  # DIPTYCH_HOST is for the gateway here
+        "device": options.device,
+        "transport": options.transport,
+        "kv-cache-dtype": options.kv_cache_dtype,
+        "drain-s": options.drain_s,
+    }
+    gateway = _spec(
+        "gateway",
+        "gateway",
+        options,
+        shared,
+        {
+            "host": options.host,
+            "insecure": options.insecure or None,
+            "api-keys-file": options.api_keys_file,
+            "tls-cert": options.tls_cert,
+            "tls-key": options.tls_key,
+            "tls-client-ca": options.tls_client_ca,
+            "drain-grace-s": options.drain_grace_s,
+            "share-ports": True,
+            "await-workers-s": Slot("await_workers_s"),
+        },
+        admin_port=admin_port_beside(options.grpc_port, options.admin_port),
+        grpc_port=options.grpc_port,
+        http_port=options.http_port,
+    )
+    prefill = [
+        _spec(
+            f"prefill-{index}",
+            "prefill",
+            options,
+            shared,
+            {
+                "threads": options.prefill_threads or threads,
+                **_share(homes and homes[0][index], cores),
+                "prefill-chunk": options.prefill_chunk,
+                **on_workers,
+            },
+        )
+        for index, threads in enumerate(plan.prefill)
+    ]
+    decode = [
+        _spec(
+            f"decode-{index}",
+            "decode",
+            options,
+            shared,
+            {
+                "threads": options.decode_threads or threads,
+                **_share(homes and homes[1][index], cores),
+                "kv-memory-mib": options.kv_memory_mib,
+                "kv-blocks": options.kv_blocks,
+                "gpu-memory-utilization": options.gpu_memory_utilization or _gpu_share(options),
+                **on_workers,
+            },
+        )
+        for index, threads in enumerate(plan.decode)
+    ]
+    return [gateway, *decode, *prefill]
+
+
+def _gpu_share(options: StackOptions) -> float | None:
+    """How much of a GPU each decode worker takes, when all workers of this machine are on one.
+
+    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. Whoever puts
+    workers on GPUs of their own says what each may take.
+    """
+    if options.device == "cpu":
+        return None
+    return round(_GPU_UTILIZATION / (options.decode_workers + options.prefill_workers / 4), 3)
+
+
+def _share(home: range | None, cores: int) -> dict[str, object]:
+    """The flags by which a worker lends its idle cores and borrows those of others."""
+    if home is None:
+        return {}
+    return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
+
+
+def _spec(
+    name: str,
+    role: str,
+    options: StackOptions,
+    shared: SharedSecrets,
+    own: Mapping[str, object],
+    *,
+    grpc_port: int = 0,
+    http_port: int = 0,
+    admin_port: int | None = None,
+) -> ChildSpec:
+    flags: dict[str, object] = {
+        "model": options.model,
+        "model-name": options.model_name,
+        "dtype": options.dtype,
+        "block-size": options.block_size,
+        "log-level": options.log_level,
+        **own,
+        **{flag: switch(value) for target, flag, value in options.overrides if target == role},
+    }
+    argv: list[str | Slot] = [*module_command(MODULES[role])]
+    for flag, value in flags.items():
+        if value is True:
+            argv.append(f"--{flag}")
+        elif value is False:
+            argv.append(f"--no-{flag}")
+        elif value is not None:
+            argv += [f"--{flag}", value if isinstance(value, Slot) else str(value)]
+    values: dict[str, int] = {"grpc_port": grpc_port, "http_port": http_port}
+    if admin_port is not None:
+        values["admin_port"] = admin_port
+    ports = tuple(values)
+    if role == "gateway":
+        values["await_workers_s"] = 0  # when everything starts at once, the gateway is there first
+    told = () if role == "gateway" else ("replaces",)
+    for slot in (*ports, "worker_id", *told, "ready_fd", "death_fd"):
+        argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
+    return ChildSpec(
+        name=name,
+        role=role,
+        argv=tuple(argv),
+        env=shared.of_gateways if role == "gateway" else shared.of_workers,
+        values=values,
+        # A gateway is known by its address; workers are found through the directory, and a new port
+        # makes sure that nobody takes the new process for the old one.
+        keep=ports if role == "gateway" else (),
+        # A gateway's port is for everybody: who takes all its connections must not have it killed.
+        health=None if role == "gateway" else partial(_healthy, reachable(str(flags["host"]))),
+    )
+
+
+async def _healthy(host: str, announced: Announcement) -> bool:
+    """Whether a worker says that it is alive."""
+    port = int(announced["http_port"])
+    return await http_status(host, port, "/health", timeout_s=_HEALTH_TIMEOUT_S) == 200

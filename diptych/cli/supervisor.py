@@ -1,0 +1,268 @@
+"""Starts processes, keeps them running, and ends them all.
+
+The life of a supervised process:
+
+    start -> LOADING -ready-> SERVING -ended, or silent and killed-> WAITING -backoff-> LOADING …
+                \\_ended or silent: the first time the start fails, later it counts as one more failure
+
+`stop` ends them by role, front door first: SIGTERM, a grace period, SIGKILL. Should this process be
+killed itself, the death pipe and the kernel's parent-death signal end all the others.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
+from diptych.cli.liveness import Patience, silence
+from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
+from diptych.cli.restart_policy import RestartPolicy
+
+_KEPT_LINES = 40
+_LAST_WORDS_S = 1.0  # a process's own child may hold its output open for ever
+
+
+@dataclass
+class _Kept:
+    spec: ChildSpec
+    child: Child | None = None
+    announced: Announcement | None = None
+    restarts: int = 0
+    passing: bool = False  # it takes over from another, or is what another has taken over from
+    again: asyncio.Event = field(default_factory=asyncio.Event)  # set when it serves, once more
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    keeper: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A supervised process as it is now; `announced` is None while it is not serving."""
+
+    name: str
+    role: str
+    pid: int | None
+    announced: Announcement | None
+    restarts: int
+
+
+class Supervisor:
+    """Owns processes. To be used from the main thread: the parent-death signal follows the thread.
+
+    `observe` is called for every event, on the event loop; `ready_timeout_s` bounds the time from a
+    start to the ready line, `grace_s` that from SIGTERM to SIGKILL. Who answers no question of its
+    spec's `health` for longer than `patience` is killed.
+    """
+
+    def __init__(
+        self,
+        observe: Callable[[Event], None],
+        *,
+        policy: RestartPolicy | None = None,
+        patience: Patience | None = None,
+        ready_timeout_s: float = 300.0,
+        grace_s: float = 10.0,
+    ) -> None:
+        self._observe = observe
+        self._policy = policy or RestartPolicy()
+        self._patience = patience or Patience()
+        self._ready_timeout_s = ready_timeout_s
+        self._grace_s = grace_s
+        self._kept: dict[str, _Kept] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        # Children inherit the read end alone: the write end closes with this process, however it ends.
+        death_read, self._death_write = os.pipe()
+        self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
+
+    async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
+        """Starts processes at once and waits until all serve. Raises ChildFailed for the first that does not.
+
+        After a failure the others are left as they are: the caller is to stop them all.
+        """
+        starts = [asyncio.ensure_future(self._first_start(spec)) for spec in specs]
+        try:
+            return list(await asyncio.gather(*starts))
+        finally:
+            await _cancel(starts)
+
+    def running(self) -> list[Running]:
+        """All processes, in the order of their start."""
+        return [
+            Running(
+                kept.spec.name,
+                kept.spec.role,
+                kept.child.pid if kept.child is not None and kept.child.alive else None,
+                kept.announced,
+                kept.restarts,
+            )
+            for kept in self._kept.values()
+            if not kept.passing
+        ]
+
+    async def replace(
+        self,
+        name: str,
+        values: Mapping[str, int | str],
+        settled: Callable[[Announcement], Awaitable[None]],
+    ) -> None:
+        """Starts a successor of a serving process beside it and, once `settled` returns, ends the old one.
+
+        It gets the same arguments but for `values`, and the addresses that a restart keeps: for these both
+        must be willing to share. Raises ChildFailed, or what `settled` raises; the old process then goes on.
+        """
+        old = self._kept[name]
+        if old.announced is None:
+            raise ChildFailed(name, "is not serving")
+        spec = old.spec.restarted(old.announced)
+        new = _Kept(spec.with_values(values), restarts=old.restarts + 1, passing=True)
+        self._kept[f"{name} (successor)"] = new  # so that a stop finds it
+        born = time.monotonic()
+        try:
+            await settled(await self._launch(new))
+        except BaseException:
+            await self._end([new])
+            raise
+        finally:
+            del self._kept[f"{name} (successor)"]
+        await _cancel([old.keeper] if old.keeper is not None else [])
+        new.passing, old.passing = False, True
+        new.spec = spec
+        self._kept[name], self._kept[f"{name} (predecessor)"] = new, old
+        new.keeper = asyncio.create_task(self._keep(new, born), name=f"keep {name}")
+        self._observe(Replaced(name))
+        try:
+            await self._end([old])
+        finally:
+            del self._kept[f"{name} (predecessor)"]
+
+    async def end_and_await(self, name: str) -> None:
+        """Ends a process that cannot have a successor beside it, and returns when it serves again."""
+        kept = self._kept[name]
+        if kept.child is None or kept.announced is None:
+            raise ChildFailed(name, "is not serving")
+        kept.again.clear()
+        kept.child.send(signal.SIGTERM)
+        async with asyncio.timeout(self._ready_timeout_s):
+            await kept.again.wait()
+
+    async def stop(self, roles: Sequence[str] = ()) -> None:
+        """Ends every process: those of `roles` first, one role after the other, then the rest together."""
+        self._stopping = True
+        await _cancel(kept.keeper for kept in self._kept.values() if kept.keeper is not None)
+        for role in roles:
+            await self._end([kept for kept in self._kept.values() if kept.spec.role == role])
+        await self._end(list(self._kept.values()))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            await _cancel(self._tasks)
+        for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
+            os.close(fd)
+
+    def kill(self) -> None:
+        """Ends every process at once, without grace. `stop` is still to be awaited."""
+        for kept in self._kept.values():
+            if kept.child is not None:
+                kept.child.send(signal.SIGKILL)
+
+    async def _first_start(self, spec: ChildSpec) -> Announcement:
+        kept = self._kept[spec.name] = _Kept(spec)
+        born = time.monotonic()
+        try:
+            announced = await self._launch(kept)
+        except ChildFailed:
+            del self._kept[spec.name]
+            raise
+        kept.keeper = asyncio.create_task(self._keep(kept, born), name=f"keep {spec.name}")
+        return announced
+
+    async def _keep(self, kept: _Kept, born: float) -> None:
+        """Waits for the end of a serving process and starts it again, for ever."""
+        failures = 0
+        reason = await self._end_of(kept)
+        while True:
+            failures = self._policy.failures(failures, time.monotonic() - born)
+            delay_s = self._policy.delay_s(failures)
+            self._observe(Ended(kept.spec.name, reason, delay_s))
+            await asyncio.sleep(delay_s)
+            born = time.monotonic()
+            kept.restarts += 1
+            try:
+                await self._launch(kept)
+                reason = await self._end_of(kept)
+            except ChildFailed as failure:
+                reason = failure.reason
+
+    async def _end_of(self, kept: _Kept) -> str:
+        if kept.child is None or kept.announced is None:
+            raise RuntimeError(f"{kept.spec.name} is not serving")
+        watch = asyncio.create_task(self._kill_when_silent(kept.spec, kept.child, kept.announced))
+        try:
+            status = await kept.child.exited()
+        finally:
+            await _cancel([watch])
+        kept.spec = kept.spec.after_death(kept.announced)
+        kept.announced = None
+        silent = not watch.cancelled() and watch.result()
+        return "stopped answering and was killed" if silent else f"ended: {describe(status)}"
+
+    async def _kill_when_silent(self, spec: ChildSpec, child: Child, announced: Announcement) -> bool:
+        if spec.health is None:
+            return False
+        await silence(partial(spec.health, announced), self._patience)
+        child.send(signal.SIGKILL)
+        return True
+
+    async def _launch(self, kept: _Kept) -> Announcement:
+        """One start, up to the ready line. Leaves no process behind when it raises."""
+        born = time.monotonic()
+        try:
+            child = kept.child = Child.start(kept.spec, self._inherited)
+        except OSError as error:
+            raise ChildFailed(kept.spec.name, f"cannot be started: {error}") from error
+        self._observe(Loading(kept.spec.name))
+        lines = asyncio.create_task(child.lines(lambda line: self._wrote(kept, line)))
+        self._tasks.add(lines)
+        lines.add_done_callback(self._tasks.discard)
+        try:
+            kept.announced = await child.ready(self._ready_timeout_s)
+        except ChildFailed as failure:
+            child.send(signal.SIGKILL)
+            await child.exited()
+            await asyncio.wait({lines}, timeout=_LAST_WORDS_S)  # they explain the failure
+            raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
+        kept.again.set()
+        self._observe(Serving(kept.spec.name, time.monotonic() - born))
+        return kept.announced
+
+    def _wrote(self, kept: _Kept, line: str) -> None:
+        kept.last_lines.append(line)
+        self._observe(Wrote(kept.spec.name, line))
+
+    async def _end(self, kept: Sequence[_Kept]) -> None:
+        living: list[Child] = []
+        for one in kept:
+            if one.child is not None and one.child.alive:
+                living.append(one.child)
+                # What does not serve yet has nothing to finish, and may be deaf while it loads a model.
+                one.child.send(signal.SIGTERM if one.announced is not None else signal.SIGKILL)
+        if not living:
+            return
+        ends = [asyncio.ensure_future(child.exited()) for child in living]
+        _, late = await asyncio.wait(ends, timeout=self._grace_s)
+        for child in living:
+            child.send(signal.SIGKILL)
+        if late:
+            await asyncio.wait(late)
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    pending = list(tasks)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,197 @@
+"""`diptych up`: the whole system on this machine, from start to stop."""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diptych.cli.child import ChildFailed
+from diptych.cli.http_probe import http_body, http_status, reachable
+from diptych.cli.preflight import BadOptions, check_directory, check_options
+from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
+from diptych.cli.ready_file import ReadyFile
+from diptych.cli.shutdown_timeouts import drain_times
+from diptych.cli.stack import SharedSecrets, program_specs
+from diptych.cli.stack_options import StackOptions
+from diptych.cli.supervisor import Supervisor
+from diptych.cli.valkey import start_valkey
+from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.process import ONE_SIGNAL_S
+
+STOP_ORDER = ("gateway", "prefill", "decode")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ROUTABLE_TIMEOUT_S = 30.0
+_ROUTABLE_PAUSE_S = 0.05
+_COUNT_TIMEOUT_S = 1.0
+_REQUEST_GAUGES = ("diptych_requests_running{", "diptych_requests_waiting{")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running system: where to reach it, and what another gateway needs to join it."""
+
+    supervisor: Supervisor
+    shared: SharedSecrets
+    host: str
+    grpc_port: int
+    http_port: int
+    admin_port: int
+    tls: bool = False
+
+    @property
+    def address(self) -> str:
+        """host:port of the public gRPC API."""
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def http_url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
+
+    async def ready(self, worker_id: str = "") -> bool:
+        """Whether the gateway can route a request; with an id, whether this worker gets some."""
+        path = f"/ready?worker={worker_id}" if worker_id else "/ready"
+        return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
+
+    async def requests(self) -> int | None:
+        """How many the gateway has, running or waiting; None when it does not say."""
+        metrics = await http_body(
+            self.host, self.http_port, "/metrics", tls=self.tls, timeout_s=_COUNT_TIMEOUT_S
+        )
+        if metrics is None:
+            return None
+        lines = [line for line in metrics.decode().splitlines() if line.startswith(_REQUEST_GAUGES)]
+        return round(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+
+@asynccontextmanager
+async def running_stack(
+    options: StackOptions,
+    observe: Callable[[Event], None],
+    *,
+    ready_file: Path | None = None,
+    ready_timeout_s: float = 300.0,
+) -> AsyncIterator[Stack]:
+    """Starts everything, yields once the gateway can route a request, and stops everything at exit.
+
+    Raises BadOptions before anything starts, ChildFailed when a process does not start (no process is
+    left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
+    current; BadOptions when it cannot be written the first time, which somebody may wait for.
+    """
+    times = drain_times(check_options(options, ready_file))
+    if options.redis_url is not None:
+        await check_directory(options.redis_url)
+    file = ReadyFile(ready_file, observe) if ready_file is not None else None
+    stack: Stack | None = None
+
+    def relay(event: Event) -> None:
+        observe(event)
+        if file and stack and isinstance(event, (Ended, Serving, Replaced)):
+            # The supervisor's own record is complete only when this call has returned.
+            asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
+
+    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=times.patience_s)
+    try:
+        redis_url = options.redis_url or (await start_valkey(supervisor)).url
+        shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
+        announced = await supervisor.start(program_specs(options, shared, usable_cores()))
+        gateway = announced[0]
+        stack = Stack(
+            supervisor,
+            shared,
+            reachable(options.host),
+            int(gateway["grpc_port"]),
+            int(gateway["http_port"]),
+            int(gateway["admin_port"]),
+            tls=options.tls_cert is not None,
+        )
+        await _routable(stack)
+        if file is not None:
+            _write_first(file, shared, supervisor)
+        yield stack
+    finally:
+        if file is not None:
+            file.remove()
+        await _stop(supervisor, stack, observe, times.requests_s)
+
+
+def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:
+    try:
+        file.write(shared, supervisor.running())
+    except OSError as error:
+        raise BadOptions(f"--ready-file: cannot write {file.path}: {error.strerror}") from None
+
+
+async def _routable(stack: Stack) -> None:
+    """Waits until the gateway has found its workers. Raises ChildFailed when it does not."""
+    deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
+    while not await stack.ready():
+        if time.monotonic() > deadline:
+            raise ChildFailed(
+                "gateway", f"found no workers that fit together within {_ROUTABLE_TIMEOUT_S:.0f} s"
+            )
+        await asyncio.sleep(_ROUTABLE_PAUSE_S)
+
+
+async def _stop(
+    supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
+) -> None:
+    """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    def hurry() -> None:
+        if loop.time() - began > ONE_SIGNAL_S:
+            supervisor.kill()
+
+    async def stop() -> None:
+        try:
+            if stack is not None:
+                observe(Stopping(await stack.requests(), grace_s))
+        finally:
+            await supervisor.stop(STOP_ORDER)
+
+    for signum in _SIGNALS:
+        loop.add_signal_handler(signum, hurry)
+    try:
+        await asyncio.shield(stop())
+    finally:
+        for signum in _SIGNALS:
+            loop.remove_signal_handler(signum)
+
+
+class Stopped(Exception):
+    """A signal ended it."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.status = 128 + signum  # as a shell has it of what a signal killed
+
+
+def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
+    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
+    then.
+    """
+
+    async def cancellable() -> int:
+        task = asyncio.ensure_future(main)
+        heard: list[signal.Signals] = []
+
+        def cancel(signum: signal.Signals) -> None:
+            heard.append(signum)
+            task.cancel()
+
+        for signum in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(signum, cancel, signum)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not heard:
+                raise
+            raise Stopped(heard[0]) from None
+
+    return asyncio.run(cancellable())

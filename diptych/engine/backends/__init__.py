@@ -1,0 +1,1 @@
+"""Backends that compute a step: torch (the reference), native (C++ for CPUs) and triton (NVIDIA GPUs)."""

@@ -1,0 +1,1 @@
+"""The CPU backend: one native call per step."""

@@ -1,0 +1,298 @@
+"""The step as one native call: the C++ of kernels/cpu over the same blocks as the torch backend."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diptych.engine.backends.native.batch import NativeBatch, NativeError, native_batch, positions_of
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
+from diptych.engine.sampling.sample import NOT_FINITE
+from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
+from kernels.byte_codes import CodedBytes
+from kernels.byte_linear import ByteMatrix
+from kernels.cpu import library as native
+from kernels.quantised_linear import BlockFormat, BlockMatrix
+
+_DTYPES = {torch.float32: native.FP32, torch.bfloat16: native.BF16}
+_QUANTISED: dict[Storage, int] = {"blocks": native.BLOCKS, "bytes": native.BYTES}
+_FORMATS: dict[BlockFormat, int] = {"q4_0": native.Q4_0, "q4_1": native.Q4_1, "q8_0": native.Q8_0}
+_FIRST_POSITIONS = 32_768
+"""For which rotary tables are made at once: 8 MB for heads of 64. Longer contexts pay while they run."""
+
+
+class NativeUnavailable(RuntimeError):
+    """This model cannot be computed natively in this installation; the message says why."""
+
+
+class NativeBackend:
+    """Executes steps of one model in C++, on as many threads as it is told.
+
+    Batch-invariant: a sequence's keys, values and logits have the same bits whatever its neighbours in the
+    batch, the chunks its prompt came in, and the number of threads.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        dtype: torch.dtype,
+        instruction_set: str | None = None,
+    ) -> None:
+        """Pack `weights`, as diptych/engine/weights gives them; they may be freed afterwards, but for the embedding.
+
+        `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
+        with bfloat16).
+
+        `instruction_set` is one of `native.instruction_sets`, None the best. Raises NativeUnavailable.
+        """
+        if dtype not in _DTYPES or (weights.storage in _QUANTISED and dtype != torch.bfloat16):
+            raise NativeUnavailable(f"dtype {dtype} is not computed natively")
+        try:
+            self._library = native.load()
+        except native.LibraryMissing as error:
+            raise NativeUnavailable(str(error)) from error
+        self._shape = shape
+        self._dtype = dtype
+        self._threads = 1
+        self._guests_from = 0
+        name = None if instruction_set is None else instruction_set.encode()
+        number = _QUANTISED.get(weights.storage, _DTYPES[dtype])
+        self._model: int = self._library.diptych_model_new(_native_shape(shape, number), name)
+        if not self._model:
+            raise NativeUnavailable(native.last_error(self._library))
+        self.completions, told = os.pipe()
+        for end in (self.completions, told):
+            os.set_blocking(end, False)
+        weakref.finalize(self, _free, self._library, self._model, (self.completions, told))
+        self._library.diptych_tell(self._model, told)
+        self._load(weights)
+        self._frequencies = inverse_frequencies(shape).float()
+        self._magnitude = rotary_magnitude(shape)
+        self._positions = 0
+        self._reach(min(_FIRST_POSITIONS, shape.max_context))
+        self._ahead: deque[_LaunchedStep] = deque()
+        self._no_logits = torch.empty((0, shape.vocab_size))
+
+    def set_threads(self, threads: int) -> None:
+        """Use `threads` cores from the next step on."""
+        self._threads = threads
+
+    def assist(self, states: int, cores: Sequence[int]) -> None:
+        """See `Assisted.assist`. `states` must stay valid as long as this backend lives."""
+        numbers = (ctypes.c_int32 * len(cores))(*cores)
+        self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
+
+    def welcome(self, after: float) -> None:
+        """See `Assisted.welcome`."""
+        self._guests_from = math.ceil(after * self._shape.num_layers)
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`; rows of aborted sequences are NaN. One call at a time.
+
+        Raises NativeError, with nothing written, for a batch that would leave its memory.
+        """
+        rows = sum(step.logit_rows for step in sequences)
+        return self._step(sequences, bytes(rows), abort)[0]
+
+    def forward_and_draw(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Drawn:
+        """See `DrawingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
+        greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
+        logits, likeliest = self._step(sequences, greedy, abort)
+        tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
+        return Drawn(tokens, logits)
+
+    def draws_itself(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.draws_itself`: the likeliest token, and no other."""
+        return row.params.greedy
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `LaunchingBackend.launch`: batches of which every row draws itself, within the tables."""
+        if not all(draw is not None and self.draws_itself(draw) for draw in draws):
+            return None
+        if positions_of(sequences) > self._positions:
+            return None  # tables take their time to make, and a running step reads those that there are
+        batch = native_batch(sequences, b"\x01" * len(draws), abort, self._dtype)
+        step = _LaunchedStep(self._is_over, self._collect, batch)
+        step.number = self._library.diptych_launch(
+            self._model,
+            batch.native,
+            batch.follows,
+            self._threads,
+            self._guests_from,
+            batch.likeliest.buffer_info()[0],
+        )
+        if not step.number:
+            raise NativeError(native.last_error(self._library))
+        self._ahead.append(step)
+        return step
+
+    def _is_over(self, step: _LaunchedStep) -> bool:
+        return bool(self._library.diptych_is_over(self._model, step.number))
+
+    def _collect(self, step: _LaunchedStep) -> Drawn:
+        if not self._ahead or self._ahead[0] is not step:
+            raise RuntimeError("steps are collected once and in the order of their launches")
+        status = self._library.diptych_collect(self._model, step.number)
+        self._ahead.popleft()
+        if status != native.ALL_ABORTED:
+            self._check(status)
+        return Drawn([_drawn(token) for token in step.batch.likeliest], self._no_logits)
+
+    def _step(
+        self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """The logits of the rows that are not greedy, and for each row its likeliest token if it is."""
+        logits = torch.empty((greedy.count(0), self._shape.vocab_size))
+        self._reach(positions_of(sequences))
+        batch = native_batch(sequences, greedy, abort, self._dtype)
+        status = self._library.diptych_step(
+            self._model,
+            batch.native,
+            self._threads,
+            self._guests_from,
+            logits.data_ptr(),
+            batch.likeliest.buffer_info()[0],
+        )
+        if status == native.ALL_ABORTED:
+            return logits.fill_(torch.nan), batch.likeliest
+        self._check(status)
+        return logits, batch.likeliest
+
+    def _check(self, status: int) -> None:
+        if status != native.OK:
+            raise NativeError(native.last_error(self._library))
+
+    def _load(self, weights: Weights) -> None:
+        self._embedding = self._canonical(weights.embed)  # read at every step, never copied
+        self._check(self._library.diptych_set_embedding(self._model, self._embedding.data_ptr()))
+        for index, layer in enumerate(weights.layers):
+            self._load_layer(index, layer)
+            window = self._shape.window(index)
+            if window is not None:
+                self._check(self._library.diptych_set_window(self._model, index, window))
+        self._set_norm(0, native.FINAL_NORM, weights.final_norm)
+        self._set_linear(0, native.HEAD, (weights.output_matrix(), None))
+
+    def _load_layer(self, index: int, layer: LayerWeights) -> None:
+        qkv = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+        self._set_linear(index, native.QKV, *qkv)
+        self._set_linear(index, native.OUTPUT, (layer.o, layer.o_bias))
+        self._set_linear(index, native.GATE_UP, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self._set_linear(index, native.DOWN, (layer.down, layer.down_bias))
+        self._set_norm(index, native.INPUT_NORM, layer.input_norm)
+        self._set_norm(index, native.POST_NORM, layer.post_norm)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._set_norm(index, native.QUERY_NORM, layer.q_norm)
+            self._set_norm(index, native.KEY_NORM, layer.k_norm)
+
+    def _set_linear(self, layer: int, which: int, *parts: tuple[Matrix, torch.Tensor | None]) -> None:
+        matrices = (native.Matrix * len(parts))()
+        alive: list[torch.Tensor] = []
+
+        def address(tensor: torch.Tensor) -> int:
+            alive.append(tensor.contiguous())
+            return alive[-1].data_ptr()
+
+        for matrix, (weight, bias) in zip(matrices, parts, strict=True):
+            matrix.rows, matrix.columns = weight.shape
+            match weight:
+                case BlockMatrix():
+                    matrix.format, matrix.data = _FORMATS[weight.format], address(weight.blocks)
+                case ByteMatrix():
+                    matrix.format, matrix.data = native.I8, address(weight.values)
+                    matrix.scales = address(weight.scales)
+                case CodedBytes():
+                    matrix.format, matrix.data = native.I8_CODED, address(weight.codes)
+                    matrix.scales, matrix.slopes = address(weight.scales), address(weight.slopes)
+                case _:
+                    matrix.data = address(self._canonical(weight))
+            if bias is not None:
+                matrix.bias = address(bias.float())
+        self._check(self._library.diptych_set_linear(self._model, layer, which, matrices, len(parts)))
+
+    def _set_norm(self, layer: int, which: int, weight: torch.Tensor) -> None:
+        values = weight.float().contiguous()
+        status = self._library.diptych_set_norm(self._model, layer, which, values.data_ptr(), len(values))
+        self._check(status)
+
+    def _canonical(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
+
+    def _reach(self, positions: int) -> None:
+        """Have rotary tables for that many positions; they double so that they are seldom made."""
+        if positions <= self._positions:
+            return
+        count = max(positions, 2 * self._positions)
+        angles = torch.arange(count).float().unsqueeze(1) * self._frequencies
+        cosines = (angles.cos() * self._magnitude).contiguous()
+        sines = (angles.sin() * self._magnitude).contiguous()
+        status = self._library.diptych_set_rotary(self._model, cosines.data_ptr(), sines.data_ptr(), count)
+        self._check(status)
+        self._rotary = cosines, sines
+        self._positions = count
+
+
+def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:
+    library.diptych_model_free(model)  # ends after the steps that were launched, which write to the last one
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _drawn(token: int) -> Sampled | SampleFailure:
+    return NOT_FINITE if token < 0 else Sampled(token)
+
+
+def _native_shape(shape: ModelShape, dtype: int) -> native.Shape:
+    return native.Shape(
+        dtype=dtype,
+        layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab_size,
+        rms_epsilon=shape.rms_eps,
+        query_scale=shape.head_dim**-0.5,
+    )
+
+
+class _LaunchedStep:
+    """A step on its way; see `diptych.engine.step_output.Launched`. It must live until it is computed."""
+
+    def __init__(
+        self,
+        is_over: Callable[[_LaunchedStep], bool],
+        collect: Callable[[_LaunchedStep], Drawn],
+        batch: NativeBatch,
+    ) -> None:
+        self.batch = batch
+        self.number = 0
+        self._is_over, self._collect = is_over, collect
+
+    def over(self) -> bool:
+        return self._is_over(self)
+
+    def collect(self) -> Drawn:
+        return self._collect(self)

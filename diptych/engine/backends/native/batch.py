@@ -1,0 +1,77 @@
+"""A batch as the native step takes it: numbers in arrays, and what these must not outlive."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diptych.engine.batch import AbortWords, SequenceStep
+from kernels.cpu import library as native
+
+
+class NativeError(RuntimeError):
+    """The native step refused a batch or ran out of memory. Nothing was written to any block."""
+
+
+@dataclass(eq=False)
+class NativeBatch:
+    """A batch as the native side takes it, with all that it points into."""
+
+    native: native.Batch
+    alive: Sequence[object]
+    likeliest: array[int]
+    """Where the tokens of rows that are drawn go."""
+    follows: int | None
+    """Address of the rows that its sequences follow, if one does."""
+
+
+def native_batch(
+    sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
+) -> NativeBatch:
+    """`greedy` has a byte a row of logits: 1 where its likeliest token is wanted and not the logits.
+
+    Raises NativeError for memories that are not of the model's layout.
+    """
+    layout = sequences[0].memory.layout
+    tokens, tables = array("i"), array("i")
+    memories = list({id(step.memory): step.memory for step in sequences}.values())
+    # The native side knows one block size and one element size; a memory of another layout would be addressed
+    # wrongly.
+    if layout.dtype != dtype or any(memory.layout != layout for memory in memories):
+        raise NativeError("all memories of a batch must have the model's layout")
+    for step in sequences:
+        tokens.extend(step.token_ids)
+        tables.extend(step.block_table)
+    arrays = {
+        "tokens": tokens,
+        "tables": tables,
+        "counts": array("i", [len(step.token_ids) for step in sequences]),
+        "starts": array("i", [step.start for step in sequences]),
+        "table_lengths": array("i", [len(step.block_table) for step in sequences]),
+        "memories": array("Q", [step.memory.address for step in sequences]),
+        "memory_blocks": array("i", [step.memory.num_blocks for step in sequences]),
+        "logit_rows": array("i", [step.logit_rows for step in sequences]),
+        "greedy": array("B", greedy),
+    }
+    follows = array("i", [-1 if step.follows is None else step.follows for step in sequences])
+    batch = native.Batch(
+        sequences=len(sequences),
+        block_size=layout.block_size,
+        abort_words=None if abort is None else abort.words.ctypes.data,
+        **{name: values.buffer_info()[0] for name, values in arrays.items()},
+    )
+    alive = [*arrays.values(), follows, abort, memories]
+    some = any(step.follows is not None for step in sequences)
+    address = follows.buffer_info()[0] if some else None
+    return NativeBatch(batch, alive, array("i", [-1]) * len(greedy), address)
+
+
+def positions_of(sequences: Sequence[SequenceStep]) -> int:
+    """How many positions a batch reaches, no more than its blocks hold: what goes beyond is refused later."""
+    return max(
+        min(step.start + len(step.token_ids), len(step.block_table) * step.memory.layout.block_size)
+        for step in sequences
+    )

@@ -1,0 +1,1 @@
+"""The reference backend in torch: any supported shape, any device."""

@@ -1,0 +1,115 @@
+"""How the rows of a step are grouped for attention: each chunk by itself, decode rows of one memory
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from kernels.paged_attention import paged_attention, write_kv
+from kernels.paged_decode import paged_decode, write_kv_rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Several tokens of one sequence: rows `span` of the step's flat list."""
+
+    span: slice
+    start: int
+    blocks: torch.Tensor
+    table: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        window: int | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        """Store this chunk's keys and values, and write its attention into its rows of `out`.
+
+        `scales` are those of a cache in FP8 (kernels/fp8_cache.py).
+        """
+        write_kv(self.blocks, layer, self.table, self.start, k[self.span], v[self.span], scales)
+        out[self.span] = paged_attention(
+            q[self.span], self.blocks, layer, self.table, self.start, window, scales
+        )
+
+
+@dataclass(frozen=True)
+class Decodes:
+    """One token of each of several sequences of one memory: `rows` of the step's flat list."""
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    tables: torch.Tensor
+    """`[rows, n]`, short tables padded with their own first block."""
+    lengths: torch.Tensor
+    ids: torch.Tensor
+    lanes: torch.Tensor
+
+    def attend(
+        self,
+        layer: int,
+        window: int | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        """Store the rows' keys and values, and write their attention into `out`; `scales` as for a chunk."""
+        write_kv_rows(self.blocks, layer, self.ids, self.lanes, k[self.rows], v[self.rows], scales)
+        out[self.rows] = paged_decode(
+            q[self.rows], self.blocks, layer, self.tables, self.lengths, window, scales
+        )
+
+
+def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
+    """The groups of a step, without the sequences that were aborted.
+
+    Decode rows share a group if their memory is one and their lengths lie within a factor of two: every row
+    is padded to the longest of its group.
+    """
+    groups: list[Chunk | Decodes] = []
+    decodes: dict[tuple[int, int], list[tuple[int, SequenceStep]]] = {}
+    begin = 0
+    for index, step in enumerate(sequences):
+        end = begin + len(step.token_ids)
+        if abort is None or not abort.is_aborted(index):
+            if end - begin > 1:
+                table = torch.tensor(_used(step), dtype=torch.int64)
+                groups.append(Chunk(slice(begin, end), step.start, step.memory.data, table))
+            else:
+                key = (id(step.memory), len(_used(step)).bit_length())
+                decodes.setdefault(key, []).append((begin, step))
+        begin = end
+    groups.extend(_decodes(rows) for rows in decodes.values())
+    return groups
+
+
+def _used(step: SequenceStep) -> list[int]:
+    return list(step.block_table[: step.memory.layout.blocks_for(step.start + len(step.token_ids))])
+
+
+def _decodes(rows: list[tuple[int, SequenceStep]]) -> Decodes:
+    memory: KVMemory = rows[0][1].memory
+    tables = [_used(step) for _, step in rows]
+    longest = max(map(len, tables))
+    block_size = memory.layout.block_size
+    return Decodes(
+        rows=torch.tensor([row for row, _ in rows]),
+        blocks=memory.data,
+        tables=torch.tensor([table + table[:1] * (longest - len(table)) for table in tables]),
+        lengths=torch.tensor([step.start + 1 for _, step in rows]),
+        ids=torch.tensor([table[-1] for table in tables]),
+        lanes=torch.tensor([step.start % block_size for _, step in rows]),
+    )

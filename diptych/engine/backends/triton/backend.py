@@ -1,0 +1,213 @@
+"""The step on a GPU: Triton kernels and library products over packed batches; decode steps replayed.
+
+Any batch runs eagerly: several prompts packed, decode rows beside chunks, several memories on the device (the
+pools of decode workers on the same GPU, into which a prefill worker computes). A batch of decode rows over
+the memory that decode was prepared for runs from its recording (diptych/engine/backends/triton/decode_graphs.py).
+
+Everything is queued on the current stream, and a step has been computed when `forward` returns: whoever
+hands the blocks over, or lets another process read them, need not know that there was a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.engine.backends.triton.activations import Activations
+from diptych.engine.backends.triton.cuda_graph import Recorder
+from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, draw_values
+from diptych.engine.backends.triton.decode_graphs import DRAW_FIELDS, DecodeGraphs, draw_tokens, sampled
+from diptych.engine.backends.triton.launch_throttle import Pace
+from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.operators import Operators, triton_operators
+from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
+from diptych.engine.backends.triton.packed_weights import pack
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.sampling import SampleRow
+from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.weights import Weights
+
+
+class TritonBackend:
+    """Executes steps of one model on one device. One call at a time, from any thread."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        device: torch.device | str,
+        operators: Operators | None = None,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """Pack `weights` onto `device`, where keys and values will be: of their dtype, or with `kv_scales`
+        (kernels/fp8_cache.py) in FP8.
+
+        `operators` are the Triton kernels unless given. Raises TritonUnavailable, or UnsupportedModel for
+        quantised weights.
+        """
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._shape = shape
+        with self._current(), torch.no_grad():
+            chosen = operators if operators is not None else triton_operators()
+            scales = None if kv_scales is None else kv_scales.to(self._device)
+            self._layers = Layers(shape, pack(weights, self._device), chosen, scales)
+        self._buffers: Activations | None = None
+        self._scratch: Any = None
+        self._scratch_size = (0, 0)
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, keys and values are."""
+        return self._device
+
+    def set_threads(self, threads: int) -> None:
+        """Nothing: the host only launches."""
+
+    def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
+        """See `Backend.forward`; rows of aborted sequences are NaN."""
+        rows = sum(step.logit_rows for step in sequences)
+        return self.forward_and_draw(sequences, [None] * rows, abort).logits
+
+    def forward_and_draw(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Drawn:
+        """See `DrawingBackend.forward_and_draw`."""
+        with self._current(), torch.no_grad():
+            if self._graphs is not None and self._graphs.takes(sequences):
+                return self._graphs.launch(sequences, draws, abort).collect()
+            logits = self._compute(sequences, abort)
+            if logits is None:
+                missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
+                return Drawn.nothing(missing)
+            return self._draw(logits, draws)
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> Launched | None:
+        """See `LaunchingBackend.launch`: what is recorded can be launched."""
+        with self._current(), torch.no_grad():
+            if self._graphs is None or not self._graphs.takes(sequences):
+                return None
+            return self._graphs.launch(sequences, draws, abort)
+
+    def draws_itself(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.draws_itself`."""
+        return True
+
+    def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
+        """See `RecordingBackend.plan_decode`. `recorder` is that of the device unless given."""
+        with self._current(), torch.no_grad():
+            self._graphs = None
+            self._graphs = DecodeGraphs(self._layers, max_batch, block_size, recorder)
+            return self._graphs.count
+
+    def prepare_decode(self, memory: KVMemory) -> None:
+        """See `RecordingBackend.prepare_decode`."""
+        if self._graphs is None:
+            raise RuntimeError("decode steps were not planned")
+        with self._current(), torch.no_grad():
+            self._graphs.record(memory)
+
+    # ---- one step, eagerly ---------------------------------------------------------------------------
+
+    def _compute(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor | None:
+        """Logits on the device, in the batch's order; None when all were aborted. The step is done then."""
+        placed = pack_step(sequences, abort, self._device)
+        self._layers.rotary.reach(max(step.start + len(step.token_ids) for step in sequences))
+        hidden = self._layers.hidden(
+            placed.step,
+            self._activations(placed.step.num_tokens),
+            self._scratch_for(placed, sequences[0].memory.layout.block_size),
+            self._wanted(placed, abort),
+        )
+        logits = None
+        if hidden is not None:
+            logits = self._layers.logits(hidden[placed.logit_rows])
+            if abort is not None and abort.words.any():
+                lost = [row for row, owner in enumerate(placed.logit_owners) if abort.is_aborted(owner)]
+                logits[lost] = torch.nan
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return logits
+
+    def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:
+        """What is asked before each layer: obeys the words that were set meanwhile."""
+        known: set[int] = set()
+        pace = Pace(self._device, placed.step.num_tokens)
+
+        def wanted() -> bool:
+            if abort is None:
+                return True
+            pace.wait()
+            if abort.all_aborted():
+                return False
+            for sequence in np.flatnonzero(abort.words).tolist():
+                if sequence not in known:
+                    known.add(sequence)
+                    placed.silence(sequence)
+            return True
+
+        return wanted
+
+    def _draw(self, logits: torch.Tensor, draws: Sequence[SampleRow | None]) -> Drawn:
+        rows = [row for row, draw in enumerate(draws) if draw is not None]
+        if not rows:
+            return Drawn.nothing(logits.cpu())
+        left = [row for row, draw in enumerate(draws) if draw is None]
+        values = [draw_values(draw) for draw in draws if draw is not None]
+        by = {
+            name: torch.tensor(
+                [value[name] for value in values], dtype=FIELD_TYPES[name], device=self._device
+            )
+            for name in DRAW_FIELDS
+        }
+        out = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        tokens: list[Any] = [None] * len(draws)
+        drawn = draw_tokens(self._layers, logits[rows], by, None, out).tolist()
+        for row, token in zip(rows, drawn, strict=True):
+            tokens[row] = sampled(token)
+        return Drawn(tokens, logits[left].cpu())
+
+    # ---- memory --------------------------------------------------------------------------------------
+
+    def _activations(self, tokens: int) -> Activations:
+        """Buffers for so many tokens; the largest step so far decides how many there are."""
+        if self._buffers is None or self._buffers.capacity < tokens:
+            self._buffers = None  # first: both together may not fit
+            dtype = self._layers.weights.dtype
+            self._buffers = Activations.make(self._shape, tokens, dtype, self._device)
+        return self._buffers.rows(tokens)
+
+    def _scratch_for(self, placed: PlacedStep, block_size: int) -> Any:
+        """What decode rows need for their partial sums; None where there are none."""
+        decodes = [group.decodes for group in placed.step.groups if group.decodes is not None]
+        if not decodes:
+            return None
+        rows = max(len(found.lengths) for found in decodes)
+        tokens = block_size * max(found.tables.shape[1] for found in decodes)
+        if rows > self._scratch_size[0] or tokens > self._scratch_size[1]:
+            self._scratch_size = max(rows, self._scratch_size[0]), max(tokens, self._scratch_size[1])
+            shape = self._shape
+            self._scratch = self._layers.operators.make_scratch(
+                self._scratch_size[0], shape.num_heads, shape.head_dim, self._scratch_size[1], self._device
+            )
+        return self._scratch
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the device the calling thread's current one: kernels are launched on that."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,166 @@
+"""What a replayed decode step reads and writes: buffers that never move, and the host's copies of them.
+
+Field by field for `max_batch` rows, so that a step of fewer rows is the first rows of everything. Rows that
+no sequence has are padding: they write nowhere (NO_BLOCK), attend to nothing, and draw what nobody looks at.
+The host has two copies of everything, taken in turns: while a step is laid out, the copy of the one before
+may still be on its way to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diptych.engine.backends.triton.packed_step import NO_BLOCK, used_blocks
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.sampling import SampleRow
+
+TURNS = 2
+"""Copies that the host has."""
+
+_FIELDS: dict[str, tuple[npt.DTypeLike, float]] = {
+    # Name: its type, and what padding has. The eight-byte ones first, so that all are aligned.
+    "tokens": (np.int64, 0),
+    "sources": (np.int64, 0),
+    "positions": (np.int64, 0),
+    "block_ids": (np.int64, NO_BLOCK),
+    "seeds": (np.int64, 0),
+    "counters": (np.int64, 0),
+    "top_p": (np.float64, 1.0),
+    "lanes": (np.int32, 0),
+    "lengths": (np.int32, 0),
+    "top_k": (np.int32, 0),
+    "temperature": (np.float32, 0.0),
+    "min_p": (np.float32, 0.0),
+}
+
+
+FIELD_TYPES = {name: torch.from_numpy(np.empty(0, kind)).dtype for name, (kind, _) in _FIELDS.items()}
+"""What each is on the device."""
+
+Fields = dict[str, npt.NDArray[Any]]
+
+
+class RowFields:
+    """One number of each kind for each row, on the host and on the device: one copy brings all.
+
+    `drawn`, int64 `[rows]` on the device, is where a step leaves its tokens. It lies before the field
+    `tokens`, so that `known`, int64 `[2 * rows]`, is both, and `sources` says where in it a row's token is.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        sizes = [np.dtype(kind).itemsize * rows for kind, _ in _FIELDS.values()]
+        pinned = device.type == "cuda"
+        self._rows = rows
+        self._host_bytes = [
+            torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)
+        ]
+        kept = torch.zeros(8 * rows + sum(sizes), dtype=torch.uint8, device=device)
+        self.known = kept[: 16 * rows].view(torch.int64)
+        self.drawn = self.known[:rows]
+        self._device_bytes = kept[8 * rows :]
+        self._host: list[Fields] = [{} for _ in range(TURNS)]
+        self._device: dict[str, torch.Tensor] = {}
+        begin = 0
+        for (name, (kind, padding)), size in zip(_FIELDS.items(), sizes, strict=True):
+            for copy, fields in zip(self._host_bytes, self._host, strict=True):
+                fields[name] = copy[begin : begin + size].numpy().view(kind)
+                fields[name][:] = padding
+            self._device[name] = self._device_bytes[begin : begin + size].view(FIELD_TYPES[name])
+            begin += size
+        self.upload(0)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A field on the device, `[rows]`."""
+        return self._device[name]
+
+    def fill(self, turn: int, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
+        """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding."""
+        host, count = self._host[turn], len(sequences)
+        starts = np.array([step.start for step in sequences], dtype=np.int64)
+        size = sequences[0].memory.layout.block_size
+        host["tokens"][:count] = [step.token_ids[0] for step in sequences]
+        host["sources"][:count] = [
+            self._rows + row if step.follows is None else step.follows for row, step in enumerate(sequences)
+        ]
+        host["positions"][:count] = starts
+        host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
+        host["lanes"][:count] = starts % size
+        host["lengths"][:count] = starts + 1
+        for row, (step, draw) in enumerate(zip(sequences, draws, strict=True)):
+            _lay_draw(host, row, draw, unknown=int(step.follows is not None))
+        for name, (_, padding) in _FIELDS.items():
+            host[name][count:] = padding
+
+    def silence(self, turn: int, abort: AbortWords | None, count: int) -> None:
+        """Rows that nobody wants any more write nowhere."""
+        if abort is not None:
+            self._host[turn]["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
+
+    def upload(self, turn: int) -> None:
+        """Bring a copy of the host to the device, in the order of the current stream."""
+        self._device_bytes.copy_(self._host_bytes[turn], non_blocking=True)
+
+
+def _lay_draw(host: Fields, row: int, draw: SampleRow | None, unknown: int) -> None:
+    """By what a row is drawn; `unknown` tokens of its output are not on the host yet."""
+    if draw is None:
+        for name in ("seeds", "counters", "top_k", "temperature", "top_p", "min_p"):
+            host[name][row] = _FIELDS[name][1]
+        return
+    for name, value in draw_values(draw).items():
+        host[name][row] = value
+    host["counters"][row] += unknown
+
+
+class BlockTables:
+    """The block tables of a step's rows, `[rows, width]` int32, rewritten only where they changed."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = [torch.zeros((rows, width), dtype=torch.int32, pin_memory=pinned) for _ in range(TURNS)]
+        self._plain: list[npt.NDArray[np.int32]] = [copy.numpy() for copy in self._host]
+        self._known: list[list[list[int]]] = [[[] for _ in range(rows)] for _ in range(TURNS)]
+        self.device = torch.zeros((rows, width), dtype=torch.int32, device=device)
+
+    def fill(self, turn: int, sequences: Sequence[SequenceStep]) -> None:
+        """Lay the sequences' tables into one of the host's copies.
+
+        A table mostly has what it had at the turn before, or one block more: comparing lists of known
+        numbers is many times as fast as turning them into arrays.
+        """
+        plain, kept = self._plain[turn], self._known[turn]
+        for row, step in enumerate(sequences):
+            used, known = list(used_blocks(step)), kept[row]
+            if used == known:
+                continue
+            begin = len(known) if used[: len(known)] == known else 0
+            plain[row, begin : len(used)] = used[begin:]
+            kept[row] = used
+
+    def upload(self, turn: int, rows: int) -> None:
+        """Bring the first `rows` tables to the device, in the order of the current stream."""
+        self.device[:rows].copy_(self._host[turn][:rows], non_blocking=True)
+
+
+def draw_values(draw: SampleRow) -> dict[str, float]:
+    """The numbers by which one row is drawn, as kernels/gpu/sample.py takes them."""
+    params = draw.params
+    return {
+        # The kernel takes the bits of an unsigned seed as a signed number.
+        "seeds": _signed(params.seed),
+        "counters": len(draw.output_ids),
+        "top_k": params.top_k,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+    }
+
+
+def _signed(seed: int) -> int:
+    bits = seed & 0xFFFFFFFFFFFFFFFF
+    return bits - (1 << 64) if bits >> 63 else bits

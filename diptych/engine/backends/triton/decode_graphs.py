@@ -1,0 +1,204 @@
+"""Decode steps that are recorded once and replayed: on CUDA one launch in place of some four hundred.
+
+A step of `n` rows runs in the smallest bucket that holds them; the rows that are too many are padding. Block
+tables always have the width of the model's whole context: the attention kernel launches what fills the chip,
+whatever the width. Drawing is part of the recording, so that one number a row comes back; the logits stay on
+the device, for those rows whose rules need a look at them.
+
+A step may be launched while the one before is being computed. Its tokens may be that one's, which then never
+leave the device; what the host lays out for it goes into the other of two copies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diptych.engine.backends.triton.activations import Activations
+from diptych.engine.backends.triton.cuda_graph import Recorder, Work, recorder_for
+from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
+from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
+from diptych.engine.sampling.sample import NOT_FINITE
+from diptych.engine.step_output import Drawn
+
+_NOTHING_DRAWN = -1
+"""In place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
+
+
+def batch_buckets(max_batch: int) -> list[int]:
+    """Numbers of rows that steps are recorded for: 1, 2, 4, then every eighth up to `max_batch`."""
+    return sorted({n for n in (1, 2, 4, *range(8, max_batch, 8)) if n < max_batch} | {max_batch})
+
+
+class DecodeGraphs:
+    """Replayed decode steps of one model over one KV memory."""
+
+    def __init__(
+        self, layers: Layers, max_batch: int, block_size: int, recorder: Recorder | None = None
+    ) -> None:
+        """Take the memory that steps of up to `max_batch` rows need; nothing is recorded yet."""
+        shape, device = layers.shape, layers.weights.device
+        self._layers = layers
+        self._recorder = recorder if recorder is not None else recorder_for(device)
+        self._max_batch = max_batch
+        self._buckets = batch_buckets(max_batch)
+        self._fields = RowFields(max_batch, device)
+        width = -(-shape.max_context // block_size)
+        self._tables = BlockTables(max_batch, width, device)
+        self._buffers = Activations.make(shape, max_batch, layers.weights.dtype, device)
+        self._logits = torch.empty((max_batch, shape.vocab_size), dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._answers = torch.zeros((TURNS, max_batch), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._turn = 0
+        self._waiting: list[LaunchedStep | None] = [None] * TURNS
+        self._scratch = layers.operators.make_scratch(
+            max_batch, shape.num_heads, shape.head_dim, width * block_size, device
+        )
+        self._sample_scratch = layers.operators.make_sample_scratch(max_batch, shape.vocab_size, device)
+        layers.rotary.reach(shape.max_context)  # a recording keeps the table that it was made with
+        self._memory: KVMemory | None = None
+        self._recorded: dict[int, Work] = {}
+
+    @property
+    def count(self) -> int:
+        """How many recordings there are, or will be."""
+        return len(self._buckets)
+
+    def record(self, memory: KVMemory) -> None:
+        """Record the steps of all buckets over `memory`, the largest first: its kernels and its share of the
+        graphs' memory serve the others.
+        """
+        self._memory = memory
+        for rows in reversed(self._buckets):
+            self._recorded[rows] = self._recorder.record(self._work(rows, memory))
+
+    def takes(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Whether a batch is a decode step that was recorded."""
+        return len(sequences) <= self._max_batch and all(
+            step.memory is self._memory
+            and len(step.token_ids) == 1
+            and step.wants_logits
+            and step.start < self._layers.shape.max_context
+            and (step.follows is None or 0 <= step.follows < self._max_batch)
+            for step in sequences
+        )
+
+    def launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        draws: Sequence[SampleRow | None],
+        abort: AbortWords | None,
+    ) -> LaunchedStep:
+        """Begin a step that `takes` accepted. A word of `abort` that is set later changes nothing: a step
+        is as short as one layer of a prompt.
+
+        At most two are begun and not collected; the first of them leaves no logits to the host.
+        """
+        if any(step is not None and step.left for step in self._waiting):
+            raise RuntimeError("a step was launched over the logits of the one before")
+        turn = self._turn = (self._turn + 1) % TURNS
+        if self._waiting[turn] is not None:
+            raise RuntimeError(f"{TURNS} steps are launched and not collected")
+        count = len(sequences)
+        rows = self._buckets[bisect_left(self._buckets, count)]
+        self._tables.fill(turn, sequences)
+        self._tables.upload(turn, rows)
+        self._fields.fill(turn, sequences, draws)
+        self._fields.silence(turn, abort, count)
+        self._fields.upload(turn)
+        self._recorded[rows]()
+        self._answers[turn, :count].copy_(self._fields.drawn[:count], non_blocking=True)
+        done = torch.cuda.Event() if self._fields.drawn.is_cuda else None
+        if done is not None:
+            done.record()
+        left = [row for row, draw in enumerate(draws) if draw is None]
+        over = done.query if done is not None else lambda: True
+        launched = LaunchedStep(left, over, lambda: self._read(turn, count, left, done))
+        self._waiting[turn] = launched
+        return launched
+
+    def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> Drawn:
+        """Wait for a step, and for no more than its few numbers; `left` are the rows that drew nothing."""
+        self._waiting[turn] = None
+        if done is not None:
+            done.synchronize()
+        tokens: list[Sampled | SampleFailure | None] = list(
+            map(sampled, self._answers[turn, :count].tolist())
+        )
+        for row in left:
+            tokens[row] = None
+        return Drawn(tokens, self._logits_of(left, count))
+
+    def _logits_of(self, rows: list[int], count: int) -> torch.Tensor:
+        if not rows:
+            return torch.empty((0, self._layers.shape.vocab_size))
+        chosen = self._logits[:count] if len(rows) == count else self._logits[rows]
+        return chosen.cpu() if chosen.is_cuda else chosen.clone()
+
+    def _work(self, rows: int, memory: KVMemory) -> Work:
+        """The step for so many rows, as something to record."""
+        layers, fields, every = self._layers, self._fields, slice(0, rows)
+        decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
+        step = PackedStep(
+            tokens=self._tokens[:rows],
+            positions=fields["positions"][:rows],
+            block_ids=fields["block_ids"][:rows],
+            lanes=fields["lanes"][:rows],
+            groups=(Group(memory.data, every, decodes, ()),),
+        )
+        by = {name: fields[name][:rows] for name in DRAW_FIELDS}
+        buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], fields.drawn[:rows]
+        sources = fields["sources"][:rows]
+
+        def work() -> None:
+            torch.index_select(fields.known, 0, sources, out=step.tokens)
+            step.tokens.clamp_(min=0)  # a row that drew nothing goes on with any token: nobody looks at it
+            hidden = layers.hidden(step, buffers, self._scratch)
+            assert hidden is not None  # nobody can abort it
+            layers.logits(hidden, logits)
+            draw_tokens(layers, logits, by, self._sample_scratch, drawn)
+
+        return work
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step on its way; see `diptych.engine.step_output.Launched`."""
+
+    left: Sequence[int]
+    """Rows whose logits the host wants."""
+    over: Callable[[], bool]
+    collect: Callable[[], Drawn]
+
+
+DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+
+
+def draw_tokens(
+    layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], scratch: Any, out: torch.Tensor
+) -> torch.Tensor:
+    """Draw a token for each row of `logits` on the device, into `out`, int64; `by` has DRAW_FIELDS."""
+    return layers.operators.sample(
+        logits,
+        by["temperature"],
+        by["top_k"],
+        by["top_p"],
+        by["min_p"],
+        by["seeds"],
+        by["counters"],
+        scratch=scratch,
+        out=out,
+    )
+
+
+def sampled(token: int) -> Sampled | SampleFailure:
+    """What a number that `draw_tokens` gave means."""
+    return NOT_FINITE if token == _NOTHING_DRAWN else Sampled(token)

@@ -1,0 +1,92 @@
+"""A step's rows times the weights: by kernels of our own where rows are few, else by the library.
+
+A library's kernels are made for many rows; up to sixteen, a step is the reading of the weights, and
+kernels/gpu/skinny_linear.py reads them faster. Among so few a row's bits are the same whatever stands beside
+it; from seventeen on the library rounds otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from diptych.engine.backends.triton.operators import Operators
+from diptych.engine.backends.triton.packed_weights import Linear, PackedWeights
+
+FEW_ROWS = 16
+"""No more are given to `skinny_linear` and `skinny_swiglu`."""
+_ALIGNED = 8
+"""Numbers of 16 bits that are read at once: rows of weights begin at a multiple, or the library is faster."""
+
+
+class Products:
+    """The products of one model's layers, and the last one."""
+
+    def __init__(self, weights: PackedWeights, operators: Operators) -> None:
+        self._operators = operators
+        self._short = weights.dtype.itemsize == 2
+        self._weights = weights
+        self._wide_head = choose_head_product(weights)
+
+    def linear(self, x: torch.Tensor, by: Linear, *, out: torch.Tensor) -> torch.Tensor:
+        """`x [T, in]` times the weight, plus the bias, into `out [T, out]`."""
+        if self._few(x):
+            return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
+        return _library(x, by, out)
+
+    def gated(self, x: torch.Tensor, by: Linear, scratch: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up`, into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 * n]`.
+
+        `scratch [T, 2 * n]` has the latter afterwards, or nothing.
+        """
+        if self._few(x):
+            return self._operators.skinny_swiglu(x, by.weight, by.bias, out=out)
+        return self._operators.swiglu(_library(x, by, scratch), out=out)
+
+    def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        """Logits of `hidden [rows, hidden]`, into `out`, float32 `[rows, vocab]`."""
+        if self._few(hidden):
+            return self._operators.skinny_linear(hidden, self._weights.head, None, out=out)
+        return self._wide_head(hidden, self._weights.head, out)
+
+    def _few(self, x: torch.Tensor) -> bool:
+        return self._short and len(x) <= FEW_ROWS and x.shape[1] % _ALIGNED == 0
+
+
+def _library(x: torch.Tensor, by: Linear, out: torch.Tensor) -> torch.Tensor:
+    if by.bias is None:
+        return torch.mm(x, by.weight.t(), out=out)
+    return torch.addmm(by.bias, x, by.weight.t(), out=out)
+
+
+HeadProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def choose_head_product(weights: PackedWeights) -> HeadProduct:
+    """How the library's last product comes to float32: within the product where torch can, else rounded and
+    widened.
+
+    Logits of 20 in bfloat16 lie an eighth apart: whole groups of tokens would be equally likely.
+    """
+    if weights.dtype == torch.float32:
+        return _plain
+    row = torch.zeros((1, weights.head.shape[1]), dtype=weights.dtype, device=weights.device)
+    out = torch.empty((1, len(weights.head)), dtype=torch.float32, device=weights.device)
+    try:
+        _wide(row, weights.head, out)
+    except (RuntimeError, TypeError):  # CPUs, and versions of torch without it
+        return _widened
+    return _wide
+
+
+def _plain(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(hidden, head.t(), out=out)
+
+
+def _wide(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(hidden, head.t(), out_dtype=torch.float32, out=out)
+
+
+def _widened(hidden: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(torch.mm(hidden, head.t()))

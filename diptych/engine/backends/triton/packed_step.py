@@ -1,0 +1,311 @@
+"""A batch as the arrays that its kernels read: planned on the host, brought to the device in two copies.
+
+Sequences are ordered by memory, and within a memory decode rows come before chunks, so that every kernel
+sees one contiguous range of rows. Logits come back in the order of the batch all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diptych.engine.batch import AbortWords, SequenceStep
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.engine.models.shape import ModelShape
+
+Ints = npt.NDArray[np.int64]
+GATHERED_TOKENS = 65_536
+"""Prefill attention gathers the contexts of chunks: at most of so many tokens at once, or of one sequence."""
+NO_BLOCK = -1
+"""Of a token whose keys and values are written nowhere, as kernels/gpu/rotary_write.py has it."""
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """One token of each of several sequences: rows `rows` of the step."""
+
+    rows: slice
+    tables: torch.Tensor
+    """int32 `[rows, n]`, short ones padded with blocks that exist."""
+    lengths: torch.Tensor
+    """int32 `[rows]`: tokens to attend to, the row's own included."""
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """Several tokens of each of several sequences, packed: rows `rows` of the step."""
+
+    rows: slice
+    tables: torch.Tensor
+    """int32 `[sequences, n]`."""
+    starts: torch.Tensor
+    """int32 `[sequences]`: tokens before the chunk."""
+    offsets: torch.Tensor
+    """int32 `[sequences + 1]`: where in `rows` each chunk begins, and the end."""
+    max_tokens: int
+    """Of the longest chunk."""
+    context_tokens: int
+    """Of all sequences together: those before the chunks, and the chunks."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows whose keys and values lie in one memory."""
+
+    blocks: torch.Tensor
+    rows: slice
+    decodes: DecodeRows | None
+    chunks: tuple[ChunkRows, ...]
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """What the layers compute; all tensors on the device."""
+
+    tokens: torch.Tensor
+    """int64 `[T]`."""
+    positions: torch.Tensor
+    """int64 `[T]`."""
+    block_ids: torch.Tensor
+    """int64 `[T]`: where each token's keys and values go; NO_BLOCK is nowhere."""
+    lanes: torch.Tensor
+    """int32 `[T]`."""
+    groups: tuple[Group, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A packed step, and where the batch's sequences are in it."""
+
+    step: PackedStep
+    logit_rows: torch.Tensor
+    """int64: rows after which logits are wanted, in the order of the batch."""
+    logit_owners: tuple[int, ...]
+    """The sequence of each."""
+    spans: tuple[slice, ...]
+    """Rows of each sequence of the batch."""
+
+    def silence(self, sequence: int) -> None:
+        """Let a sequence write nothing from the next layer that is launched on."""
+        self.step.block_ids[self.spans[sequence]].fill_(NO_BLOCK)
+
+
+def pack_step(
+    sequences: Sequence[SequenceStep], abort: AbortWords | None, device: torch.device
+) -> PlacedStep:
+    """Plan a batch that `check_batch` accepted, and bring the plan to `device`."""
+    memories: dict[int, KVMemory] = {}
+    for step in sequences:
+        memories.setdefault(id(step.memory), step.memory)
+    ranks = {memory: rank for rank, memory in enumerate(memories)}
+    order = sorted(
+        range(len(sequences)),
+        key=lambda i: (ranks[id(sequences[i].memory)], len(sequences[i].token_ids) > 1),
+    )
+    spans, total = _spans(sequences, order)
+    arrays = _Arrays()
+    wide = arrays.add(*_token_columns(sequences, order, spans, total, abort))
+    logit_rows = [row for i, s in enumerate(sequences) for row in _last_rows(spans[i], s.logit_rows)]
+    rows = arrays.add(np.array(logit_rows, dtype=np.int64))
+    groups = [
+        _plan_group(memory, [i for i in order if id(sequences[i].memory) == known], sequences, spans, arrays)
+        for known, memory in memories.items()
+    ]
+    found = arrays.upload(device)
+    tokens, positions, block_ids, lanes = (found.wide[part] for part in wide)
+    return PlacedStep(
+        PackedStep(tokens, positions, block_ids, lanes.int(), tuple(group.on(found) for group in groups)),
+        logit_rows=found.wide[rows[0]],
+        logit_owners=tuple(i for i, s in enumerate(sequences) for _ in range(s.logit_rows)),
+        spans=tuple(spans),
+    )
+
+
+def used_blocks(step: SequenceStep) -> Sequence[int]:
+    """The blocks that a sequence's share of the step reads or writes."""
+    return step.block_table[: step.memory.layout.blocks_for(step.start + len(step.token_ids))]
+
+
+def _spans(sequences: Sequence[SequenceStep], order: Sequence[int]) -> tuple[list[slice], int]:
+    """Rows of each sequence, which follow one another in `order`; and how many there are."""
+    spans, begin = [slice(0, 0)] * len(sequences), 0
+    for i in order:
+        end = begin + len(sequences[i].token_ids)
+        spans[i], begin = slice(begin, end), end
+    return spans, begin
+
+
+def _last_rows(span: slice, count: int) -> range:
+    return range(span.stop - count, span.stop)
+
+
+def _token_columns(
+    sequences: Sequence[SequenceStep],
+    order: Sequence[int],
+    spans: Sequence[slice],
+    total: int,
+    abort: AbortWords | None,
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """Token, position, block and lane of each row."""
+    tokens, positions, block_ids = (np.empty(total, dtype=np.int64) for _ in range(3))
+    lanes = np.empty(total, dtype=np.int64)
+    for i in order:
+        step, span = sequences[i], spans[i]
+        size = step.memory.layout.block_size
+        at = np.arange(step.start, step.start + len(step.token_ids))
+        tokens[span], positions[span], lanes[span] = step.token_ids, at, at % size
+        if abort is not None and abort.is_aborted(i):
+            block_ids[span] = NO_BLOCK
+        else:
+            block_ids[span] = np.asarray(used_blocks(step), dtype=np.int64)[at // size]
+    return tokens, positions, block_ids, lanes
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The arrays on the device."""
+
+    wide: torch.Tensor
+    """int64."""
+    narrow: torch.Tensor
+    """int32, the same numbers."""
+
+
+class _Arrays:
+    """Integer arrays that travel together: one copy for all."""
+
+    def __init__(self) -> None:
+        self._parts: list[Ints] = []
+        self._length = 0
+
+    def add(self, *arrays: Ints) -> tuple[slice, ...]:
+        """Where in the joined array they will be."""
+        slices = []
+        for array in arrays:
+            slices.append(slice(self._length, self._length + array.size))
+            self._parts.append(array.reshape(-1))
+            self._length += array.size
+        return tuple(slices)
+
+    def upload(self, device: torch.device) -> _Found:
+        host = torch.from_numpy(np.concatenate(self._parts))
+        if device.type == "cuda":
+            host = host.pin_memory()  # else the copy would wait for all that was queued before it
+        wide = host.to(device, non_blocking=True)
+        return _Found(wide, wide.int())
+
+
+@dataclass(frozen=True)
+class _DecodePlan:
+    """Decode rows whose arrays are not on the device yet."""
+
+    rows: slice
+    width: int
+    places: tuple[slice, ...]
+    """Of tables and lengths in the joined array."""
+
+    def on(self, found: _Found) -> DecodeRows:
+        tables, lengths = (found.narrow[place] for place in self.places)
+        return DecodeRows(self.rows, tables.view(-1, self.width), lengths)
+
+
+@dataclass(frozen=True)
+class _ChunkPlan:
+    """Chunks whose arrays are not on the device yet."""
+
+    rows: slice
+    width: int
+    places: tuple[slice, ...]
+    """Of tables, starts and offsets in the joined array."""
+    max_tokens: int
+    context_tokens: int
+
+    def on(self, found: _Found) -> ChunkRows:
+        tables, starts, offsets = (found.narrow[place] for place in self.places)
+        table = tables.view(-1, self.width)
+        return ChunkRows(self.rows, table, starts, offsets, self.max_tokens, self.context_tokens)
+
+
+@dataclass(frozen=True)
+class _GroupPlan:
+    """A group whose arrays are not on the device yet: places in the joined array."""
+
+    group: Group
+    decodes: _DecodePlan | None
+    chunks: tuple[_ChunkPlan, ...]
+
+    def on(self, found: _Found) -> Group:
+        decodes = None if self.decodes is None else self.decodes.on(found)
+        return replace(self.group, decodes=decodes, chunks=tuple(plan.on(found) for plan in self.chunks))
+
+
+def _plan_group(
+    memory: KVMemory,
+    members: Sequence[int],
+    sequences: Sequence[SequenceStep],
+    spans: Sequence[slice],
+    arrays: _Arrays,
+) -> _GroupPlan:
+    decodes = [i for i in members if len(sequences[i].token_ids) == 1]
+    chunks = [i for i in members if len(sequences[i].token_ids) > 1]
+
+    def rows_of(some: Sequence[int]) -> slice:
+        return slice(spans[some[0]].start, spans[some[-1]].stop)
+
+    decode_plan = None
+    if decodes:
+        tables = _tables([sequences[i] for i in decodes])
+        lengths = np.array([sequences[i].start + 1 for i in decodes], dtype=np.int64)
+        decode_plan = _DecodePlan(rows_of(decodes), tables.shape[1], arrays.add(tables, lengths))
+    plans = [
+        _plan_chunks([sequences[i] for i in some], rows_of(some), arrays)
+        for some in _gathered_together(chunks, sequences)
+    ]
+    return _GroupPlan(Group(memory.data, rows_of(members), None, ()), decode_plan, tuple(plans))
+
+
+def _gathered_together(chunks: Sequence[int], sequences: Sequence[SequenceStep]) -> list[list[int]]:
+    """`chunks` in their order, in runs of no more context than is gathered at once."""
+    runs: list[list[int]] = []
+    room = 0
+    for i in chunks:
+        context = sequences[i].start + len(sequences[i].token_ids)
+        if not runs or context > room:
+            runs.append([])
+            room = GATHERED_TOKENS
+        runs[-1].append(i)
+        room -= context
+    return runs
+
+
+def _plan_chunks(steps: Sequence[SequenceStep], rows: slice, arrays: _Arrays) -> _ChunkPlan:
+    tables = _tables(steps)
+    counts = [len(step.token_ids) for step in steps]
+    starts = np.array([step.start for step in steps], dtype=np.int64)
+    offsets = np.cumsum([0, *counts], dtype=np.int64)
+    context = int(starts.sum() + offsets[-1])
+    return _ChunkPlan(rows, tables.shape[1], arrays.add(tables, starts, offsets), max(counts), context)
+
+
+def gathered_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+    """What a step with chunks takes beside its activations, at most, for contexts of a model in `dtype`."""
+    tokens = max(GATHERED_TOKENS, shape.max_context)
+    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
+
+
+def _tables(steps: Sequence[SequenceStep]) -> Ints:
+    """Their block tables as rows, each padded with its own first block."""
+    used = [used_blocks(step) for step in steps]
+    tables = np.empty((len(used), max(map(len, used))), dtype=np.int64)
+    for row, blocks in zip(tables, used, strict=True):
+        row[: len(blocks)] = blocks
+        row[len(blocks) :] = blocks[0]
+    return tables

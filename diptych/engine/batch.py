@@ -1,0 +1,94 @@
+"""What one engine step computes: rows of decode and chunks of prefill, freely mixed.
+
+Computed tokens catch up with existing ones: a decode row is a chunk of one token, a prefill chunk one of
+many. Nothing else tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from diptych.engine.kv.kv_memory import KVMemory
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """One sequence's share of a step: compute `token_ids` at positions `start, start + 1, ...`.
+
+    Position p lives in `memory` at block `block_table[p // block_size]`, lane `p % block_size`. Keys and
+    values of positions below `start` must be there already; those of this step are written by the step.
+    Sequences of one batch may lie in different memories (the pools of several decode workers).
+    """
+
+    memory: KVMemory
+    block_table: Sequence[int]
+    start: int
+    token_ids: Sequence[int]
+    wants_logits: bool
+    """Whether the step returns logits after the last of `token_ids`."""
+    trailing: int = 1
+    """Where logits are wanted, after how many of the last tokens of `token_ids`."""
+    follows: int | None = None
+    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose drawn
+    token is this step's one token. What stands in `token_ids` is not looked at then.
+    """
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that this sequence has in the step's result."""
+        return self.trailing if self.wants_logits else 0
+
+
+class AbortWords:
+    """One word a sequence of a step; another thread sets it, the step reads it between layers.
+
+    A sequence whose word is set writes no more keys and values from the next layer on; when all are set the
+    step ends. A store of one aligned int32 is atomic on every machine that we run on, so that no lock is
+    needed; a native step may read the array directly.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.words: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+
+    def abort(self, index: int) -> None:
+        """Stop the sequence at `index` of the step."""
+        self.words[index] = 1
+
+    def is_aborted(self, index: int) -> bool:
+        """Whether the sequence at `index` was told to stop."""
+        return bool(self.words[index])
+
+    def all_aborted(self) -> bool:
+        """Whether nothing of the step is wanted any more."""
+        return bool(self.words.all())
+
+
+class BatchError(ValueError):
+    """A step that cannot be computed: an empty chunk, a block table too short, a token outside the
+    vocabulary, more rows of logits than tokens.
+    """
+
+
+def check_batch(sequences: Sequence[SequenceStep], vocab_size: int) -> None:
+    """Raise BatchError, naming the row, for a step that would read or write outside its memory."""
+    for row, step in enumerate(sequences):
+        layout = step.memory.layout
+        end = step.start + len(step.token_ids)
+        if not step.token_ids:
+            raise BatchError(f"row {row}: no tokens to compute")
+        if step.start < 0:
+            raise BatchError(f"row {row}: starts before position 0")
+        if not 0 <= step.logit_rows <= len(step.token_ids):
+            raise BatchError(f"row {row}: {step.trailing} rows of logits of {len(step.token_ids)} tokens")
+        blocks = layout.blocks_for(end)
+        if blocks > len(step.block_table):
+            raise BatchError(f"row {row}: {end} tokens do not fit into {len(step.block_table)} blocks")
+        if min(step.token_ids) < 0 or max(step.token_ids) >= vocab_size:
+            raise BatchError(f"row {row}: a token id outside the vocabulary of {vocab_size}")
+        used = step.block_table[:blocks]
+        if min(used) < 0 or max(used) >= step.memory.num_blocks:
+            raise BatchError(f"row {row}: a block outside the memory of {step.memory.num_blocks} blocks")

@@ -1,0 +1,147 @@
+"""A loaded model: its shape, its stop tokens and the backend that computes it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from diptych.engine.backend import Backend
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.dtype import ON_CPU, ON_GPU, PLAIN, Precision
+from diptych.engine.kv.kv_dtype import KVCacheDtype, kept_dtype, kept_scales
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.models.shape import ModelShape, UnsupportedModel
+from diptych.engine.weights import Weights
+from diptych.engine.weights.checkpoint import read_checkpoint
+
+_LOG = logging.getLogger(__name__)
+
+BackendChoice = Literal["auto", "torch", "native", "triton"]
+_CPU = torch.device("cpu")
+BackendName = Literal["torch", "native", "triton"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is ready to compute."""
+
+    shape: ModelShape
+    precision: Precision
+    dtype: torch.dtype
+    """Of keys and values."""
+    eos_token_ids: tuple[int, ...]
+    backend: Backend
+    backend_name: BackendName
+    device: torch.device = _CPU
+
+    def kv_layout(self, block_size: int) -> KVLayout:
+        """How blocks of `block_size` tokens of this model look."""
+        shape = self.shape
+        return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
+
+    def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
+        """Blocks of this process' own, where this model computes."""
+        if self.device.type == "cpu":
+            return KVMemory(layout, num_blocks)
+        return KVMemory.on_device(layout, num_blocks, self.device)
+
+
+def native_step_works() -> bool:
+    """Whether this installation has the native step."""
+    from kernels.cpu import library
+
+    try:
+        library.load()
+    except library.LibraryMissing:
+        return False
+    return True
+
+
+def load_model(
+    path: Path,
+    precision: Precision | torch.dtype,
+    *,
+    backend: BackendChoice = "auto",
+    device: torch.device | str = "cpu",
+    kv_cache: KVCacheDtype = "auto",
+) -> Model:
+    """Load a GGUF file or a Hugging Face folder with safetensors.
+
+    A torch dtype means the precision that stores everything in it.
+
+    On a CPU, `auto` takes the native backend where it can run this model on this machine, else torch; on a
+    GPU it is triton, and there is no other. `kv_cache` says in what numbers keys and values are kept.
+
+    Raises FileNotFoundError, UnsupportedModel (the message names what is not supported), BadModelFile for a
+    broken file, and NativeUnavailable or TritonUnavailable if the backend that was asked for cannot be had.
+    """
+    chosen, where = _precision(precision), torch.device(device)
+    _check_choice(chosen, backend, where)
+    _check_kv_cache(kv_cache, backend, where)
+    checkpoint = read_checkpoint(path, chosen)
+    shape, weights, dtype = checkpoint.shape, checkpoint.weights, kept_dtype(kv_cache, chosen)
+    scales = kept_scales(kv_cache, shape, checkpoint.kv_scales)
+    made: Backend
+    name: BackendName
+    if backend == "triton" or where.type == "cuda":
+        from diptych.engine.backends.triton.backend import (
+            TritonBackend,  # here: Triton is not installed everywhere
+        )
+
+        made, name = TritonBackend(shape, weights, where, kv_scales=scales), "triton"
+        where = made.device
+    else:
+        made, name = _make_backend(shape, weights, dtype, backend, scales)
+    return Model(shape, chosen, dtype, checkpoint.eos_token_ids, made, name, where)
+
+
+def _check_choice(precision: Precision, backend: BackendChoice, device: torch.device) -> None:
+    """Raises UnsupportedModel for what does not go together, before gigabytes are read."""
+    if device.type == "cuda" and backend not in ("auto", "triton"):
+        raise UnsupportedModel(f"backend {backend} computes on the CPU, not on {device}")
+    on_gpu = device.type == "cuda" or backend == "triton"
+    if precision not in (ON_GPU if on_gpu else ON_CPU):
+        known = ", ".join(ON_GPU if on_gpu else ON_CPU)
+        raise UnsupportedModel(f"dtype {precision} is not computed on {device.type}; {known} are")
+
+
+def _check_kv_cache(kv_cache: KVCacheDtype, backend: BackendChoice, device: torch.device) -> None:
+    """Raises UnsupportedModel where keys and values are not kept so."""
+    if kv_cache == "fp8" and device.type == "cpu" and backend in ("auto", "native"):
+        raise UnsupportedModel(
+            "kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
+            "a GPU keeps them in fp8, and so does backend torch, slowly"
+        )
+
+
+def _precision(asked: Precision | torch.dtype) -> Precision:
+    if not isinstance(asked, torch.dtype):
+        return asked
+    for precision, dtype in PLAIN.items():
+        if dtype == asked:
+            return precision
+    raise UnsupportedModel(f"dtype {asked}: only float32, float16 and bfloat16 are computed")
+
+
+def _make_backend(
+    shape: ModelShape,
+    weights: Weights,
+    dtype: torch.dtype,
+    choice: BackendChoice,
+    kv_scales: torch.Tensor | None,
+) -> tuple[Backend, BackendName]:
+    if choice != "torch":
+        # Imported here: it loads the native library, which the torch backend does not need.
+        from diptych.engine.backends.native.backend import NativeBackend, NativeUnavailable
+
+        try:
+            return NativeBackend(shape, weights, dtype), "native"
+        except NativeUnavailable as error:
+            if choice == "native":
+                raise
+            _LOG.warning("no native backend, torch computes, which is slower: %s", error)
+    return TorchBackend(shape, weights, kv_scales), "torch"

@@ -1,0 +1,89 @@
+"""What a model looks like: the sizes and switches that one decoder definition needs for every supported
+family.
+
+Sources: `config.json` of a Hugging Face folder, or the metadata of a GGUF file (see diptych/engine/weights/).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class UnsupportedModel(ValueError):
+    """The model's files ask for something that this engine does not compute. The message names it."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length that the model was trained on.
+
+    `linear` divides all frequencies by `factor` (Chen et al. 2023); `llama3` keeps high frequencies, divides
+    low ones and blends between (Llama 3.1 report); `yarn` blends by the number of rotations within the
+    trained length and scales the attention (Peng et al. 2023).
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "factors"]
+    factor: float = 1.0
+    original_context: int = 0
+    """Tokens of context at training (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Multiplies cos and sin (yarn); None means 0.1 ln(factor) + 1."""
+    factors: tuple[float, ...] = ()
+    """A divisor for each pair of lanes (how GGUF files carry llama3 scaling)."""
+    truncate: bool = True
+    """Whether yarn rounds the borders of its blend to whole dimensions."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and switches of one decoder-only transformer."""
+
+    family: str
+    """llama, mistral, ministral, qwen2 or qwen3: only a name, no code asks for it."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_eps: float
+    rope_theta: float
+    max_context: int
+    """Positions that the model was made for, in tokens."""
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """A bias on the attention's output projection (Llama with attention_bias)."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over each head of queries and keys before the rotation (Qwen3)."""
+    windows: tuple[int | None, ...] = ()
+    """Per layer: how many last tokens, itself included, a token attends to; None is all. Empty is all,
+    everywhere.
+    """
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for field in (*sizes, "intermediate_size", "max_context"):
+            if getattr(self, field) < 1:
+                raise UnsupportedModel(f"{field} is below 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim {self.head_dim} is odd: rotary embedding needs pairs")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise UnsupportedModel(f"{len(self.windows)} attention windows for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise UnsupportedModel("an attention window is below 1")
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of `layer` in tokens, None for all: also where no context outgrows it."""
+        window = self.windows[layer] if self.windows else None
+        return None if window is None or window >= self.max_context else window

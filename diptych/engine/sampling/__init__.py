@@ -1,0 +1,45 @@
+"""From logits to tokens: rules, temperature, top-k, top-p, min-p, and a draw that time and neighbours do not
+sway.
+
+A row goes through these stations in this order; one that its request does not ask for is not entered:
+
+    logit bias             added before everything else
+    allowed token ids      all others are forbidden
+    bad words              the last token of a sequence whose others have just come is forbidden
+    repetition penalty     prompt and output; as in transformers
+    frequency, presence    output only; as in vLLM (transformers has none)
+    suppression            stop tokens, while min_tokens is not reached
+    mask                   what a grammar lets come now
+    temperature, top-k, top-p, min-p, the draw
+
+Forbidden is minus infinity, which no later station lifts. Scores that are told (`Score`) are those of the
+model itself: they know nothing of any station.
+
+The draw is counter-based: its one random number is a hash of (seed, index of the output token). A request
+that is resumed elsewhere after any fault continues with the same tokens, and a row never depends on the batch
+around it.
+"""
+
+from diptych.engine.sampling.params import SamplingParams
+from diptych.engine.sampling.random import choice_seed, distribution, uniform
+from diptych.engine.sampling.sample import candidates, sample
+from diptych.engine.sampling.sample_row import Candidate, Sampled, SampleFailure, SampleRow, Score, TokenMask
+from diptych.engine.sampling.token_logprobs import score_tokens
+from diptych.engine.sampling.topk import likeliest
+
+__all__ = [
+    "Candidate",
+    "SampleFailure",
+    "SampleRow",
+    "Sampled",
+    "SamplingParams",
+    "Score",
+    "TokenMask",
+    "candidates",
+    "choice_seed",
+    "distribution",
+    "likeliest",
+    "sample",
+    "score_tokens",
+    "uniform",
+]

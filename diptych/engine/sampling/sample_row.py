@@ -1,0 +1,73 @@
+"""What goes into sampling for one row of logits, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from diptych.engine.sampling.logits_processor import Scores
+from diptych.engine.sampling.params import SamplingParams
+
+
+class TokenMask(Protocol):
+    """What may come now, by knowledge that is not the engine's: the state of a grammar."""
+
+    def apply(self, scores: Scores) -> None:
+        """Set what must not come to minus infinity, in place. `scores` is float32 `[vocab]`."""
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What one row of logits is sampled with."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    """Tokens emitted so far; their number is the counter of the draw."""
+    suppress: Sequence[int] = ()
+    """Tokens that must not come now (stop tokens while min_tokens is not reached)."""
+    mask: TokenMask | None = None
+
+    @property
+    def ruled(self) -> bool:
+        """Whether anything changes the logits."""
+        return bool(self.params.rules) or bool(self.suppress) or self.mask is not None
+
+
+class Score(NamedTuple):
+    """What the model itself thought of a token: before biases, penalties, masks and temperature."""
+
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1 is the likeliest; tokens of the same probability share a rank."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The token of a row; its score if the row's parameters ask for scores."""
+
+    token_id: int
+    score: Score | None = None
+
+
+class Candidate(NamedTuple):
+    """A token that a beam may go on with."""
+
+    token_id: int
+    logprob: float
+    """After the rules: what the score of the beam grows by."""
+    score: Score | None = None
+    """If the row's parameters ask for scores."""
+
+
+@dataclass(frozen=True)
+class SampleFailure:
+    """The row has no token to give: its logits are NaN or infinite, or everything is forbidden."""
+
+    reason: str
+    by_request: bool = False
+    """Whether the request's own rules leave no token: nobody's fault but the caller's."""

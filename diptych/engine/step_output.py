@@ -1,0 +1,45 @@
+"""What a step gives when tokens are drawn where the logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token for each row of logits that was drawn, and the logits of the others."""
+
+    tokens: Sequence[Sampled | SampleFailure | None]
+    """A row each; None: its logits are in `logits`."""
+    logits: torch.Tensor
+    """Float32 `[rows that were not drawn, vocab]` on the CPU, in order."""
+
+    @classmethod
+    def nothing(cls, logits: torch.Tensor) -> Drawn:
+        """A step after which every row has its logits."""
+        return cls([None] * logits.shape[0], logits)
+
+
+class Launched(Protocol):
+    """A step that a device has been given."""
+
+    def over(self) -> bool:
+        """Whether `collect` would not wait."""
+        ...
+
+    def collect(self) -> Drawn:
+        """Wait for the step and read what it gave; once, and in the order of the launches."""
+        ...
+
+
+def drawable(row: SampleRow) -> SampleRow | None:
+    """The row, if temperature, top-k, top-p and min-p alone decide its token and only that is asked: what a
+    device can draw. Else None: somebody has to look at the logits.
+    """
+    return None if row.ruled or row.params.logprobs is not None else row

@@ -1,0 +1,59 @@
+"""Which tensors of a quantised model are kept in blocks, and what becomes of the others."""
+
+from __future__ import annotations
+
+import gguf
+import torch
+
+from diptych.engine.dtype import PLAIN, Precision
+from diptych.engine.weights.canonical import Matrix
+from kernels import byte_codes, byte_linear, quantised_linear
+from kernels.quantised_linear import BlockFormat, BlockMatrix
+
+_MATRICES = frozenset({"q", "k", "v", "o", "gate", "up", "down", "head"})
+_FUSED = ({"q", "k", "v"}, {"gate", "up"})
+_KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
+    gguf.GGMLQuantizationType.Q4_0: "q4_0",
+    gguf.GGMLQuantizationType.Q4_1: "q4_1",
+    gguf.GGMLQuantizationType.Q8_0: "q8_0",
+}
+
+
+def is_matrix(name: str) -> bool:
+    """Whether the tensor of this canonical name is multiplied with (the embedding is only looked up)."""
+    return name.rsplit(".", 1)[-1] in _MATRICES
+
+
+def multiplied_together(name: str) -> list[str]:
+    """Canonical names of all matrices that one product joins with `name`, itself included."""
+    prefix, _, field = name.rpartition(".")
+    for group in _FUSED:
+        if field in group:
+            return [f"{prefix}.{other}" for other in sorted(group)]
+    return [name]
+
+
+def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
+    """The format in which matrices of these types are kept together, None if they cannot be."""
+    return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
+
+
+def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | None:
+    """Blocks of the file as `precision` stores them, if it makes no full numbers of them; else None."""
+    if precision == "gguf":
+        return blocks
+    return byte_codes.code_matrix(blocks) if precision == "int8" else None
+
+
+def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
+    """A tensor of full numbers as `precision` stores it, in memory of its own.
+
+    `tensor` may be the file itself, mapped: whoever writes another model over it would change one in use.
+    """
+    if precision in PLAIN:
+        return tensor.to(PLAIN[precision], copy=True)
+    if is_matrix(name):
+        if precision == "int8":
+            return byte_linear.quantise_matrix(tensor)
+        return quantised_linear.quantise_matrix(tensor)
+    return tensor.to(torch.bfloat16 if name == "embed" else torch.float32, copy=True)

@@ -1,0 +1,52 @@
+"""One way in for all kinds of model files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diptych.engine.dtype import Precision
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights.canonical import Checkpoint
+
+
+def is_quantised(path: Path) -> bool:
+    """Whether a model's matrices are in quantised blocks, or in codes that can be kept in such.
+
+    Raises FileNotFoundError, UnsupportedModel or BadModelFile.
+    """
+    if path.is_dir():
+        from diptych.engine.weights.safetensors_folder import keeps_blocks
+
+        return keeps_blocks(path)
+    if path.suffix.lower() != ".gguf":
+        return False
+    from diptych.engine.weights.gguf_file import has_quantised_matrices
+
+    return has_quantised_matrices(path)
+
+
+def weight_bytes(path: Path) -> int:
+    """Size of the files that hold a model's weights; 0 where there are none. Raises BadModelFile."""
+    if path.is_dir():
+        from diptych.engine.weights import safetensors_folder
+
+        return safetensors_folder.weight_bytes(path)
+    return path.stat().st_size if path.is_file() else 0
+
+
+def read_checkpoint(path: Path, precision: Precision) -> Checkpoint:
+    """Read a `.gguf` file or a Hugging Face folder, its tensors as `precision` stores them.
+
+    Raises FileNotFoundError, UnsupportedModel or BadModelFile.
+    """
+    if path.is_dir():
+        from diptych.engine.weights.safetensors_folder import read_folder
+
+        return read_folder(path, precision)
+    if not path.exists():
+        raise FileNotFoundError(f"no model at {path}")
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedModel(f"{path.name}: a model is a .gguf file or a folder with config.json")
+    from diptych.engine.weights.gguf_file import read_gguf
+
+    return read_gguf(path, precision)

@@ -1,0 +1,232 @@
+"""From a GGUF file's metadata to a ModelShape, each key with llama.cpp's meaning and default.
+
+What the engine does not compute is refused, by key. That holds for keys made up later too: below `attention.`
+and `rope.`, and among the scales, only what is named here passes, and 0, which is llama.cpp's "not set".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from diptych.engine.models.rope import yarn_magnitude
+from diptych.engine.models.shape import ModelShape, RopeScaling, UnsupportedModel
+from diptych.engine.weights.canonical import BadModelFile
+from diptych.engine.weights.gguf_header import GgufHeader, GgufTensor, Scalar
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_READ = frozenset(
+    {
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",  # says how the model was made, not how it is computed
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+_WATCHED_BEGIN = ("attention.", "rope.")
+_WATCHED_END = ("_scale", "_softcapping", "use_parallel_residual")
+
+
+def shape_from_header(header: GgufHeader, rope_factors: Sequence[float] | None) -> ModelShape:
+    """The shape that a header describes; `rope_factors` are the numbers of rope_freqs.weight, if it is there.
+
+    Raises UnsupportedModel or BadModelFile, naming the key or tensor.
+    """
+    family = str(_required(header.metadata.get("general.architecture"), "general.architecture"))
+    if family not in _FAMILIES:
+        raise UnsupportedModel(f"architecture {family!r}: supported are {', '.join(_FAMILIES)}")
+    metadata = _Metadata(family, header.metadata, header.arrays)
+    shape = _shape(metadata, header.tensors, rope_factors)
+    _refuse_what_is_not_computed(metadata, shape)
+    return shape
+
+
+class _Metadata:
+    """The values below one family's prefix, by the rest of the key and by type."""
+
+    def __init__(self, family: str, values: Mapping[str, Scalar], arrays: Collection[str]) -> None:
+        self.family = family
+        self._values = values
+        for key in arrays:
+            if key.startswith(f"{family}."):
+                raise UnsupportedModel(f"metadata {key} is an array: layers that differ are not computed")
+
+    def key(self, name: str) -> str:
+        return f"{self.family}.{name}"
+
+    def items(self) -> Iterator[tuple[str, Scalar]]:
+        prefix = self.key("")
+        return ((key[len(prefix) :], value) for key, value in self._values.items() if key.startswith(prefix))
+
+    def get(self, name: str) -> Scalar | None:
+        return self._values.get(self.key(name))
+
+    def integer(self, name: str) -> int | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, int):
+            raise BadModelFile(f"metadata {self.key(name)} is not a whole number")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.get(name)
+        if isinstance(value, str):
+            raise BadModelFile(f"metadata {self.key(name)} is not a number")
+        return value
+
+    def size(self, name: str) -> int:
+        return _required(self.integer(name), self.key(name))
+
+    def positive(self, name: str) -> float | None:
+        value = self.number(name)
+        if value is not None and not 0 < value < math.inf:
+            raise BadModelFile(f"metadata {self.key(name)} is {value}, not a positive number")
+        return value
+
+
+_T = TypeVar("_T")
+
+
+def _required(value: _T | None, key: str) -> _T:
+    if value is None:
+        raise BadModelFile(f"metadata {key} is missing or an array")
+    return value
+
+
+def _shape(
+    metadata: _Metadata, tensors: Mapping[str, GgufTensor], rope_factors: Sequence[float] | None
+) -> ModelShape:
+    if metadata.get("expert_count"):
+        raise UnsupportedModel("expert_count: mixtures of experts are not supported")
+    heads, hidden, layers = (
+        metadata.size(name) for name in ("attention.head_count", "embedding_length", "block_count")
+    )
+    if heads < 1 or hidden < 1:
+        raise BadModelFile("a model without heads or width")
+    width = metadata.integer("attention.key_length") or hidden // heads
+    if metadata.integer("attention.value_length") not in (None, width):
+        raise UnsupportedModel("keys and values of different length")
+    if metadata.integer("rope.dimension_count") not in (None, width):
+        raise UnsupportedModel("rope.dimension_count: only whole heads are rotated")
+    window = metadata.integer("attention.sliding_window")
+    if "token_embd.weight" not in tensors:
+        raise BadModelFile("tensor token_embd.weight is missing")
+    epsilon = "attention.layer_norm_rms_epsilon"
+    return ModelShape(
+        family=metadata.family,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=metadata.integer("attention.head_count_kv") or heads,
+        head_dim=width,
+        intermediate_size=metadata.size("feed_forward_length"),
+        rms_eps=_required(metadata.number(epsilon), metadata.key(epsilon)),
+        rope_theta=metadata.number("rope.freq_base") or 10000.0,
+        max_context=metadata.size("context_length"),
+        rope_scaling=_rope_scaling(metadata, _checked(rope_factors, width // 2)),
+        tied_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm=metadata.family == "qwen3" or "blk.0.attn_q_norm.weight" in tensors,
+        windows=(window,) * layers if window else (),
+    )
+
+
+def _checked(factors: Sequence[float] | None, pairs: int) -> Sequence[float] | None:
+    if factors is not None and len(factors) != pairs:
+        raise BadModelFile(f"tensor rope_freqs.weight has {len(factors)} factors for {pairs} pairs of lanes")
+    if factors is not None and not all(0 < factor < math.inf for factor in factors):
+        raise BadModelFile("tensor rope_freqs.weight has factors that are not positive numbers")
+    return factors
+
+
+def _rope_scaling(metadata: _Metadata, factors: Sequence[float] | None) -> RopeScaling | None:
+    kind = metadata.get("rope.scaling.type")
+    if kind == "yarn":
+        if factors is not None:
+            raise UnsupportedModel("rope.scaling.type 'yarn' together with rope_freqs.weight")
+        return _yarn(metadata)
+    if kind not in (None, "none", "linear"):
+        raise UnsupportedModel(f"rope.scaling.type {kind!r}: supported are linear and yarn")
+    if metadata.number("rope.scaling.attn_factor") not in (None, 1.0):
+        raise UnsupportedModel(f"metadata {metadata.key('rope.scaling.attn_factor')}: only yarn has one")
+    stretch = 1.0 if kind == "none" else _stretch(metadata)
+    if factors is not None:
+        return RopeScaling("factors", factors=tuple(factor * stretch for factor in factors))
+    return None if stretch == 1.0 else RopeScaling("linear", stretch)
+
+
+def _stretch(metadata: _Metadata) -> float:
+    """What all frequencies are divided by. Its first name was `rope.scale_linear`; 0 is "not set"."""
+    for name in ("rope.scaling.factor", "rope.scale_linear"):
+        if (given := metadata.number(name)) is not None:
+            return (metadata.positive(name) if given else None) or 1.0
+    return 1.0
+
+
+def _yarn(metadata: _Metadata) -> RopeScaling:
+    name = "rope.scaling.factor"
+    factor = _required(metadata.positive(name), metadata.key(name))
+    original = metadata.size("rope.scaling.original_context_length")
+    if original < 1:
+        raise BadModelFile("metadata rope.scaling.original_context_length is below 1")
+    # llama.cpp multiplies the usual magnitude with this; transformers' attention_factor stands in its place.
+    sharper = metadata.positive("rope.scaling.attn_factor")
+    return RopeScaling(
+        "yarn",
+        factor,
+        original,
+        beta_fast=metadata.positive("rope.scaling.yarn_beta_fast") or 32.0,
+        beta_slow=metadata.positive("rope.scaling.yarn_beta_slow") or 1.0,
+        attention_factor=None if sharper is None else sharper * yarn_magnitude(factor),
+    )
+
+
+def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape) -> None:
+    """Raises UnsupportedModel for a key that would change the numbers and that nobody reads."""
+    for name, value in metadata.items():
+        if name in _READ or not (name.startswith(_WATCHED_BEGIN) or name.endswith(_WATCHED_END)):
+            continue
+        neutral = _neutral(name, shape)
+        if isinstance(value, str) or not any(math.isclose(value, one, rel_tol=1e-5) for one in neutral):
+            raise UnsupportedModel(f"metadata {metadata.key(name)} {value!r} is not computed")
+
+
+def _neutral(name: str, shape: ModelShape) -> tuple[float, ...]:
+    """The values of a key that change nothing."""
+    scaling = shape.rope_scaling
+    yarn = scaling is not None and scaling.kind == "yarn"
+    match name:
+        case "attention.causal":
+            return (True,)
+        case "attention.scale":
+            return (0.0, shape.head_dim**-0.5)
+        case "attention.key_length_swa" | "attention.value_length_swa" | "rope.dimension_count_swa":
+            return (0, shape.head_dim)
+        case "rope.freq_base_swa":
+            return (0.0, shape.rope_theta)
+        case "rope.scaling.yarn_ext_factor":
+            return (-1.0, 1.0 if yarn else 0.0)
+        case "rope.scaling.yarn_attn_factor":
+            # llama.cpp's converter writes transformers' attention_factor here, llama.cpp does not read it for
+            # these families: only where both come to the same is it clear what is meant.
+            return (yarn_magnitude(scaling.factor) if scaling is not None and yarn else 1.0,)
+        case "attention.layer_norm_epsilon":
+            return (0.0, shape.rms_eps)
+        case _ if name.endswith("_scale"):
+            return (0.0, 1.0)
+    return (0.0,)

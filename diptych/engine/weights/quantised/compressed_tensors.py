@@ -1,0 +1,120 @@
+"""compressed-tensors: what llm-compressor writes (github.com/neuralmagic/compressed-tensors).
+
+Packed whole numbers: ``weight_packed`` int32 `[out, in * bits / 32]`, ``weight_scale`` `[out, groups]`,
+``weight_zero_point`` int32 `[out * bits / 32, groups]` where there are zeros (in old folders `[out, groups]`,
+not packed, with a sign), ``weight_g_idx`` `[in]` where inputs are ordered, all -1 where nobody ordered them.
+Whole numbers of eight bits, and FP8: ``weight`` and ``weight_scale``. Whole numbers have a sign, which packed
+ones lose to an offset of half their range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights.canonical import BadModelFile
+from diptych.engine.weights.quantised.fp8 import rectangle, scaled
+from diptych.engine.weights.quantised.integer_codes import Codes, fit_blocks, unpacked
+from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+
+_WORD = 32
+_BITS = {"int": (4, 8), "float": (8,)}
+_ORDERED = ("group", "dynamic", "true")
+
+
+class CompressedTensors(Scheme):
+    """Raises UnsupportedModel, naming the field."""
+
+    parts = frozenset(
+        {
+            *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+            *("input_scale", "input_zero_point"),
+        }
+    )
+    marks = ("weight_scale",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            raise UnsupportedModel("quantization_config.sparsity_config: sparse weights are not read")
+        if config.get("transform_config"):
+            raise UnsupportedModel("quantization_config.transform_config: rotated weights are not read")
+        weights = _only_kind(config)
+        kind, self._bits = str(weights.get("type", "int")), int(weights.get("num_bits", 8))
+        if self._bits not in _BITS.get(kind, ()):
+            raise UnsupportedModel(
+                f"quantization_config.config_groups: {kind} weights of {self._bits} bits are not read"
+            )
+        self._floats = kind == "float"
+        self._group = int(weights.get("group_size") or -1)
+        self._rectangle = rectangle(weights.get("block_structure"))
+        self._symmetric = bool(weights.get("symmetric", True))
+        self._ordered = str(weights.get("actorder")).lower() in _ORDERED
+        fit = not self._floats and fit_blocks(bits=self._bits, group=self._group)
+        self.keeps_codes = fit and not self._ordered
+
+    def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
+        scales = tensors.read(f"{matrix}.weight_scale")
+        if self._floats:
+            return scaled(f"{matrix}.weight", tensors.read(f"{matrix}.weight"), scales, self._rectangle)
+        codes = self._codes(matrix, tensors)
+        return Codes(
+            codes,
+            _of_all(scales),
+            _of_all(self._zeros(matrix, tensors, len(codes), scales)),
+            self._group if self._group > 0 else codes.shape[1],
+            self._order(matrix, tensors),
+        )
+
+    @property
+    def _offset(self) -> int:
+        """What makes whole numbers with a sign codes without."""
+        return 1 << self._bits - 1
+
+    def _codes(self, matrix: str, tensors: Tensors) -> torch.Tensor:
+        if not tensors.has(name := f"{matrix}.weight_packed"):
+            weight = tensors.read(name := f"{matrix}.weight")
+            if weight.dtype != torch.int8 or weight.ndim != 2:
+                raise BadModelFile(f"tensor {name} is {weight.dtype} {tuple(weight.shape)}, not int8")
+            return (weight.int() + self._offset).to(torch.uint8)
+        codes = unpacked(tensors.read(name), self._bits, dim=1)
+        rows, columns = (int(size) for size in tensors.read(f"{matrix}.weight_shape").flatten())
+        if len(codes) != rows or not 0 <= codes.shape[1] - columns < _WORD // self._bits:
+            raise BadModelFile(f"tensor {name} has {tuple(codes.shape)} numbers, not {(rows, columns)}")
+        return codes[:, :columns].contiguous()
+
+    def _zeros(self, matrix: str, tensors: Tensors, rows: int, scales: torch.Tensor) -> torch.Tensor:
+        """As codes; they are packed where weights are, along the outputs."""
+        if not tensors.has(name := f"{matrix}.weight_zero_point") and self._symmetric:
+            return torch.full_like(scales, self._offset)
+        zeros = tensors.read(name)
+        if zeros.dtype == torch.int32 and zeros.shape != scales.shape:
+            return unpacked(zeros, self._bits, dim=0)[:rows]
+        return zeros.int() + self._offset
+
+    def _order(self, matrix: str, tensors: Tensors) -> torch.Tensor | None:
+        if not tensors.has(name := f"{matrix}.weight_g_idx"):
+            return None
+        order = tensors.read(name).long()
+        if bool((order < 0).any()):
+            return None
+        if not self._ordered:
+            raise BadModelFile(f"tensor {name} reorders inputs, which actorder denies")
+        return order
+
+
+def _of_all(numbers: torch.Tensor) -> torch.Tensor:
+    """A number for a whole matrix has no shape, or a shape of ones."""
+    return numbers.reshape(1, 1) if numbers.numel() == 1 else numbers
+
+
+def _only_kind(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How weights are quantised: all of them alike. Raises UnsupportedModel."""
+    kinds = [group.get("weights") for group in (config.get("config_groups") or {}).values()]
+    if not kinds or not all(kinds):
+        raise UnsupportedModel("quantization_config.config_groups: each must say how weights are quantised")
+    if any(kind != kinds[0] for kind in kinds):
+        raise UnsupportedModel("quantization_config.config_groups: all matrices must be quantised alike")
+    return dict(kinds[0])

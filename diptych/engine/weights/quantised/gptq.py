@@ -1,0 +1,69 @@
+"""GPTQ (Frantar et al. 2022) as AutoGPTQ and GPTQModel write it.
+
+``qweight`` int32 `[in * bits / 32, out]`, ``qzeros`` int32 `[groups, out * bits / 32]`, ``scales``
+`[groups, out]` and ``g_idx`` int32 `[in]`, the group of each input. The first format of the file keeps zeros
+less one, subtracted from whole words: a zero of 0 borrows from its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights.canonical import BadModelFile
+from diptych.engine.weights.quantised.integer_codes import Codes, fit_blocks, unpacked
+from diptych.engine.weights.quantised.scheme import Scheme, Tensors
+
+_BITS = (2, 4, 8)
+_ZERO_LESS_ONE = {"gptq": 1, "gptq_v2": 0}
+
+
+class Gptq(Scheme):
+    """Raises UnsupportedModel, naming the field."""
+
+    parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    marks = ("qweight",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._bits = int(config.get("bits", 4))
+        if self._bits not in _BITS:
+            raise UnsupportedModel(f"quantization_config.bits {self._bits}: of GPTQ's 2, 4 and 8 are read")
+        file_format = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+        if file_format not in _ZERO_LESS_ONE:
+            known = ", ".join(_ZERO_LESS_ONE)
+            raise UnsupportedModel(
+                f"quantization_config.checkpoint_format {file_format!r}: supported are {known}"
+            )
+        # Rules that begin so leave matrices out, which lie there as full numbers then.
+        if not all(str(rule).startswith("-:") for rule in config.get("dynamic") or ()):
+            raise UnsupportedModel("quantization_config.dynamic: all matrices must have the same bits")
+        self._less = _ZERO_LESS_ONE[file_format]
+        self._group = int(config.get("group_size") or -1)
+        self._ordered = bool(config.get("desc_act", False))
+        self.keeps_codes = fit_blocks(bits=self._bits, group=self._group) and not self._ordered
+
+    def read(self, matrix: str, tensors: Tensors) -> Codes:
+        codes = unpacked(tensors.read(f"{matrix}.qweight"), self._bits, dim=0).T
+        ones = sum(self._less << place for place in range(0, 32, self._bits))
+        zeros = unpacked(tensors.read(f"{matrix}.qzeros") + ones, self._bits, dim=1).T
+        group = self._group if self._group > 0 else codes.shape[1]
+        return Codes(
+            codes.contiguous(),
+            tensors.read(f"{matrix}.scales").T,
+            zeros,
+            group,
+            self._order(matrix, tensors, codes.shape[1], group),
+        )
+
+    def _order(self, matrix: str, tensors: Tensors, columns: int, group: int) -> torch.Tensor | None:
+        if not tensors.has(name := f"{matrix}.g_idx"):
+            return None
+        order = tensors.read(name).long()
+        if torch.equal(order, torch.arange(columns) // group):
+            return None
+        if not self._ordered:
+            raise BadModelFile(f"tensor {name} reorders inputs, which desc_act false denies")
+        return order

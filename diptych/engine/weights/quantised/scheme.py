@@ -1,0 +1,45 @@
+"""What a way of writing quantised matrices has to know."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+import torch
+
+from diptych.engine.weights.quantised.integer_codes import Codes
+
+
+class Tensors(Protocol):
+    """A folder's tensors by name."""
+
+    def has(self, name: str) -> bool: ...
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class Scheme(ABC):
+    """How the matrices of one folder are written; those that are not quantised lie there as ``weight``."""
+
+    parts: ClassVar[frozenset[str]]
+    """What the tensors of a quantised matrix are called after it, but for ``weight``."""
+
+    keeps_codes = False
+    """Whether its codes can be kept as they are, in blocks of 32 (`Codes.in_blocks`)."""
+
+    marks: ClassVar[tuple[str, ...]]
+    """Those of its parts by which one knows a quantised matrix: it has one of them."""
+
+    @abstractmethod
+    def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
+        """A quantised one, `[out, in]`: codes, or the float32 numbers that they stand for.
+
+        Raises BadModelFile where its parts do not fit together, and UnsupportedModel for what is not read.
+        """
+
+    def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
+        """Whether `matrix` (a name without ``.weight``) is: schemes leave some out."""
+        return any(tensors.has(f"{matrix}.{mark}") for mark in self.marks)
+
+    def matrix_of(self, tensor: str) -> str | None:
+        """The matrix that a tensor is a part of; None if it is not one."""
+        return next((tensor[: -len(part) - 1] for part in self.parts if tensor.endswith(f".{part}")), None)

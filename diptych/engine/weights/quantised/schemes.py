@@ -1,0 +1,57 @@
+"""From what a folder says of its quantisation to the scheme that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights.kv_scales import only_the_cache_is_quantised
+from diptych.engine.weights.quantised.awq import Awq
+from diptych.engine.weights.quantised.bitsandbytes import BitsAndBytes
+from diptych.engine.weights.quantised.compressed_tensors import CompressedTensors
+from diptych.engine.weights.quantised.fp8 import Fp8
+from diptych.engine.weights.quantised.gptq import Gptq
+from diptych.engine.weights.quantised.scheme import Scheme
+
+_SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "gptq": Gptq,
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fp8": Fp8,
+    "bitsandbytes": BitsAndBytes,
+}
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
+    """By a config's `quantization_config`, or its older name; None where the matrices are full numbers.
+
+    Raises UnsupportedModel, naming the field, for what is not read.
+    """
+    # compressed-tensors began with the second name.
+    key = "quantization_config" if config.get("quantization_config") else "compression_config"
+    quantization = config.get(key)
+    if not quantization:
+        return None
+    try:
+        return _scheme(quantization)
+    except UnsupportedModel:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{key} makes no sense: {error!r}") from error
+
+
+def _scheme(quantization: Mapping[str, Any]) -> Scheme | None:
+    if only_the_cache_is_quantised(quantization):
+        return None
+    method = str(quantization.get("quant_method") or _unnamed(quantization))
+    if method not in _SCHEMES:
+        known = ", ".join(_SCHEMES)
+        raise UnsupportedModel(f"quantization_config.quant_method {method!r}: supported are {known}")
+    return _SCHEMES[method](quantization)
+
+
+def _unnamed(quantization: Mapping[str, Any]) -> str | None:
+    """The first configs of bitsandbytes do not say whose they are."""
+    bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+    return "bitsandbytes" if bits else None

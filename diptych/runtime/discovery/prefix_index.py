@@ -1,0 +1,97 @@
+"""Which worker holds which blocks: the pure state behind a mirror. Snapshots and events in, no I/O.
+
+Every worker numbers its updates 1, 2, …. An update that repeats is passed over, so senders may send
+again when unsure; a number that is missing means that something was lost, and the worker's whole
+snapshot has to be read again. What belongs to another life of the worker than its lease names
+(see Identity) counts for nothing.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from diptych.runtime.discovery.records import Identity
+
+
+@dataclass(frozen=True)
+class PrefixEvent:
+    """One update: blocks that entered and left a worker's cache, as 16-byte keys."""
+
+    worker_id: str
+    identity: Identity
+    seq: int
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class PrefixSnapshot:
+    """All blocks of a worker, at least up to update `seq`; later updates may be in it already."""
+
+    worker_id: str
+    identity: Identity
+    seq: int
+    keys: Collection[bytes]
+
+
+@dataclass
+class _Holdings:
+    identity: Identity
+    seq: int
+    keys: set[bytes] = field(default_factory=set)
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._holdings: dict[str, _Holdings] = {}
+
+    def load(self, snapshot: PrefixSnapshot) -> None:
+        """Replaces all that is known of the snapshot's worker."""
+        self._holdings[snapshot.worker_id] = _Holdings(snapshot.identity, snapshot.seq, set(snapshot.keys))
+
+    def apply(self, event: PrefixEvent) -> bool:
+        """Takes an update in. False: updates are missing before it, read the worker's snapshot."""
+        known = self._holdings.get(event.worker_id)
+        if known is None or known.identity.incarnation != event.identity.incarnation:
+            return False
+        if known.identity.epoch != event.identity.epoch:
+            # An older epoch's straggler says nothing; a newer epoch starts from its snapshot.
+            return event.identity.epoch < known.identity.epoch
+        if event.seq <= known.seq:
+            return True
+        if event.seq != known.seq + 1:
+            return False
+        known.seq = event.seq
+        known.keys.difference_update(event.removed)
+        known.keys.update(event.added)
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        """Forgets a worker whose lease ended."""
+        self._holdings.pop(worker_id, None)
+
+    def position(self, worker_id: str) -> tuple[Identity, int] | None:
+        """(identity, number of the last update) of what is known of a worker; None when nothing is."""
+        known = self._holdings.get(worker_id)
+        return None if known is None else (known.identity, known.seq)
+
+    def blocks(self, worker_id: str) -> int:
+        known = self._holdings.get(worker_id)
+        return 0 if known is None else len(known.keys)
+
+    def leading_hits(self, worker_id: str, identity: Identity, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt the worker holds, 0 unless its identity is this one.
+
+        Workers evict leaf first, so what they hold of a prompt is always a prefix of it: a binary
+        search finds its end in log2(len(keys)) probes.
+        """
+        known = self._holdings.get(worker_id)
+        if known is None or known.identity != identity or not known.keys:
+            return 0
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in known.keys:
+                low = middle + 1
+            else:
+                high = middle
+        return low

@@ -1,0 +1,299 @@
+"""The HTTP port of every program: /metrics (Prometheus), /health (alive), /ready (able to serve), /version.
+
+It runs on the program's own event loop, so /health also says that the loop turns. Whatever else is asked goes
+to the program's door, if it has one: the gateway's speaks OpenAI's API.
+
+What a client can do to the port is bounded here: the number of connections, the size of heads and bodies, and
+the time that a connection may sit without a whole request. A client that goes away cancels its handler. When
+clients have all connections, some short-lived ones are left in which the paths named above are answered still
+and everybody else is told to come back.
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
+from diptych.runtime.http_log import ServerLog
+from diptych.runtime.tls import BadTlsFiles, TlsFiles
+
+IDLE_S = 30.0
+"""Seconds for the head of a request, and between two requests on one connection."""
+STALL_S = 60.0
+"""A client that takes nothing of what is there for it for so long is gone, and the kernel (Linux) says so."""
+_MAX_CONNECTIONS = 1024
+_SPARE_CONNECTIONS = 64  # beyond these; each for one request
+_SPARE_S = 5.0  # that one of them may last
+_RETRY_AFTER_S = 1
+_MAX_BODY_BYTES = 64 << 10
+_BACKLOG = 512
+_GRACE_S = 0.5
+_NEXT_REQUEST_S = 0.5  # in which a client that has its answer sends its next request
+_TEXT = "text/plain"
+
+_log = logging.getLogger(__name__)
+
+Door = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class HttpEdge:
+    """Make it with `HttpEdge.start`; `port` is the one it listens on."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ready: Callable[[], bool],
+        door: Door | None,
+        *,
+        why_not_ready: Callable[[], str],
+        alive: Callable[[], bool],
+        gives_work: Callable[[str], bool] | None = None,
+        certificates: bool = False,
+    ) -> None:
+        self._registry = registry
+        self._ready = ready
+        self._why_not_ready = why_not_ready
+        self._alive = alive
+        self._gives_work = gives_work
+        self._door = door
+        self._certificates = certificates
+        self._server: _Server | None = None
+        self._runner: web.ServerRunner | None = None
+        self._leaving = False
+        self._asked = 0  # requests that the door has, also those whose bodies still come
+        self._answered_at = -math.inf  # by the door, on the event loop's clock
+        self.port = 0
+
+    @classmethod
+    async def start(
+        cls,
+        host: str,
+        port: int,
+        *,
+        registry: CollectorRegistry,
+        ready: Callable[[], bool],
+        why_not_ready: Callable[[], str] = lambda: "",
+        alive: Callable[[], bool] = lambda: True,
+        gives_work: Callable[[str], bool] | None = None,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
+        door: Door | None = None,
+        max_body_bytes: int = _MAX_BODY_BYTES,
+        share_port: bool = False,
+    ) -> "HttpEdge":
+        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200, or 503 with
+        what `why_not_ready` says in a line, and `alive` at each GET /health: whoever says no there is ended
+        by its supervisor.
+
+        `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
+        With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
+        certificates of clients, the door does, and what is for probes does not: they have none.
+        Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, CannotListen
+        when the port is taken, BadTlsFiles.
+        """
+        require_safe_bind(host, encrypted=tls is not None, insecure=insecure)
+        certificates = tls is not None and tls.client_ca is not None
+        edge = cls(
+            registry,
+            ready,
+            door,
+            why_not_ready=why_not_ready,
+            alive=alive,
+            gives_work=gives_work,
+            certificates=certificates,
+        )
+        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
+        edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
+        await edge._runner.setup()
+        try:
+            site = web.TCPSite(
+                edge._runner,
+                host,
+                port,
+                ssl_context=None if tls is None else tls.server_context(),
+                backlog=_BACKLOG,
+                reuse_port=share_port or None,
+            )
+            await site.start()
+        except BadTlsFiles:
+            await edge._runner.cleanup()
+            raise
+        except OSError as error:
+            await edge._runner.cleanup()
+            reason = (error.strerror or str(error)).rpartition(": ")[2]  # asyncio names the address, too
+            raise CannotListen(f"cannot listen on {join_host_port(host, port)}: {reason}") from error
+        edge.port = edge._runner.addresses[0][1]
+        return edge
+
+    def next_request_s(self) -> float:
+        """Once it leaves: for how long a request may still come whole from who had the door's answer just now
+        and did not read in it that the connection ends. 0 if none can. Nobody waits for probes.
+        """
+        if not self._leaving or self._server is None or not self._server.connections:
+            return 0.0
+        if self._asked:
+            return _NEXT_REQUEST_S  # ask again then
+        since = asyncio.get_running_loop().time() - self._answered_at
+        return max(0.0, _NEXT_REQUEST_S - since)
+
+    async def leave(self) -> None:
+        """Stops listening. Open connections end with the next answer whose head can still say so: who sends
+        a request after one that said nothing, because the connection is open, must not lose it.
+        """
+        self._leaving = True
+        if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+
+    async def close(self) -> None:
+        """Stops listening and drops open connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _is_spare(self, connection: Any) -> bool:
+        return self._server is not None and self._server.is_spare(connection)
+
+    def _ends_connection(self, connection: Any) -> bool:
+        """Whether an answer that begins now is the last one of its connection."""
+        return self._leaving or self._is_spare(connection)
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        operator = _OPERATOR.get(request.path)
+        if operator is None:
+            if self._is_spare(request.protocol):
+                later = {"Retry-After": str(_RETRY_AFTER_S)}
+                return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n", later)
+            if self._certificates and not _has_certificate(request):
+                return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
+            if self._door is not None:
+                self._asked += 1
+                try:
+                    return await self._door(request)
+                finally:
+                    self._asked -= 1
+                    self._answered_at = asyncio.get_running_loop().time()
+            return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
+        if request.method not in ("GET", "HEAD"):
+            return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n", {"Allow": "GET, HEAD"})
+        return operator(self, request)
+
+    def _health(self, _: web.BaseRequest) -> web.Response:
+        if self._alive():
+            return _text(HTTPStatus.OK, "alive\n")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, "stuck\n")
+
+    def _readiness(self, request: web.BaseRequest) -> web.Response:
+        worker = request.query.get("worker", "")
+        if worker and self._gives_work is not None:
+            ready, why = self._gives_work(worker), "this gateway gives the worker nothing new"
+        else:
+            ready, why = self._ready(), self._why_not_ready()
+        if ready:
+            return _text(HTTPStatus.OK, "ready\n")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"not ready: {why}\n" if why else "not ready\n")
+
+    def _metrics(self, _: web.BaseRequest) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        )
+
+    def _version(self, _: web.BaseRequest) -> web.Response:
+        body = json.dumps({"version": importlib.metadata.version("diptych")})
+        return web.Response(text=body, content_type="application/json")
+
+
+_OPERATOR: dict[str, Callable[[HttpEdge, web.BaseRequest], web.Response]] = {
+    "/health": HttpEdge._health,
+    "/ready": HttpEdge._readiness,
+    "/metrics": HttpEdge._metrics,
+    "/version": HttpEdge._version,
+}
+
+
+def _has_certificate(request: web.BaseRequest) -> bool:
+    return request.transport is not None and bool(request.transport.get_extra_info("peercert"))
+
+
+def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, text=body, content_type=_TEXT, headers=headers)
+
+
+class _Request(web.BaseRequest):
+    """Asked when the head of its answer is made, by whatever door: at the end it is too late to tell."""
+
+    ends_connection: Callable[[Any], bool]
+
+    @property
+    def keep_alive(self) -> bool:
+        return super().keep_alive and not self.ends_connection(self.protocol)
+
+
+class _Server(web.Server):
+    """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
+
+    def __init__(self, handler: Door, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
+        super().__init__(
+            handler,
+            request_factory=self._request,
+            handler_cancellation=True,
+            access_log=None,
+            logger=ServerLog(),
+            keepalive_timeout=IDLE_S,
+            lingering_time=1.0,
+            # A compressed body could be a thousand times its size; nobody sends one.
+            auto_decompress=False,
+        )
+        self._ends_connection = ends_connection
+        self._max_body_bytes = max_body_bytes
+        self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
+
+    def is_spare(self, handler: Any) -> bool:
+        """Whether it came when clients had all connections."""
+        return handler in self._spare
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        beyond = len(self.connections) - _MAX_CONNECTIONS
+        if beyond > 0:
+            _log.debug("too many HTTP connections")
+            if beyond > _SPARE_CONNECTIONS:
+                transport.abort()
+                return
+            self._spare[handler] = self._loop.call_later(_SPARE_S, transport.abort)
+        tcp = transport.get_extra_info("socket")
+        if tcp is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STALL_S * 1000))
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        timer = self._spare.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _request(
+        self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"
+    ) -> web.BaseRequest:
+        request = _Request(
+            message, payload, protocol, writer, task, self._loop, client_max_size=self._max_body_bytes
+        )
+        request.ends_connection = self._ends_connection
+        return request
+
+
+async def read_body(request: web.BaseRequest, timeout_s: float) -> bytes:
+    """The whole body. Raises HTTPRequestEntityTooLarge, RequestPayloadError (malformed) and TimeoutError."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # what was sent is no part of the response
+    async with asyncio.timeout(timeout_s):
+        return await request.read()

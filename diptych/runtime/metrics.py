@@ -1,0 +1,197 @@
+"""Every metric of the system, defined once: one class per role, one collector per attribute.
+
+Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as underscores and the
+unit at the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is
+`diptych_…`. All times in seconds. Labels have few values by construction: never the id of a request, never
+text. Two collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker,
+and `gateway.vllm_metrics`.
+
+Values are recorded at the end of a request or of an engine step, never per token; gauges of state
+that exists anyway are best bound with `set_function` and then cost something only when scraped.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.process_collector import ProcessCollector
+
+# A `_created` series beside every counter and histogram doubles the page and nobody reads it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# The buckets that the GenAI semantic conventions advise, with finer ones below for small models.
+_DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_PHASE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+def new_registry() -> CollectorRegistry:
+    """An empty registry with the process's own CPU, memory and file-descriptor metrics."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class RoleMetrics:
+    """What every role has. The load gauges carry the role ("gateway", "prefill", "decode") as a label."""
+
+    def __init__(self, registry: CollectorRegistry, role: str) -> None:
+        self.phase_duration = Histogram(
+            "diptych_request_phase_duration_seconds",
+            "Time of requests in a phase (queue, grant_wait, prefill, kv_transfer, decode_queue, decode, …)",
+            ["phase"],
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.running = Gauge(
+            "diptych_requests_running", "Requests being worked on", ["role"], registry=registry
+        ).labels(role)
+        self.waiting = Gauge(
+            "diptych_requests_waiting", "Requests that wait for their turn", ["role"], registry=registry
+        ).labels(role)
+        self.directory_connected = Gauge(
+            "diptych_directory_connected", "1 while the Redis directory answers", registry=registry
+        )
+
+
+class GatewayMetrics(RoleMetrics):
+    """The gateway's: latency as clients see it, routing, refusals."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "gateway")
+        request = ["gen_ai_operation_name", "gen_ai_request_model"]
+        self.request_duration = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Request received to last token sent; error_type is empty for requests that succeeded",
+            [*request, "error_type"],
+            buckets=_DURATION,
+            registry=registry,
+        )
+        self.time_to_first_token = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Request received to first token sent",
+            request,
+            buckets=_FIRST_TOKEN,
+            registry=registry,
+        )
+        self.time_per_output_token = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time between a request's tokens after the first",
+            request,
+            buckets=_PER_TOKEN,
+            registry=registry,
+        )
+        self.call_duration = Histogram(
+            "rpc_server_call_duration_seconds",
+            "Duration of incoming gRPC calls",
+            ["rpc_method", "rpc_response_status_code"],
+            buckets=_DURATION,
+            registry=registry,
+        )
+        self.http_duration = Histogram(
+            "http_server_request_duration_seconds",
+            "Duration of incoming HTTP requests for output, whole streams",
+            ["http_route", "http_response_status_code"],
+            buckets=_DURATION,
+            registry=registry,
+        )
+        self.input_tokens = Counter(
+            "diptych_input_tokens", "Prompt tokens of requests that were given to workers", registry=registry
+        )
+        self.cached_input_tokens = Counter(
+            "diptych_cached_input_tokens", "Of these, found in a prefix cache", registry=registry
+        )
+        self.output_tokens = Counter("diptych_output_tokens", "Tokens sent to clients", registry=registry)
+        self.route_decisions = Counter(
+            "diptych_route_decisions", "Routing decisions", ["policy", "reason"], registry=registry
+        )
+        self.predicted_hits = Counter(
+            "diptych_route_predicted_hits",
+            "Prompt tokens that the prefix index promised to be cached (actual: diptych_prefix_cache_hits)",
+            registry=registry,
+        )
+        self.rejections = Counter(
+            "diptych_rejections", "Requests refused, by error reason", ["reason"], registry=registry
+        )
+        self.retries = Counter(
+            "diptych_retries", "Attempts after a request's first, by cause", ["cause"], registry=registry
+        )
+        self.workers = Gauge(
+            "diptych_workers_ready", "Workers that can take requests", ["role"], registry=registry
+        )
+
+
+class WorkerMetrics(RoleMetrics):
+    """What both workers have: the engine's steps and the hand-over."""
+
+    def __init__(self, registry: CollectorRegistry, role: str) -> None:
+        super().__init__(registry, role)
+        self.step_duration = Histogram(
+            "diptych_engine_step_duration_seconds",
+            "Duration of one forward pass",
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.step_tokens = Counter(
+            "diptych_engine_step_tokens", "Tokens computed by engine steps", registry=registry
+        )
+        self.kv_transfer_duration = Histogram(
+            "diptych_kv_transfer_duration_seconds",
+            "Prefill: last chunk computed to commit sent. Decode: commit received to verified",
+            ["transport"],
+            buckets=_PHASE,
+            registry=registry,
+        )
+        self.kv_transfer_bytes = Counter(
+            "diptych_kv_transfer_bytes",
+            "KV bytes moved (none when prefill computes in place)",
+            ["transport"],
+            registry=registry,
+        )
+        self.kv_transfer_failures = Counter(
+            "diptych_kv_transfer_failures",
+            "Hand-overs that failed: the other worker was lost or refused, or what came was damaged",
+            ["transport"],
+            registry=registry,
+        )
+
+
+class PrefillMetrics(WorkerMetrics):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "prefill")
+
+
+class DecodeMetrics(WorkerMetrics):
+    """The decode worker's: it owns the KV blocks and the prefix cache."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry, "decode")
+        self.kv_cache_utilization = Gauge(
+            "diptych_kv_cache_utilization", "Share of KV blocks that requests hold, 0 to 1", registry=registry
+        )
+        self.quarantined_blocks = Gauge(
+            "diptych_kv_cache_quarantined_blocks",
+            "Blocks of aborted grants whose writer has not yet promised to stop",
+            registry=registry,
+        )
+        self.quarantine_age = Gauge(
+            "diptych_kv_cache_quarantine_age_seconds",
+            "Age of the oldest one",
+            registry=registry,
+        )
+        self.draft_tokens = Counter(
+            "diptych_spec_decode_draft_tokens", "Tokens drafted by speculative decoding", registry=registry
+        )
+        self.accepted_tokens = Counter(
+            "diptych_spec_decode_accepted_tokens", "Of these, those that were right", registry=registry
+        )
+        self.prefix_cache_queries = Counter(
+            "diptych_prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
+        self.prefix_cache_hits = Counter(
+            "diptych_prefix_cache_hits", "Prompt tokens found in the prefix cache", registry=registry
+        )
+        self.preemptions = Counter(
+            "diptych_preemptions", "Requests sent back because blocks ran out", registry=registry
+        )

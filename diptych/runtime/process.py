@@ -1,0 +1,192 @@
+"""The life of a program: event loop, signals, the parent's death, logging, the ready line.
+
+A program's `__main__` parses its settings and calls `run_program(main, settings)`. `main` serves
+until the stop event is set, drains, and returns the exit status. The first SIGTERM or SIGINT sets
+the event, a later one ends the process at once. A process that was given a death pipe never outlives
+its parent: the kernel kills it when the parent dies (PR_SET_PDEATHSIG), and where that cannot work
+(a parent that died before the call, another thread of it that forked, another system than Linux)
+the pipe's end of file does.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NoReturn
+
+import uvloop
+
+from diptych.runtime.cpu_time_slice import take_short_turns
+from diptych.runtime.nonblocking_stderr import PatientStream
+from diptych.runtime.settings import ProgramSettings
+from diptych.runtime.startup_error import CannotStart
+
+_PR_SET_PDEATHSIG = 1
+ONE_SIGNAL_S = 0.1
+"""timeout(1) signals its child and then the group that it is in: what comes so close together is one."""
+_log = logging.getLogger(__name__)
+
+Main = Callable[[asyncio.Event], Awaitable[int]]
+
+
+@functools.cache
+def incarnation() -> int:
+    """A random non-zero 63-bit number, the same for the life of this process: a restart is another one."""
+    return secrets.randbits(62) | (1 << 62)
+
+
+def run_program(main: Main, settings: ProgramSettings) -> int:
+    """Runs `main` on a uvloop event loop with signals, logging and the death watch set up.
+
+    Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged, of
+    CannotStart the message alone).
+    """
+    set_up_logging(settings)
+    take_short_turns()
+    allow_descriptors()
+    if settings.death_fd is not None:
+        watch_parent(settings.death_fd)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(main))
+    except CannotStart as error:
+        _log.error("cannot start: %s", error, exc_info=settings.log_level == "debug")
+        return 1
+    except Exception:
+        _log.exception("stopped by an error")
+        return 1
+
+
+def end_when_told() -> None:
+    """SIGTERM ends this process at once, from now until its event loop listens: it starts, and has nothing to
+    finish.
+
+    That is what happens anyway, but to the first process of a container: the kernel spares it signals that it
+    has no handler for. It would start, serve, and be killed in the middle of its work when the grace is over.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
+
+
+def allow_descriptors() -> None:
+    """As many open files as the system lets us have: logins and systemd begin with 1,024, which so many idle
+    connections use up, and then there are none for links and probes.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once, when all that matters is closed.
+
+    Taking an interpreter with torch apart object by object takes a second of CPU time, ten on a busy machine,
+    and a supervisor waits for it.
+    """
+    with contextlib.suppress(OSError):  # nobody reads what we write any more
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+async def _serve(main: Main) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = _Signals(stop)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, signals.heard, signum)
+    return await main(stop)
+
+
+class _Signals:
+    """The first one stops, a later one does not wait."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._first_at = 0.0
+
+    def heard(self, signum: signal.Signals) -> None:
+        now = time.monotonic()
+        if not self._stop.is_set():
+            _log.info("%s: stopping", signum.name)
+            self._first_at = now
+            self._stop.set()
+        elif now - self._first_at > ONE_SIGNAL_S:
+            _log.warning("second %s: exiting at once", signum.name)
+            os._exit(128 + signum)
+
+
+def watch_parent(death_fd: int) -> None:
+    """Ties this process's life to its parent's. Call it early, in the main thread.
+
+    The kernel's signal follows the parent *thread* that started this process, so a supervisor starts
+    its children from a thread that lives as long as they should.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            _log.warning("PR_SET_PDEATHSIG failed with errno %d; the death pipe remains", ctypes.get_errno())
+
+    def wait_for_eof() -> None:
+        # A thread, not a reader on the loop: a hung loop must not outlive the parent either.
+        with contextlib.suppress(OSError):
+            while os.read(death_fd, 64):
+                pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_eof, name="death-watch", daemon=True).start()
+
+
+def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
+    """Tells the parent that this process serves: one JSON line on ready_fd, which is then closed.
+
+    The line holds `ports` (grpc_port, http_port) and the worker id. Without ready_fd it is logged. What is on
+    the heap by now stays, and the garbage collector looks at it no more: a full collection stopped a gateway
+    for 80 ms, in which all its streams stood still.
+    """
+    gc.collect()
+    gc.freeze()
+    line = json.dumps({**ports, "worker_id": settings.worker_id})
+    _log.info("ready %s", line)
+    if settings.ready_fd is None:
+        return
+    try:
+        with os.fdopen(settings.ready_fd, "w") as pipe:
+            pipe.write(line + "\n")
+    except BrokenPipeError:
+        _log.warning("nobody reads the ready line")
+
+
+class OneLineFormatter(logging.Formatter):
+    """One record, one line: time, level, program and worker, logger, message, exception."""
+
+    def __init__(self, program: str, worker_id: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d %(levelname).1s {program}/{worker_id} %(name)s: %(message)s", "%H:%M:%S"
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\r", "").replace("\n", " ⏎ ")
+
+
+def set_up_logging(settings: ProgramSettings) -> None:
+    """Sends all logging to stderr, one line a record, replacing what was set up before."""
+    handler = logging.StreamHandler(PatientStream(sys.stderr))
+    handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
+    logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
+    if settings.log_level != "debug":
+        # Libraries' own chatter; their warnings and errors stay.
+        for name in ("asyncio", "grpc", "redis"):
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,121 @@
+"""Loading a worker's model: weights, runner, digest, and an inference that shows that it works."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diptych.engine.device import choose_device
+from diptych.engine.dtype import Precision, choose_precision
+from diptych.engine.kv.kv_memory import KVLayout
+from diptych.engine.loaded_model import Model, load_model, native_step_works
+from diptych.engine.runner import Runner
+from diptych.engine.shared_cores import CoreShare
+from diptych.engine.usable_cores import usable_cores
+from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
+from diptych.runtime.block_hash import HASH_VERSION
+from diptych.runtime.cpu_time_slice import take_long_turns
+from diptych.runtime.model_digest import model_digest
+from diptych.runtime.settings import cpu_features
+from diptych.runtime.startup_error import CannotStart
+from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.self_test import probe
+from kvtransfer.protocol.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
+
+LARGEST_BLOCK = 128
+"""Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A model that has passed its probe."""
+
+    model: Model
+    runner: Runner
+    layout: KVLayout
+    digest: str
+    dtype: str
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What another worker must have in common to exchange blocks with this one."""
+        return Fingerprint(
+            model_digest=self.digest,
+            dtype=self.dtype,
+            kv_dtype=str(self.layout.dtype).removeprefix("torch."),
+            kv_layout=self.layout.name,
+            block_size=self.layout.block_size,
+            num_layers=self.layout.num_layers,
+            num_kv_heads=self.layout.num_kv_heads,
+            head_dim=self.layout.head_dim,
+            hash_version=HASH_VERSION,
+            tensor_parallel=1,
+        )
+
+
+async def load_engine(settings: WorkerSettings) -> LoadedEngine:
+    """Read the weights and pass the probe, off the event loop: it takes seconds. Raises ProbeFailed."""
+    return await asyncio.to_thread(_load, settings)
+
+
+def _load(settings: WorkerSettings) -> LoadedEngine:
+    take_long_turns()  # the threads that the first step starts compute later ones too
+    started = time.monotonic()
+    path = settings.model_path
+    device = choose_device(settings.device)
+    _check_block_size(settings.block_size, device)
+    dtype = _precision(settings, path, device)
+    # Weights are converted in torch: more threads than this worker has cores wait for one another.
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
+    model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
+    runner = Runner(model, settings.threads, _core_share(settings, device))
+    layout = model.kv_layout(settings.block_size)
+    engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
+    probe(runner, layout)
+    log.info(
+        "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
+        path.name,
+        time.monotonic() - started,
+        dtype,
+        model.backend_name,
+        model.device,
+        runner.threads,
+    )
+    return engine
+
+
+class BlockSizeUnfit(CannotStart):
+    """Blocks that the device's kernels cannot read."""
+
+
+def _check_block_size(tokens: int, device: torch.device) -> None:
+    """Splits of a context are whole blocks on a GPU, and tiles of a power of two."""
+    if device.type == "cuda" and (tokens & (tokens - 1) or tokens > LARGEST_BLOCK):
+        raise BlockSizeUnfit(f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_BLOCK}")
+
+
+def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return choose_precision(
+        quantised_file=is_quantised(path),
+        native=settings.backend != "torch" and native_step_works(),
+        cpu_features=cpu_features(),
+        on_gpu=device.type == "cuda" or settings.backend == "triton",
+        file_bytes=weight_bytes(path),
+    )
+
+
+def _core_share(settings: WorkerSettings, device: torch.device) -> CoreShare | None:
+    """None where steps are computed on no core of this machine: nobody would gain by theirs waiting."""
+    if settings.cores_fd is None or device.type != "cpu":
+        return None
+    home = [int(core) for core in settings.home_cores.split(",") if core]
+    return CoreShare(settings.cores_fd, home=home, cores=settings.machine_cores)

@@ -1,0 +1,71 @@
+"""From settings to exit status: what every kind of worker does around its own parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from diptych.engine.backends.native.backend import NativeUnavailable
+from diptych.engine.backends.triton.operators import TritonUnavailable
+from diptych.engine.device import DeviceUnavailable
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.engine.weights.canonical import BadModelFile
+from diptych.runtime.process import leave
+from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.telemetry import Telemetry
+from diptych.worker_process.config import WorkerSettings
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+
+_MISTAKES = (
+    BadModelFile,
+    DeviceUnavailable,
+    FileNotFoundError,
+    NativeUnavailable,
+    PermissionError,
+    TritonUnavailable,
+    UnsupportedModel,
+    torch.OutOfMemoryError,
+)
+"""What the engine, which knows nothing of programs, says of files and devices that it cannot work with."""
+
+
+class Worker(Protocol):
+    """One kind of worker, put together."""
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop` is set; the process's exit status."""
+        ...
+
+
+Settings = TypeVar("Settings", bound=WorkerSettings)
+
+
+async def serve_worker(
+    settings: Settings,
+    stop: asyncio.Event,
+    make: Callable[[Settings, LoadedEngine, Telemetry], Worker],
+) -> int:
+    """Load the model, serve until `stop`, drain; the process's exit status. Raises CannotStart."""
+    telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
+    try:
+        try:
+            worker = make(settings, await _loaded_unless(stop, settings), telemetry)
+        except _MISTAKES as error:
+            raise CannotStart(str(error)) from error
+        return await worker.run(stop)
+    finally:
+        telemetry.stop()
+
+
+async def _loaded_unless(stop: asyncio.Event, settings: WorkerSettings) -> LoadedEngine:
+    """Does not return if `stop` is set before: nothing but the process's end ends the thread that loads."""
+    loading = asyncio.ensure_future(load_engine(settings))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        leave(0)
+    stopping.cancel()
+    return await loading

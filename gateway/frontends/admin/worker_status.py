@@ -1,0 +1,88 @@
+"""The workers as an operator sees them: who is usable, who is not and why, and how loaded each is.
+
+Pure: the fleet's own records in, protobuf out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from diptych.runtime.discovery.records import WorkerRecord
+from diptych.v1 import admin_pb2 as pb
+from gateway.worker_pool.codec import Load
+from gateway.worker_pool.worker import Worker
+
+_ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
+
+
+def survey(
+    workers: Iterable[Worker],
+    strangers: Iterable[WorkerRecord],
+    now: float,
+    slow: Callable[[str], str] = lambda _: "",
+) -> list[pb.WorkerInfo]:
+    """One entry a worker, prefill first, then by id.
+
+    Args:
+        workers: those that the gateway wants to work with.
+        strangers: those of the directory that it leaves alone, for they serve another model.
+        now: on the event loop's clock, as `Link.heard_at`.
+        slow: why a worker is ejected or on probation, or an empty text.
+    """
+    everybody = list(workers)
+    infos = [_info(worker, everybody, now, slow) for worker in everybody]
+    infos += [_stranger(record) for record in strangers]
+    return sorted(infos, key=lambda info: (info.role, info.worker_id))
+
+
+def _info(worker: Worker, others: Sequence[Worker], now: float, slow: Callable[[str], str]) -> pb.WorkerInfo:
+    state, detail = _state(worker, others)
+    if state == pb.WORKER_STATE_READY:
+        detail = slow(worker.record.worker_id)
+    info = pb.WorkerInfo(
+        worker_id=worker.record.worker_id,
+        role=_ROLES.get(worker.record.role, pb.WORKER_ROLE_UNSPECIFIED),
+        address=worker.record.address,
+        state=state,
+        detail=detail,
+        load=_load(worker.load),
+    )
+    if worker.link.heard_at is not None:
+        info.since_heartbeat.FromNanoseconds(round(max(now - worker.link.heard_at, 0.0) * 1e9))
+    return info
+
+
+def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, str]:
+    if not worker.link.up:
+        return pb.WORKER_STATE_CONNECTING, "no link to it at the moment"
+    if worker.load.draining:
+        return pb.WORKER_STATE_DRAINING, "it takes nothing new"
+    if not worker.leased:
+        return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
+    if worker.link.suspected:
+        return pb.WORKER_STATE_CONNECTING, "it is silent, or its step is late: it gets nothing new"
+    partners = [other for other in others if other.record.role != worker.record.role]
+    if partners and all(partner.kv_format != worker.kv_format for partner in partners):
+        return pb.WORKER_STATE_INCOMPATIBLE, "no worker of the other role can exchange blocks with it"
+    return pb.WORKER_STATE_READY, ""
+
+
+def _stranger(record: WorkerRecord) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id=record.worker_id,
+        role=_ROLES.get(record.role, pb.WORKER_ROLE_UNSPECIFIED),
+        address=record.address,
+        state=pb.WORKER_STATE_INCOMPATIBLE,
+        detail="it serves another model than this gateway",
+    )
+
+
+def _load(load: Load) -> pb.WorkerLoad:
+    return pb.WorkerLoad(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_tokens=load.waiting_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+    )

@@ -1,0 +1,1 @@
+"""`diptych.v1.InferenceService` over gRPC."""

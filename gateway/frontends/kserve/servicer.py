@@ -1,0 +1,208 @@
+"""``inference.GRPCInferenceService``: the RPCs, over the same core as every door.
+
+ModelStreamInfer runs the requests of a stream side by side, as Triton does for models that answer more than
+once. An error of one of them is an ``error_message`` with its id and leaves the others alone; the stream ends
+when the client has closed its side and every answer is out, or with the RPC's own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from importlib.metadata import version
+from typing import Final
+
+import grpc
+from google.protobuf.message import Message
+
+from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.runtime.status import abort
+from diptych.runtime.task_cancellation import end_task
+from diptych.v1 import inference_pb2 as pb
+from gateway.call import Calls
+from gateway.frontends.grpc.grpc_call import Context, GrpcCall
+from gateway.frontends.grpc.grpc_service import Body, add_service
+from gateway.frontends.kserve import answer
+from gateway.frontends.kserve.request import (
+    OUTPUTS,
+    VERSION,
+    Asked,
+    check_version,
+    in_the_clients_words,
+    read_request,
+)
+from gateway.generate import Generator
+from gateway.model.model_card import ModelCard
+from gateway.request import validate_names
+from gateway.request.validation import parse_message
+
+DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SERVICE = DESCRIPTOR.full_name
+STREAM_INFER: Final = f"{SERVICE}/ModelStreamInfer"
+MAX_RUNNING: Final = 256  # requests of one stream; a client that sends more waits
+_INPUTS: Final = (("text_input", "BYTES", 1), ("token_ids", "INT64", -1), ("sampling_parameters", "BYTES", 1))
+
+
+class KServeDoor:
+    """One object serves all calls. ``ready`` tells whether a request that comes now has workers."""
+
+    def __init__(
+        self, calls: Calls, generator: Generator, card: ModelCard, ready: Callable[[], bool]
+    ) -> None:
+        self._calls = calls
+        self._generator = generator
+        self._card = card
+        self._ready = ready
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add every RPC to the public server."""
+        bodies: dict[str, Body] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+        add_service(
+            server,
+            self._calls,
+            DESCRIPTOR,
+            bodies,
+            streams={"ModelStreamInfer": self._stream},
+            without_key=frozenset({"ServerLive", "ServerReady"}),  # as /health and /ready
+        )
+
+    async def _server_live(self, _: Message, __: GrpcCall) -> Message:
+        return oip.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, _: Message, __: GrpcCall) -> Message:
+        return oip.ServerReadyResponse(ready=self._ready())
+
+    async def _model_ready(self, request: oip.ModelReadyRequest, _: GrpcCall) -> Message:
+        self._check(request.name, request.version)
+        return oip.ModelReadyResponse(ready=self._ready())
+
+    async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
+        return oip.ServerMetadataResponse(name="diptych", version=version("diptych"))
+
+    async def _model_metadata(self, request: oip.ModelMetadataRequest, _: GrpcCall) -> Message:
+        self._check(request.name, request.version)
+        metadata = oip.ModelMetadataResponse(name=self._card.name, versions=[VERSION], platform="diptych")
+        for name, datatype, size in _INPUTS:
+            metadata.inputs.add(name=name, datatype=datatype, shape=[size])
+        for name, datatype in OUTPUTS.items():
+            metadata.outputs.add(name=name, datatype=datatype, shape=[-1])
+        return metadata
+
+    async def _model_infer(self, message: oip.ModelInferRequest, call: GrpcCall) -> Message:
+        asked = read_request(message, streaming=False)
+        _limit_time(call, asked)
+        try:
+            return answer.whole(await self._generator.whole(asked.request, call), asked)
+        except DiptychError as error:
+            raise in_the_clients_words(error, asked.names) from error
+
+    def _check(self, name: str, wanted: str) -> None:
+        if not name:
+            raise InvalidParameter("name", "is required")
+        validate_names.model_name(name, self._card)
+        check_version(name, wanted)
+
+    async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        """Read requests and answer each in a task of its own, all through one writer."""
+        shared = SharedStream(context)
+        places = asyncio.Semaphore(MAX_RUNNING)
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async for data in messages:
+                await places.acquire()
+                task = asyncio.create_task(self._one(data, shared), name="kserve request")
+                running.add(task)
+                task.add_done_callback(running.discard)
+                task.add_done_callback(lambda _: places.release())
+            if running:
+                await asyncio.gather(*running)
+        finally:
+            for task in list(running):
+                await end_task(task)
+        if shared.overdue is not None:
+            await abort(context, shared.overdue, "")
+
+    async def _one(self, data: bytes, shared: SharedStream) -> None:
+        """One request of a stream, from its bytes to its last response."""
+        call = StreamedCall(shared, self._calls.clock())
+        names: dict[str, str] = {}
+        try:
+            with self._calls.account(call):
+                message = parse_message(oip.ModelInferRequest, data)
+                call.request_id = message.id
+                call.asked = asked = read_request(message, streaming=True)
+                _limit_time(call, asked)
+                names = asked.names
+                if asked.stream:
+                    await self._generator.stream(asked.request, call)
+                else:
+                    await call.write(await self._generator.whole(asked.request, call))
+        except DiptychError as error:
+            await call.fail(in_the_clients_words(error, names))
+
+
+def _limit_time(call: GrpcCall, asked: Asked) -> None:
+    """The request's own timeout, where it is shorter than what the RPC has left."""
+    if asked.timeout_s is not None:
+        deadline = call.received_at + asked.timeout_s
+        call.deadline = deadline if call.deadline is None else min(call.deadline, deadline)
+
+
+class SharedStream:
+    """What the requests of a stream share.
+
+    Attributes:
+        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may say so before
+            gRPC's does, and such a stream must not end as if all had been answered.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.overdue: DiptychError | None = None
+        self._writing = asyncio.Lock()
+
+    async def send(self, response: oip.ModelStreamInferResponse) -> None:
+        async with self._writing:  # gRPC takes one message at a time
+            await self.context.write(response)
+
+
+class StreamedCall(GrpcCall):
+    """One request of a stream: shares its context, its deadline and its writer with the others."""
+
+    def __init__(self, shared: SharedStream, received_at: float) -> None:
+        super().__init__(STREAM_INFER, shared.context, received_at)
+        self.header_request_id = ""  # the header is the stream's
+        self.request_id = ""
+        self.asked: Asked | None = None
+        self._shared = shared
+        self._rpc_deadline = self.deadline
+
+    def on_request_id(self, request_id: str) -> None:
+        """Every response carries it: trailers belong to the stream."""
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        if self.asked is None:
+            raise RuntimeError("an answer to nothing")
+        for response in answer.pieces(message, self.asked, self.request_id):
+            await self._shared.send(oip.ModelStreamInferResponse(infer_response=response))
+
+    async def fail(self, error: DiptychError) -> None:
+        """Tell the client, unless the RPC's deadline does."""
+        own = self.deadline != self._rpc_deadline
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not own:
+            self._shared.overdue = error
+            return
+        response = oip.ModelStreamInferResponse(
+            error_message=f"{error.code.name} {error.reason}: {error.message}"
+        )
+        response.infer_response.id = self.request_id
+        response.infer_response.parameters["triton_final_response"].bool_param = True
+        await self._shared.send(response)

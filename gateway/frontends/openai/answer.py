@@ -1,0 +1,151 @@
+"""What both kinds of answers share: the envelope, the numbering of choices, usage, and why a choice ended.
+
+Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
+from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
+JSON comes in pieces, since choices share what is large: their prompt and its scores.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.cooperative_yield import Turns
+from gateway.frontends.openai.json_text import inside
+from gateway.frontends.openai.request_builder import Asked
+
+DONE: Final = "data: [DONE]\n\n"
+# OpenAI has the first two and tool_calls; the others are the words of its neighbours.
+_FINISH: Final = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TIME_LIMIT: "time_limit",
+    pb.FINISH_REASON_CANCELLED: "abort",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    pb.FINISH_REASON_REPETITION: "repetition",
+}
+
+
+class Answer(ABC):
+    """The answer to one HTTP request.
+
+    Args:
+        model: the served name, which the client may have called otherwise.
+        fingerprint: of model and program.
+        created: Unix time in seconds.
+    """
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    event_object: ClassVar[str]
+
+    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+        self._asked = asked
+        self._model = model
+        self._fingerprint = fingerprint
+        self._created = created
+        self._usage = pb.Usage()
+        self._head = self._tail = ""
+        # The same for all prompts.
+        self._stop_token_ids = frozenset(asked.drafts[0].request.stopping.stop_token_ids)
+
+    async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
+        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none.
+
+        An event is a list of its pieces.
+        """
+        if message.HasField("usage"):
+            self._add(message.usage)
+        turns = Turns()
+        events = []
+        if message.HasField("prompt"):
+            for choice in await self.opening(prompt, message.prompt, turns):
+                events.append([self._head, *choice, self._tail])
+        for output in message.outputs:
+            made = await self.event_choice(self._number(prompt, output.index), output, turns)
+            events.append([self._head, made, self._tail])
+        return events
+
+    def begin(self, request_id: str) -> None:
+        """Name the answer, before its first event."""
+        opened = json.dumps(self._envelope(self.event_object, request_id))
+        self._head = f'data: {opened[:-1]}, "choices":['
+        self._tail = '],"usage":null}\n\n' if self._asked.with_usage else "]}\n\n"
+
+    def last_events(self) -> str:
+        """After all choices of all prompts."""
+        if not self._asked.with_usage:
+            return DONE
+        return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
+
+    async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
+        """The one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
+        turns = Turns()
+        pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
+        between = ""
+        for prompt, message in enumerate(messages):
+            self._add(message.usage)
+            for output in sorted(message.outputs, key=lambda output: output.index):
+                number = self._number(prompt, output.index)
+                pieces.append(between)
+                pieces += await self.whole_choice(number, prompt, message.prompt, output, turns)
+                between = ", "
+        pieces.append(f'], "usage": {json.dumps(usage(self._usage))}}}')
+        return pieces
+
+    @abstractmethod
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+        """JSON of what comes ahead of a prompt's first output, by choice and in pieces."""
+
+    @abstractmethod
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
+        """JSON of one choice in an event: what is new of it."""
+
+    @abstractmethod
+    async def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+    ) -> list[str]:
+        """JSON of one choice of a whole answer, in pieces."""
+
+    def _ending(self, output: pb.OutputDelta) -> dict[str, Any]:
+        """Why a choice ended. ``stop_reason`` is vLLM's: what ended it of the client's strings and token ids.
+
+        An end of sequence that the client did not name is the model's own end, and null.
+        """
+        reason: str | int | None = output.stop_text or None
+        if output.HasField("stop_token_id") and output.stop_token_id in self._stop_token_ids:
+            reason = output.stop_token_id
+        return {"finish_reason": _FINISH[output.finish_reason], "stop_reason": reason}
+
+    def _event_ending(self, output: pb.OutputDelta) -> str:
+        """The same as members of an event; nearly every event ends nothing."""
+        return inside(self._ending(output)) if output.finish_reason else '"finish_reason":null'
+
+    def _number(self, prompt: int, index: int) -> int:
+        return prompt * self._asked.choices + index
+
+    def _add(self, more: pb.Usage) -> None:
+        self._usage.prompt_tokens += more.prompt_tokens
+        self._usage.completion_tokens += 0 if self._asked.prompt_only else more.completion_tokens
+        self._usage.cached_prompt_tokens += more.cached_prompt_tokens
+
+    def _envelope(self, kind: str, request_id: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}-{request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+
+def usage(total: pb.Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": total.prompt_tokens,
+        "completion_tokens": total.completion_tokens,
+        "total_tokens": total.prompt_tokens + total.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": total.cached_prompt_tokens},
+    }

@@ -1,0 +1,83 @@
+"""Answers of ``/v1/chat/completions``: a message, or its pieces; tool calls as whole pieces of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from diptych.v1 import inference_pb2 as pb
+from gateway.cooperative_yield import Turns
+from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.json_text import ids_inside, inside
+from gateway.frontends.openai.logprobs import chat_logprobs_json
+from gateway.frontends.openai.request_builder import Asked
+
+
+class ChatAnswer(Answer):
+    """The first piece of each choice says whose turn it is."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole_object: ClassVar[str] = "chat.completion"
+    event_object: ClassVar[str] = "chat.completion.chunk"
+
+    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+        super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
+        self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry says that it was opened
+        self._prompt_ids = ""  # as JSON, without the brackets
+
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+        self._prompt_ids = await ids_inside(info.token_ids, turns)
+        return []
+
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
+        opens = number not in self._calls
+        extra = ""
+        if self._asked.token_ids:
+            extra = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
+            if opens:
+                extra += f',"prompt_token_ids":[{self._prompt_ids}]'
+        logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
+        return (
+            f'{{"index":{number},"delta":{self._delta(number, output, opens)},"logprobs":{logprobs},'
+            f"{self._event_ending(output)}{extra}}}"
+        )
+
+    async def whole_choice(
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+    ) -> list[str]:
+        # With calls and no words of its own the content is null, as OpenAI has it.
+        content = output.text if output.text or not output.tool_calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if output.tool_calls:
+            message["tool_calls"] = [_call(call) for call in output.tool_calls]
+        logprobs = await chat_logprobs_json(output.logprobs, turns) if self._asked.logprobs else "null"
+        pieces = [f'{{"index": {number}, "message": {json.dumps(message)}, "logprobs": ', logprobs]
+        pieces.append(f", {inside(self._ending(output))}")
+        if self._asked.token_ids:
+            if not self._prompt_ids:
+                self._prompt_ids = await ids_inside(info.token_ids, turns)
+            pieces.append(f', "token_ids": [{await ids_inside(output.token_ids, turns)}]')
+            pieces += [', "prompt_token_ids": [', self._prompt_ids, "]"]
+        return [*pieces, "}"]
+
+    def _delta(self, number: int, output: pb.OutputDelta, opens: bool) -> str:
+        content = json.dumps(output.text)
+        if not opens and not output.tool_calls:
+            return f'{{"content":{content}}}' if output.text or not output.finish_reason else "{}"
+        members = [f'"content":{content}'] if output.text or not output.tool_calls else []
+        if opens:
+            members.insert(0, '"role":"assistant"')
+        sent = self._calls.get(number, 0)
+        if output.tool_calls:
+            calls = [{"index": sent + i, **_call(call)} for i, call in enumerate(output.tool_calls)]
+            members.append(f'"tool_calls":{json.dumps(calls)}')
+        self._calls[number] = sent + len(output.tool_calls)
+        return f"{{{','.join(members)}}}"
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments_json},
+    }

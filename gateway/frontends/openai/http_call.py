@@ -1,0 +1,214 @@
+"""One HTTP request as the core sees it, and the event stream that its messages go into.
+
+Nothing is sent before the first message: until then an error still gets a status of its own. Later it is an
+event, and the stream ends without ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final
+
+import grpc
+from aiohttp import hdrs, web
+
+from diptych.runtime import trace_context
+from diptych.runtime.errors import DiptychError, InvalidParameter, printable
+from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.telemetry import Attributes
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.access.quota import Charges
+from gateway.call import Call
+from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.errors import error_object, http_error, status_of
+from gateway.frontends.openai.json_text import blocks
+
+REQUEST_ID: Final = "x-request-id"
+TIMEOUT_MS: Final = "x-request-timeout-ms"
+_EVENT_HEADERS: Final = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect the events
+}
+
+
+class EventStream:
+    """The response as server-sent events. One message is one write as a rule, whatever the number of its
+    events; of several prompts' messages, those of one may come between large events of another.
+    """
+
+    def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
+        self._request = request
+        self._answer = answer
+        self._response = web.StreamResponse(headers=_EVENT_HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self._response.prepared
+
+    def name(self, request_id: str) -> None:
+        """Before the first message."""
+        self._answer.begin(request_id)
+        self._response.headers[REQUEST_ID] = request_id
+
+    async def send(self, prompt: int, message: pb.GenerateResponse) -> None:
+        """A message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
+        for block in blocks(await self._answer.events(prompt, message)):
+            await self._write(block)
+
+    async def end(self) -> web.StreamResponse:
+        """After the last message of the last prompt."""
+        return await self._finish(self._answer.last_events())
+
+    async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
+        """After output went out."""
+        return await self._finish(f"data: {json.dumps(error_object(error, names))}\n\n")
+
+    async def _write(self, events: bytes) -> None:
+        try:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            await self._response.write(events)
+        except ConnectionError as error:
+            raise asyncio.CancelledError("the client is gone") from error
+
+    async def _finish(self, events: str) -> web.StreamResponse:
+        try:
+            await self._response.write_eof(events.encode())
+        except ConnectionError as error:
+            raise asyncio.CancelledError("the client is gone") from error
+        return self._response
+
+
+async def send_whole(
+    request: web.BaseRequest, pieces: Sequence[str], headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """JSON in one response; a large one block by block. Raises CancelledError when the client is gone."""
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "application/json"
+    response.content_length = sum(map(len, pieces))
+    try:
+        await response.prepare(request)
+        for block in blocks([piece] for piece in pieces):
+            await response.write(block)
+        await response.write_eof()
+    except ConnectionError as error:
+        raise asyncio.CancelledError("the client is gone") from error
+    return response
+
+
+class HttpCall(Call):
+    """A request to ``route``. ``stream`` is there once the body asked for one; ``names`` as in `param_of`."""
+
+    def __init__(self, route: str, request: web.BaseRequest, received_at: float) -> None:
+        headers = request.headers
+        super().__init__(
+            f"{request.method} {route}",
+            received_at=received_at,
+            header_request_id=headers.get(REQUEST_ID, ""),
+            trace=trace_context.from_metadata((name.lower(), value) for name, value in headers.items()),
+            authorization=headers.get(hdrs.AUTHORIZATION, ""),
+        )
+        self._route = route
+        self._verb = request.method
+        self._scheme = request.scheme
+        self._timeout_ms = headers.get(TIMEOUT_MS)
+        self.stream: EventStream | None = None
+        self.names: Mapping[str, str] = {}
+
+    def start_deadline(self) -> None:
+        """As the header asks for. Raises `InvalidParameter`."""
+        value = self._timeout_ms
+        if value is None:
+            return
+        digits = value.isascii() and value.isdecimal() and len(value) < 16
+        if not (digits and 0 < int(value) <= limits.MAX_TIMEOUT_MS):
+            raise InvalidParameter(TIMEOUT_MS, f"must be from 1 to {limits.MAX_TIMEOUT_MS} milliseconds")
+        self.deadline = self.received_at + int(value) / 1000
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        if self.stream is None:
+            raise RuntimeError("a message of a stream, and no stream was asked for")
+        await self.stream.send(0, message)
+
+    def on_request_id(self, request_id: str) -> None:
+        if self.stream is not None:
+            self.stream.name(request_id)
+
+    async def fail(self, error: DiptychError) -> web.StreamResponse:
+        """The error as a response, or as the last event of one."""
+        if self.stream is not None and self.stream.started:
+            return await self.stream.fail(error, self.names)
+        failed = http_error(error, self.names)
+        return web.Response(
+            status=failed.status,
+            body=failed.body,
+            content_type="application/json",
+            headers={**failed.headers, **self.id_header()},
+        )
+
+    def id_header(self) -> dict[str, str]:
+        return {REQUEST_ID: printable(self.request_id)} if self.request_id else {}
+
+    @property
+    def span_attributes(self) -> Attributes:
+        return {
+            "http.request.method": self._verb,
+            "http.route": self._route,
+            "url.path": self._route,
+            "url.scheme": self._scheme,
+        }
+
+    def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes:
+        started = self.stream is not None and self.stream.started
+        status = 200 if started else status_of(code)
+        metrics.http_duration.labels(self._route, str(status)).observe(duration_s)
+        return {"http.response.status_code": status}
+
+
+def part_id(request_id: str, prompt: int) -> str:
+    """The id of one prompt's request. A long one is cut; a digest then stands for what is lost."""
+    end = f"-{prompt}"
+    if len(request_id) + len(end) > limits.MAX_REQUEST_ID_CHARS:
+        end = f"-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}{end}"
+        request_id = request_id[: limits.MAX_REQUEST_ID_CHARS - len(end)]
+    return request_id + end
+
+
+class PromptCall(Call):
+    """One of several prompts of an HTTP request, a request of its own to the core."""
+
+    counts: ClassVar[bool] = False
+
+    def __init__(self, outer: HttpCall, prompt: int, charges: Charges, now: float) -> None:
+        super().__init__(
+            "completion of one prompt of several",
+            received_at=now,
+            header_request_id=part_id(outer.request_id, prompt),
+            time_left_s=outer.time_left_s(now),
+            trace=outer.span.headers,
+            caller=outer.caller,
+        )
+        self._outer = outer
+        self._charges = charges
+        self.prompt = prompt
+
+    @property
+    def charges(self) -> Charges:
+        return self._charges
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        if self._outer.stream is None:
+            raise RuntimeError("a message of a stream, and no stream was asked for")
+        await self._outer.stream.send(self.prompt, message)
+
+    @property
+    def span_attributes(self) -> Attributes:
+        return {}
+
+    def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes:
+        return {}  # the HTTP request is counted, once

@@ -1,0 +1,252 @@
+"""The routes of the OpenAI-compatible API, and what happens to a request on each.
+
+Body in, checked and parsed; the core runs it; JSON or events out. What the client did wrong on the way to the
+core (path, method, size, type of the body) is answered here, everything else is a `DiptychError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import hdrs, web
+
+from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.runtime.http_edge import read_body
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.access.batch_quota import ListMeter
+from gateway.access.quota import Meter
+from gateway.call import REJECTIONS, Calls
+from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.chat_answer import ChatAnswer
+from gateway.frontends.openai.chat_request import read_chat
+from gateway.frontends.openai.completions_answer import CompletionsAnswer
+from gateway.frontends.openai.completions_request import read_completions
+from gateway.frontends.openai.errors import plain_error
+from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.request_builder import Asked
+from gateway.generate import Generator
+from gateway.model.served_model import ServedModel
+from gateway.output.detokenizer import text_after
+from gateway.request.json_body import parse_body
+from gateway.request.validate_names import request_id
+from gateway.text_rpcs import TextRpcs
+
+_BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
+_MODELS: Final = "/v1/models"
+
+Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two ways to generate."""
+
+    read: Callable[[dict[str, object]], Asked]
+    answer: Callable[[Asked], Answer]
+
+
+class OpenAIDoor:
+    """Handles what is no operator's path. One object serves all requests.
+
+    Args:
+        digest: of the model, for ``system_fingerprint``.
+    """
+
+    def __init__(
+        self, calls: Calls, generator: Generator, text: TextRpcs, model: ServedModel, digest: str
+    ) -> None:
+        self._calls = calls
+        self._generator = generator
+        self._text = text
+        self._model = model
+        self._fingerprint = f"fp_{digest[:12]}"
+        self._started = int(time.time())
+        chat = _Kind(read_chat, self._chat_answer)
+        completions = _Kind(read_completions, self._completions_answer)
+        self._routes: Mapping[str, Mapping[str, Respond]] = {
+            "/v1/completions": {"POST": lambda request: self._generate(request, completions)},
+            "/v1/chat/completions": {"POST": lambda request: self._generate(request, chat)},
+            "/v1/embeddings": {"POST": _no_embeddings},
+            _MODELS: {"GET": self._models, "HEAD": self._models},
+        }
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path.startswith(f"{_MODELS}/"):
+            methods: Mapping[str, Respond] = {"GET": self._model_card, "HEAD": self._model_card}
+        else:
+            methods = self._routes.get(path, {})
+        if not methods:
+            return _refuse(HTTPStatus.NOT_FOUND, "there is no such path", "unknown_path")
+        handler = methods.get(request.method)
+        if handler is None:
+            refused = _refuse(
+                HTTPStatus.METHOD_NOT_ALLOWED, f"only {', '.join(methods)}", "method_not_allowed"
+            )
+            refused.headers["Allow"] = ", ".join(methods)
+            return refused
+        return await handler(request)
+
+    async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
+        call = HttpCall(request.path, request, self._calls.clock())
+        # Who will be refused need not send a body.
+        data = await _body(request) if self._calls.admits(call) else b""
+        if isinstance(data, web.Response):
+            return data
+        try:
+            with self._calls.account(call):
+                call.start_deadline()
+                asked = kind.read(parse_body(data))
+                return await self._answer(request, call, asked, kind.answer(asked))
+        except DiptychError as error:
+            return await call.fail(error)
+
+    async def _answer(
+        self, request: web.BaseRequest, call: HttpCall, asked: Asked, answer: Answer
+    ) -> web.StreamResponse:
+        if asked.stream:
+            call.stream = EventStream(request, answer)
+        messages = await (self._one(call, asked) if len(asked.drafts) == 1 else self._several(call, asked))
+        if call.stream is not None:
+            return await call.stream.end()
+        return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
+
+    async def _one(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
+        """The whole answer; empty for a stream, as with several."""
+        draft = asked.drafts[0]
+        call.names = draft.names
+        if asked.stream:
+            await self._generator.stream(draft.request, call)
+            return []
+        return [await self._generator.whole(draft.request, call)]
+
+    async def _several(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
+        """All prompts at once; the first that fails ends the others. Empty for a stream."""
+        meter = self._meter(call.caller.meter, len(asked.drafts))
+        served = True
+        try:
+            return await self._parts(call, asked, meter)
+        except DiptychError as error:
+            served = error.code not in REJECTIONS or (call.stream is not None and call.stream.started)
+            raise
+        finally:
+            meter.close(served=served)
+
+    async def _parts(self, call: HttpCall, asked: Asked, meter: ListMeter) -> list[pb.GenerateResponse]:
+        call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
+
+        async def one(prompt: int) -> pb.GenerateResponse | None:
+            draft = asked.drafts[prompt]
+            part = PromptCall(call, prompt, meter, self._calls.clock())
+            try:
+                with self._calls.account(part):
+                    if asked.stream:
+                        await self._generator.stream(draft.request, part)
+                        return None
+                    return await self._generator.whole(draft.request, part)
+            except DiptychError:
+                call.names = draft.names
+                raise
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.drafts))]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [message for task in tasks if (message := task.result()) is not None]
+
+    def _meter(self, meter: Meter, prompts: int) -> ListMeter:
+        """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
+        most = meter.quota.most_together
+        if most is not None and prompts > most:
+            why = "each is a request, and this API key may begin no more at once"
+            raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
+        return ListMeter(meter, prompts, self._calls.clock())
+
+    def _completions_answer(self, asked: Asked) -> Answer:
+        return CompletionsAnswer(
+            asked,
+            model=self._model.card.name,
+            fingerprint=self._fingerprint,
+            created=int(time.time()),
+            decode=lambda ids: self._model.tokenizer.decode(ids, False),
+            text_after=partial(text_after, self._model.tokenizer, prompt_shown=asked.echo),
+            special=self._model.tokenizer.is_special,
+        )
+
+    def _chat_answer(self, asked: Asked) -> Answer:
+        return ChatAnswer(
+            asked, model=self._model.card.name, fingerprint=self._fingerprint, created=int(time.time())
+        )
+
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        call = HttpCall(_MODELS, request, self._calls.clock())
+        try:
+            with self._calls.account(call):
+                listed = {"object": "list", "data": [self._describe(self._text.describe())]}
+                return _json(json.dumps(listed).encode())
+        except DiptychError as error:
+            return await call.fail(error)
+
+    async def _model_card(self, request: web.BaseRequest) -> web.StreamResponse:
+        call = HttpCall(f"{_MODELS}/{{model}}", request, self._calls.clock())
+        name = request.path.removeprefix(f"{_MODELS}/")
+        try:
+            with self._calls.account(call):
+                found = await self._text.get_model(pb.GetModelRequest(model=name))
+                return _json(json.dumps(self._describe(found.model)).encode())
+        except DiptychError as error:
+            return await call.fail(error)
+
+    def _describe(self, model: pb.Model) -> dict[str, object]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "diptych",
+            "max_model_len": model.max_context_length,
+        }
+
+
+async def _body(request: web.BaseRequest) -> bytes | web.Response:
+    """The body, or why it is not read."""
+    if request.content_type != "application/json":
+        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
+        return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed bodies are not read", "compressed_body")
+    too_large = f"the body must be at most {limits.MAX_BODY_BYTES} bytes"
+    if (request.content_length or 0) > limits.MAX_BODY_BYTES:
+        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
+    try:
+        return await read_body(request, _BODY_S)
+    except web.HTTPRequestEntityTooLarge:
+        return _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, too_large, "body_too_large")
+    except web.RequestPayloadError:
+        return _refuse(HTTPStatus.BAD_REQUEST, "the body is malformed", "malformed_body")
+    except TimeoutError:
+        return _refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_BODY_S:g} s", "body_too_slow")
+
+
+async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:
+    return _refuse(
+        HTTPStatus.BAD_REQUEST,
+        "this server generates text; it computes no embeddings",
+        "unsupported_feature",
+    )
+
+
+def _refuse(status: HTTPStatus, message: str, code: str) -> web.Response:
+    return _json(json.dumps(plain_error(status, message, code)).encode(), status=status)
+
+
+def _json(body: bytes, headers: Mapping[str, str] | None = None, status: int = HTTPStatus.OK) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)

@@ -1,0 +1,152 @@
+"""What is known of a generation request when it is over: its spans and its metrics, made in one go.
+
+Nothing here runs while tokens flow. The span of the operation (`chat {model}` or `text_completion {model}`)
+is the parent of what the workers report; its id was derived from the SERVER span before it existed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.runtime.metrics import GatewayMetrics
+from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
+from diptych.v1 import inference_pb2 as pb
+from gateway.call import Call
+from gateway.responses import decode_s
+from gateway.session.request_driver import Conversation
+from gateway.session.transitions import State
+
+OPERATION_KEY = "operation"
+
+
+@dataclass(slots=True)
+class RequestReport:
+    """Filled while the request runs; ``send`` makes of it what others see.
+
+    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: it
+    was not refused at once.
+    """
+
+    call: Call
+    operation: str  # chat or text_completion
+    model: str = ""
+    tokenized: tuple[float, float] | None = None
+    grammar_checked: tuple[float, float] | None = None
+    conversation: Conversation | None = None
+    queued: bool = False
+
+    def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
+        """Make the spans and count the metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
+        if telemetry.enabled:
+            telemetry.emit_phases(self.call.span.headers, [self._operation_span(error, now)])
+        if self.conversation is not None:
+            self._count(metrics, self.conversation, error, now)
+
+    def _operation_span(self, error: str | None, now: float) -> PhaseSpan:
+        return PhaseSpan(
+            f"{self.operation} {self.model}".rstrip(),
+            self.call.received_at,
+            now,
+            attributes=self._attributes(now),
+            error=error,
+            key=OPERATION_KEY,
+            children=tuple(self._children(error, now)),
+        )
+
+    def _children(self, error: str | None, now: float) -> list[PhaseSpan]:
+        """The gateway's own phases; a failure lands on the one that was active."""
+        spans = []
+        if self.tokenized is not None:
+            spans.append(PhaseSpan("tokenize", *self.tokenized))
+        if self.grammar_checked is not None:
+            spans.append(PhaseSpan("grammar.check", *self.grammar_checked))
+        if self.conversation is None:
+            return spans
+        choices = self.conversation.choices
+        failed_in = choices.phase if error is not None else None
+        (_, queued_at), *moved = choices.sessions[0].transitions  # they wait together
+        failed = error if failed_in is State.QUEUED else None
+        spans.append(PhaseSpan("admission.wait", queued_at, moved[0][1] if moved else now, error=failed))
+        for route in self.conversation.routes:
+            attributes = {} if route.placement is None else dict(route.placement.attributes)
+            failed = error if failed_in is State.ROUTING and route.placement is None else None
+            spans.append(PhaseSpan("route", route.start, route.end, attributes=attributes, error=failed))
+        return spans
+
+    def _attributes(self, now: float) -> dict[str, AttributeValue]:
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": self.operation,
+            "gen_ai.provider.name": "diptych",
+        }
+        if self.model:
+            attributes["gen_ai.request.model"] = self.model
+        conversation = self.conversation
+        if conversation is None:
+            return attributes
+        request, phases = conversation.job.request, conversation.phases
+        attributes |= {
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.response.model": self.model,
+            "gen_ai.request.max_tokens": conversation.job.max_tokens,
+            "gen_ai.request.temperature": request.sampling.temperature,
+            "gen_ai.request.top_p": request.sampling.top_p,
+            "gen_ai.request.top_k": request.sampling.top_k,
+            "gen_ai.request.frequency_penalty": request.sampling.frequency_penalty,
+            "gen_ai.request.presence_penalty": request.sampling.presence_penalty,
+            "gen_ai.usage.input_tokens": conversation.job.prompt_tokens,
+            "gen_ai.usage.output_tokens": conversation.billed,
+            "gen_ai.usage.cache_read.input_tokens": conversation.cached_tokens or 0,
+            "gen_ai.latency.e2e": now - self.call.received_at,
+            "gen_ai.latency.time_in_queue": conversation.admission_s
+            + phases.prefill_queue
+            + phases.grant_wait,
+            "gen_ai.latency.time_in_model_prefill": phases.prefill,
+            "gen_ai.latency.time_in_model_decode": decode_s(conversation, phases),
+            "diptych.attempts": conversation.choices.attempts,
+            "diptych.preemptions": conversation.choices.preemptions,
+        }
+        if conversation.first_token_at is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = (
+                conversation.first_token_at - self.call.received_at
+            )
+        if len(conversation.outputs) > 1:
+            attributes["gen_ai.request.choice.count"] = len(conversation.outputs)
+        if conversation.outgoing.complete:
+            finished = sorted(conversation.outgoing.finished.items())
+            attributes["gen_ai.response.finish_reasons"] = [reason.value for _, reason in finished]
+        return attributes
+
+    def _count(
+        self, metrics: GatewayMetrics, conversation: Conversation, error: str | None, now: float
+    ) -> None:
+        generated = conversation.generated
+        metrics.request_duration.labels(self.operation, self.model, error or "").observe(
+            now - self.call.received_at
+        )
+        # Under overload most requests are refused at once; the rate of hits and the waits are of the others.
+        if any(route.placement is not None for route in conversation.routes):
+            metrics.input_tokens.inc(conversation.job.prompt_tokens)
+        metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
+        metrics.output_tokens.inc(generated)
+        if self.queued:
+            metrics.phase_duration.labels("admission").observe(conversation.admission_s)
+        first, last = conversation.first_token_at, conversation.last_token_at
+        if first is not None and last is not None:
+            metrics.time_to_first_token.labels(self.operation, self.model).observe(
+                first - self.call.received_at
+            )
+            each = generated / len(conversation.outputs)
+            if each > 1:
+                per_token = (last - first) / (each - 1)
+                metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
+        for cause, count in conversation.choices.retries.items():
+            metrics.retries.labels(cause.value).inc(count)
+        for route in conversation.routes:
+            if route.placement is not None:
+                metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
+                metrics.predicted_hits.inc(route.placement.predicted_tokens)
+
+
+def operation_of(request: pb.GenerateRequest) -> str:
+    """The GenAI operation name."""
+    return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"

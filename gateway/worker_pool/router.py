@@ -1,0 +1,132 @@
+"""Which prefill and which decode worker serve an attempt: plain values in, one frozen decision out.
+
+Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheapest pair wins:
+
+- the prompt tokens whose blocks the decode worker does not hold (it owns the pool and the prefix cache);
+- the tokens that already wait for the prefill worker;
+- what one more sequence costs next to those that the decode worker runs or expects;
+- the tokens by which the decode worker's free blocks fall short: the request would wait for them.
+
+Equal costs are decided by a hash of (session or request, worker): a conversation stays where it was, and
+several gateways with the same view do not all send to the first worker of the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gateway.attempt.types import Role
+
+QUEUED_TOKEN_COST = 1.0  # a token that waits before us is computed before us
+SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
+MISSING_TOKEN_COST = 4.0  # waiting for somebody's blocks is worse than recomputing
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """A prefill worker that is linked now, with its load as best known."""
+
+    worker_id: str
+    kv_format: str  # pairs work only where these are equal
+    waiting_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCandidate:
+    """A decode worker that is linked now, with its load as best known."""
+
+    worker_id: str
+    kv_format: str
+    block_size: int  # tokens
+    max_tokens: int  # prompt and output that one request may have there
+    free_blocks: int  # free or evictable
+    sequences: int  # running, or expected by this gateway
+    cached_blocks: int = 0  # leading blocks of this prompt in its prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What the choice depends on. ``tokens`` are those to have KV for before the next one is sampled.
+
+    ``affinity`` decides between equals: the same one goes to the same worker.
+    """
+
+    affinity: str
+    tokens: int
+    worst_case_tokens: int  # with the whole output
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The pair that was chosen, and why (``reason``: only_choice, prefix, load)."""
+
+    prefill_id: str
+    decode_id: str
+    reason: str
+    matched_blocks: int
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorker:
+    """No worker of this role can take the request."""
+
+    role: Role
+
+
+def choose(
+    request: RouteRequest, prefill: Iterable[PrefillCandidate], decode: Iterable[DecodeCandidate]
+) -> Route | NoWorker:
+    """The cheapest pair, or the role that has no candidate (decode also when no pool or pair fits)."""
+    sources = [p for p in prefill if p.worker_id not in request.avoid]
+    if not sources:
+        return NoWorker(Role.PREFILL)
+    targets = [
+        d for d in decode if d.worker_id not in request.avoid and d.max_tokens >= request.worst_case_tokens
+    ]
+    pairs = [(p, d) for p in sources for d in targets if p.kv_format == d.kv_format]
+    if not pairs:
+        return NoWorker(Role.DECODE)
+    source, target = min(
+        pairs, key=lambda pair: (_cost(request, *pair), _tie(request.affinity, *pair), pair[1].worker_id)
+    )
+    return Route(
+        source.worker_id,
+        target.worker_id,
+        reason=_reason(pairs, target),
+        matched_blocks=_usable_blocks(request, target),
+        cost=_cost(request, source, target),
+    )
+
+
+def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandidate) -> float:
+    matched = _usable_blocks(request, decode)
+    needed = -(-request.tokens // decode.block_size) - matched
+    missing = max(0, needed - decode.free_blocks) * decode.block_size
+    return (
+        request.tokens
+        - matched * decode.block_size
+        + QUEUED_TOKEN_COST * prefill.waiting_tokens
+        + SEQUENCE_COST * decode.sequences
+        + MISSING_TOKEN_COST * missing
+    )
+
+
+def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
+    """Cached blocks that save work: at least one token is always computed, for its logits."""
+    return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
+
+
+def _tie(affinity: str, prefill: PrefillCandidate, decode: DecodeCandidate) -> bytes:
+    name = "\0".join((affinity, prefill.worker_id, decode.worker_id))
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+
+def _reason(pairs: Sequence[tuple[PrefillCandidate, DecodeCandidate]], chosen: DecodeCandidate) -> str:
+    if len(pairs) == 1:
+        return "only_choice"
+    others = [d.cached_blocks for _, d in pairs if d.worker_id != chosen.worker_id]
+    return "prefix" if chosen.cached_blocks > max(others, default=chosen.cached_blocks) else "load"

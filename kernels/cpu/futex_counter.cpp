@@ -1,0 +1,64 @@
+#include "futex_counter.h"
+
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace diptych {
+
+namespace {
+
+// About 10 µs of looking (a pause is some 40 ns), then about as long of offering the core to others. A barrier
+// between balanced phases opens within a microsecond when both cores are ours.
+constexpr int kSpins = 256;
+constexpr int kYields = 32;
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+void Epoch::publish(uint64_t value) {
+    value_.store(value, std::memory_order_seq_cst);
+    wake();
+}
+
+void Epoch::advance() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    wake();
+}
+
+void Epoch::wake() {
+    // Sleepers announce themselves before they look at the value for the last time (both sequentially
+    // consistent): either they see the new value or we see them.
+    if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    woken_.notify_all();
+}
+
+uint64_t Epoch::wait_beyond(uint64_t seen) {
+    for (int i = 0; i < kSpins + kYields; i++) {
+        uint64_t now = value();
+        if (now != seen) return now;
+        if (i < kSpins) {
+            relax();
+        } else {
+            std::this_thread::yield();
+        }
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    uint64_t now = seen;
+    woken_.wait(lock, [&] { return (now = value_.load(std::memory_order_seq_cst)) != seen; });
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    return now;
+}
+
+}  // namespace diptych

@@ -1,0 +1,139 @@
+"""One stream from a prefill worker to a decode worker: connect, hello, then messages both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from diptych.runtime.rpc_streams.connect import open_link
+from diptych.runtime.rpc_streams.method import HANDOFF
+from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
+from diptych.runtime.send_queue import Outbox
+from diptych.worker.v1 import handoff_pb2, work_pb2
+from kvtransfer.drivers.codec import Request, Response
+from kvtransfer.protocol.errors import HandoffRefused
+from kvtransfer.protocol.fingerprint import Fingerprint, incompatible_field
+from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports.shared_memory_domain import host_id
+
+_CONNECT_S = 3.0
+_INCOMPATIBLE = work_pb2.FailureReason.FAILURE_REASON_INCOMPATIBLE
+_PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
+
+
+class PeerLink:
+    """The I/O of one stream; what its messages mean is decided elsewhere."""
+
+    def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
+        self.welcome = welcome
+        self._stream = stream
+        self._outbox: Outbox[Request] = Outbox()
+        # From the hello on: what is heard of us then does not wait until we read.
+        self._writing = asyncio.create_task(self._write())
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        me: WriterId,
+        fingerprint: Fingerprint,
+        transports: Sequence[str],
+        device: str = "",
+    ) -> PeerLink:
+        """Connect and say hello; `device` is the UUID of the GPU with our blocks. Raises HandoffRefused."""
+        hello = handoff_pb2.HandoffHello(
+            worker_id=me.worker_id,
+            incarnation=me.incarnation,
+            pid=os.getpid(),
+            fingerprint=fingerprint.to_proto(),
+            transports=transports,
+            host_id=host_id(),
+            device=device,
+        )
+        stream = await _opened(address)
+        try:
+            welcome = await _exchange_hello(stream, hello)
+            field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
+            if field is not None:
+                raise HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {field}")
+        except BaseException:
+            await stream.close()
+            raise
+        return cls(stream, welcome)
+
+    def start(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
+        """Pass every message to `handle` until the stream ends, then call `ended` once."""
+        self._task = asyncio.create_task(self._run(handle, ended))
+
+    def put(self, request: Request) -> None:
+        """Send it after what was put before; dropped when the stream is gone."""
+        self._outbox.put(request)
+
+    def close(self) -> None:
+        """End the stream from our side; `ended` follows."""
+        self._stream.cancel()
+
+    async def wait_closed(self) -> None:
+        """Until the stream has ended, and `ended` was called if it was started."""
+        self._stream.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        else:
+            await self._end()
+
+    async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
+        try:
+            # However it ends, the link is lost, and that is all that matters here.
+            with contextlib.suppress(StreamLost, asyncio.CancelledError):
+                while (response := await self._stream.read()) is not None:
+                    handle(response)
+        finally:
+            self._outbox.close()
+            self._stream.cancel()
+            ended()
+            await self._end()
+
+    async def _end(self) -> None:
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        await self._stream.close()
+
+    async def _write(self) -> None:
+        # A stream that cannot be written is broken: the reader sees that too and ends the link.
+        with contextlib.suppress(StreamLost):
+            while requests := await self._outbox.take():
+                for request in requests:
+                    await self._stream.write(request)
+
+
+async def _opened(address: str) -> ClientStream:
+    try:
+        return await open_link(address, HANDOFF)
+    except StreamLost as error:
+        raise _refused(error) from error
+
+
+async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
+    first: Response | None
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await stream.write(Request(hello=hello))
+            first = await stream.read()
+    except StreamLost as error:
+        raise _refused(error) from error
+    except TimeoutError as error:
+        raise HandoffRefused(_PEER_LOST, "the decode worker does not answer") from error
+    if first is None or first.WhichOneof("message") != "welcome":
+        raise HandoffRefused(_PEER_LOST, "the decode worker did not say welcome")
+    return first.welcome
+
+
+def _refused(error: StreamLost) -> HandoffRefused:
+    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+        return HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
+    return HandoffRefused(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")

@@ -1,0 +1,104 @@
+"""Sends blocks over a copying transport in the order given, beside the computation of the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from diptych.runtime.send_queue import Outbox
+from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.protocol.progress import Progress
+from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
+
+_log = logging.getLogger(__name__)
+
+
+class PushQueue:
+    """One per link. `wanted(ref)` is asked between blocks; `sent` is told after each run."""
+
+    def __init__(
+        self,
+        channel: PushChannel,
+        wanted: Wanted,
+        sent: Callable[[GrantRef, int, list[bytes]], None],
+        broken: Callable[[], None],
+        progress: Progress,
+    ) -> None:
+        self._channel, self._progress = channel, progress
+        self._wanted, self._sent, self._broken = wanted, sent, broken
+        self._runs: Outbox[Run] = Outbox()
+        self._pending: Counter[GrantRef] = Counter()
+        self._idle: dict[GrantRef, list[Callable[[], None]]] = {}
+        self._ended = False
+        self._task = asyncio.create_task(self._work())
+
+    def put(self, run: Run) -> None:
+        """Send these blocks after all earlier ones. They must not change until `when_idle` says so."""
+        if not self._ended:
+            self._pending[run.ref] += 1
+            self._runs.put(run)
+
+    def when_idle(self, ref: GrantRef, done: Callable[[], None]) -> None:
+        """Call `done` once no byte of this grant will be read again; at once if that is so now."""
+        if self._pending[ref] == 0:
+            del self._pending[ref]
+            done()
+        else:
+            self._idle.setdefault(ref, []).append(done)
+
+    async def flush(self, ref: GrantRef) -> None:
+        """Wait until every block of the grant was sent or dropped."""
+        flushed = asyncio.Event()
+        self.when_idle(ref, flushed.set)
+        await flushed.wait()
+
+    def stalled(self, now: float) -> bool:
+        """Whether what was sent does not arrive. Ask at the interval of `progress`."""
+        channel = self._channel
+        if self._ended:
+            return False
+        return channel.broken or self._progress.stalled(now, channel.sent, channel.acknowledged)
+
+    def cancel(self) -> None:
+        """Drop what is left and close the channel, soon."""
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Drop what is left and close the channel. Who is cancelled while it waits is cancelled."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _work(self) -> None:
+        try:
+            while runs := await self._runs.take():
+                for run in runs:
+                    await self._send(run)
+                    self._finished(run.ref)
+        except TransportError as error:
+            _log.warning("%s", error)
+            self._broken()
+        except Exception:  # a bug, or a kind of failure nobody thought of: the blocks do not arrive
+            _log.exception("a transport failed")
+            self._broken()
+        finally:
+            self._ended = True
+            self._runs.close()
+            self._channel.close()
+            for ref in list(self._pending):
+                self._pending[ref] = 1
+                self._finished(ref)
+
+    async def _send(self, run: Run) -> None:
+        if self._wanted(run.ref):
+            digests = await self._channel.send(run, self._wanted)
+            if digests is not None:
+                self._sent(run.ref, run.first, digests)
+
+    def _finished(self, ref: GrantRef) -> None:
+        self._pending[ref] -= 1
+        if self._pending[ref] <= 0:
+            del self._pending[ref]
+            for done in self._idle.pop(ref, []):
+                done()

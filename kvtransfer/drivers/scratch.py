@@ -1,0 +1,106 @@
+"""A copying prefill worker's own blocks: it computes here and pushes from here.
+
+First come, first served: an ask to a decode worker is made only once there is room here, so that no decode
+memory is pinned by a prompt that waits for scratch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
+from diptych.worker.v1 import work_pb2
+from kvtransfer.protocol.errors import GrantRefused
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScratchBlocks:
+    """Blocks of one attempt, held until they are given back; the cached prefix comes first."""
+
+    block_ids: list[int]
+    cached_tokens: int
+    keys: Sequence[bytes]
+    distrusted: int
+    """What the pool's count was when they were taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    num_tokens: int
+    keys: Sequence[bytes]
+    blocks: asyncio.Future[ScratchBlocks]
+
+
+class Scratch:
+    """Hands out the blocks of one pool and keeps its prefix cache."""
+
+    def __init__(self, memory: KVMemory, pool: BlockPool) -> None:
+        self.memory = memory
+        self._pool = pool
+        self._queue: list[_Waiting] = []
+
+    async def take(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
+        """Blocks for `num_tokens`, waiting for room. Raises GrantRefused if they can never fit."""
+        needed = self.memory.layout.blocks_for(num_tokens)
+        if needed > self._pool.total:
+            reason = work_pb2.FailureReason.FAILURE_REASON_NEVER_FITS
+            raise GrantRefused(reason, f"{needed} blocks are needed, the scratch pool has {self._pool.total}")
+        waiting = _Waiting(num_tokens, keys, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._serve()
+        try:
+            return await waiting.blocks
+        except asyncio.CancelledError:
+            self._leave(waiting)
+            raise
+
+    def give_back(self, blocks: ScratchBlocks, *, keep: bool) -> None:
+        """Release them; `keep` enters the full ones, which are complete, into the prefix cache."""
+        if keep and blocks.distrusted == self._pool.distrusted:
+            parent = b""
+            for block, key in zip(blocks.block_ids, blocks.keys, strict=False):
+                self._pool.insert(block, key, parent)  # False: somebody else's copy is there already
+                parent = key
+        self._pool.release(blocks.block_ids)
+        self._serve()
+
+    def distrust(self, blocks: ScratchBlocks) -> None:
+        """A row that read them failed: nobody else is to read them, or what was built on them."""
+        self._pool.forget(blocks.keys[:1])
+
+    def flush(self) -> int:
+        """Forget every cached prefix; how many keys went."""
+        return self._pool.clear_cache()
+
+    def _serve(self) -> None:
+        while self._queue:
+            waiting = self._queue[0]
+            blocks = self._draw(waiting.num_tokens, waiting.keys)
+            if blocks is None:
+                return
+            self._queue.pop(0)
+            if waiting.blocks.cancelled():
+                self._pool.release(blocks.block_ids)
+            else:
+                waiting.blocks.set_result(blocks)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """The one who waited was cancelled, perhaps just after it was served."""
+        if waiting in self._queue:
+            self._queue.remove(waiting)
+            self._serve()
+        elif not waiting.blocks.cancelled():
+            self.give_back(waiting.blocks.result(), keep=False)
+
+    def _draw(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
+        block_size = self.memory.layout.block_size
+        pins = self._pool.acquire_prefix(keys[: (num_tokens - 1) // block_size])
+        fresh = self.memory.layout.blocks_for(num_tokens) - len(pins)
+        if self._pool.available() < fresh:
+            self._pool.release(pins)
+            return None
+        blocks = pins + self._pool.allocate(fresh)
+        return ScratchBlocks(blocks, len(pins) * block_size, keys, self._pool.distrusted)

@@ -1,0 +1,286 @@
+"""The decode worker's end of the hand-over: grants blocks, fences writers, hands blocks over.
+
+Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with links, the
+transports and a clock. All of it runs on one event loop and never blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.runtime.rpc_streams.method import HANDOFF
+from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
+from diptych.worker.v1 import handoff_pb2, work_pb2
+from kvtransfer.drivers.action_pump import ActionPump
+from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
+from kvtransfer.drivers.events import Beat, HandoffStats, Ready
+from kvtransfer.drivers.handshake import Reception
+from kvtransfer.drivers.server_link import ServerLink, read_hello
+from kvtransfer.drivers.writer_registry import Writers
+from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.messages import (
+    Expected,
+    Fail,
+    Fence,
+    GrantRef,
+    HandOver,
+    Key,
+    ReceiverAction,
+    SendAbort,
+    SendDenied,
+    SendGrant,
+    WriterId,
+)
+from kvtransfer.protocol.receiver import Receiver
+from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.stall_clock import RunningTime
+from kvtransfer.transports.base import ReceiverHooks
+from kvtransfer.transports.failpoints import damage_blocks
+from kvtransfer.transports.pool_memory import PoolMemory
+from kvtransfer.transports.registry import make_receiver
+
+_log = logging.getLogger(__name__)
+
+
+class HandoffServer:
+    """One per decode worker. Callbacks run on the event loop; each key gets at most one of them.
+
+    `on_ready` gives the blocks away; `on_failed(key, reason, message)` says that none will come. After
+    `cancel` neither is called. `running()` is the number of sequences that decode now.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: int,
+        fingerprint: Fingerprint,
+        memory: PoolMemory,
+        pool: BlockPool,
+        transports: Sequence[str],
+        running: Callable[[], int],
+        on_ready: Callable[[Ready], None],
+        on_failed: Callable[[Key, int, str], None],
+        host: str = "127.0.0.1",
+        beat: Callable[[], Beat] = Beat,
+        lease_times: LeaseTimes | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._memory = memory.memory
+        self._on_ready, self._on_failed, self._beat = on_ready, on_failed, beat
+        self._lease_times = lease_times if lease_times is not None else LeaseTimes()
+        self._receiver = Receiver(pool, self._memory.layout.block_size, running, patience)
+        self._pump: ActionPump[ReceiverAction] = ActionPump(self._perform)
+        self._writers = Writers(self._receiver, self._pump, self._lease_times)
+        self._closed = False
+        self._ticking: asyncio.Task[None] | None = None
+        self._time = RunningTime(self._lease_times.interval_s)
+        hooks = ReceiverHooks(
+            dead=self._writers.dead,
+            named=self._receiver.named,
+            destinations=self._receiver.destinations,
+            arrived=lambda *event: self._pump.run(self._receiver.arrived(*event)),
+            corrupt=self._corrupt,
+        )
+        made = [make_receiver(name, memory, host, hooks) for name in transports]
+        self._reception = Reception(
+            WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
+        )
+        self.service = LinkService(HANDOFF, self.serve_link)
+
+    async def start(self) -> None:
+        """Listen for the transports' registrations. Call it before the gRPC server starts. Raises OSError."""
+        for transport in self._reception.transports:
+            await transport.start()
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def close(self) -> None:
+        """End all links; no callback comes from here on."""
+        self._closed = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        self._writers.close_links()
+        for transport in self._reception.transports:
+            await transport.close()
+
+    # -- the owner's side
+
+    def expect(self, expected: Expected) -> None:
+        """The gateway attached an attempt. ValueError if it is attached already."""
+        self._pump.run(self._receiver.expect(expected))
+
+    def cancel(self, key: Key) -> None:
+        """The attempt is over for any reason; a no-op after on_ready and on_failed."""
+        self._pump.run(self._receiver.cancel(key))
+
+    def blocks_freed(self) -> None:
+        """Blocks went back to the pool, or fewer sequences run: serve asks that wait."""
+        self._pump.run(self._receiver.blocks_freed())
+
+    def abort_newest_grant(self) -> Key | None:
+        """Take the newest grant back for the sake of running sequences; None: there is none.
+
+        Its key gets no callback: the caller answers for it. Its blocks come when its writer has stopped.
+        """
+        key, actions = self._receiver.abort_newest_grant()
+        self._pump.run(actions)
+        return key
+
+    @property
+    def num_grants(self) -> int:
+        """Grants that prefill workers are filling."""
+        return self._receiver.num_grants
+
+    def stats(self) -> HandoffStats:
+        """The numbers of this moment."""
+        stats = self._receiver.stats()
+        return HandoffStats(
+            writers=len(self._writers),
+            grants=stats.grants,
+            waiting_asks=stats.waiting_asks,
+            quarantined_blocks=stats.quarantined_blocks,
+            quarantine_age_s=stats.quarantine_age_s,
+            stale_messages=stats.stale_messages,
+            fenced=self._writers.fenced,
+        )
+
+    # -- links
+
+    async def serve_link(self, stream: Stream) -> None:
+        """One stream, from hello to end. Raises Refused and StreamLost."""
+        hello = await read_hello(stream)
+        if hello is None:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
+        writer_id = WriterId(hello.worker_id, hello.incarnation)
+        if self._writers.is_fenced(writer_id):
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
+        transport = self._reception.transport_for(hello)
+        if isinstance(transport, str):
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
+        link = ServerLink(writer_id, stream)
+        writer = self._writers.link_up(link, transport)
+        link.put(self._reception.welcome(hello, transport))
+        self._pump.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
+        _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
+        try:
+            await link.run(self._handle)
+        finally:
+            self._writers.link_lost(writer, link)
+
+    def _handle(self, link: ServerLink, request: Request) -> None:
+        writer = self._writers.at(link)
+        if writer is None:
+            return
+        now = time.monotonic()
+        kind = request.WhichOneof("message")
+        if kind == "heartbeat":
+            beat = request.heartbeat
+            writer.lease.beat(now, beat.progress, beat.busy, Beat.late_in(beat))
+            return
+        writer.lease.heard(now)
+        if not writer.transport.registered(writer.id):
+            _log.error("prefill worker %s speaks before it registered", writer.id.worker_id)
+            link.close()
+            return
+        self._pump.run(self._event(writer.id, kind, request, now))
+        if kind == "pushed":
+            pushed = request.pushed
+            writer.transport.pushed(writer.id, ref_of(pushed.grant), pushed.first_block, pushed.num_blocks)
+
+    def _event(
+        self, writer: WriterId, kind: str | None, request: Request, now: float
+    ) -> list[ReceiverAction]:
+        match kind:
+            case "ask":
+                return self._receiver.ask(writer, key_of(request.ask.id))
+            case "pushed":
+                pushed = request.pushed
+                ref = ref_of(pushed.grant)
+                first, count = pushed.first_block, pushed.num_blocks
+                return self._receiver.pushed(writer, ref, first, count, list(pushed.digests))
+            case "commit":
+                commit = request.commit
+                ref = ref_of(commit.grant)
+                note = _CommitNote(commit.times, now)
+                first_tokens = tuple(commit.first_tokens)
+                return self._receiver.commit(writer, ref, commit.num_tokens, first_tokens, note)
+            case "stopped":
+                return self._stopped(writer, request.stopped)
+            case _:
+                return []  # from a newer peer
+
+    def _stopped(self, writer: WriterId, stopped: handoff_pb2.Stopped) -> list[ReceiverAction]:
+        if stopped.grant.generation == 0:
+            return self._receiver.withdraw(writer, key_of(stopped.grant.id))
+        reason = stopped.failure.reason if stopped.HasField("failure") else None
+        return self._receiver.stopped(writer, ref_of(stopped.grant), reason, stopped.failure.message)
+
+    # -- transports
+
+    def _corrupt(self, writer: WriterId, ref: GrantRef) -> None:
+        _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
+        self._pump.run(self._receiver.corrupt(writer, ref))
+
+    # -- time
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_times.interval_s)
+            try:
+                self._tick_once(time.monotonic())
+            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+                _log.exception("a tick of the hand-over failed")
+
+    def _tick_once(self, now: float) -> None:
+        message = Response(heartbeat=self._beat().message())
+        self._pump.run(self._receiver.tick(self._time.at(now)))
+        self._writers.tick(now, message)
+
+    # -- actions
+
+    def _perform(self, action: ReceiverAction) -> None:
+        match action:
+            case SendGrant() | SendDenied() | SendAbort():
+                self._writers.send(action.writer, response_of(action))
+            case HandOver():
+                self._hand_over(action)
+            case Fail(key, reason, message):
+                if not self._closed:
+                    self._on_failed(key, reason, message)
+            case Fence(writer_id, why):
+                self._writers.fence(writer_id, why)
+
+    def _hand_over(self, done: HandOver) -> None:
+        if not isinstance(done.note, _CommitNote):
+            raise TypeError("a commit without times")
+        times = done.note.times
+        times.kv_receive.FromNanoseconds(int((time.monotonic() - done.note.received_at) * 1e9))
+        damage_blocks(self._memory, done.block_ids, done.num_tokens)
+        self._on_ready(
+            Ready(
+                key=done.ref.key,
+                block_ids=done.block_ids,
+                cached_tokens=done.cached_tokens,
+                num_tokens=done.num_tokens,
+                first_tokens=cast("tuple[work_pb2.SampledToken, ...]", done.first_tokens),
+                times=times,
+                in_place=done.in_place,
+                transport=self._writers.transport_of(done.writer),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CommitNote:
+    times: work_pb2.PhaseTimes
+    received_at: float

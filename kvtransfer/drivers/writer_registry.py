@@ -1,0 +1,149 @@
+"""The prefill processes that write here: their links, whether they live, and how they are cut off.
+
+A writer stays known for as long as it has a link, or blocks that it might still write. One that does not
+answer, or does not stop when it is asked to, must prove its end: its transport sees to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kvtransfer.drivers.action_pump import ActionPump
+from kvtransfer.drivers.codec import Response
+from kvtransfer.drivers.server_link import ServerLink
+from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, Verdict
+from kvtransfer.protocol.messages import ReceiverAction, WriterId
+from kvtransfer.protocol.receiver import Receiver
+from kvtransfer.transports.base import ReceivingTransport
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Writer:
+    """One process, by whatever links it came."""
+
+    id: WriterId
+    transport: ReceivingTransport
+    lease: Lease
+    link: ServerLink | None
+
+
+class Writers:
+    """Tells `receiver` who comes, goes and is proven dead; what follows of that is done by `pump`."""
+
+    def __init__(self, receiver: Receiver, pump: ActionPump[ReceiverAction], lease_times: LeaseTimes) -> None:
+        self._receiver = receiver
+        self._pump = pump
+        self._lease_times = lease_times
+        self._known: dict[WriterId, Writer] = {}
+        self.fenced = 0
+        """Processes that had to be cut off since the start."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def is_fenced(self, writer: WriterId) -> bool:
+        """Whether this process must not come back."""
+        known = self._known.get(writer)
+        return known is not None and known.lease.phase is LeasePhase.FENCED
+
+    def at(self, link: ServerLink) -> Writer | None:
+        """The writer whose stream this is; None when another stream of the same process took over."""
+        writer = self._known.get(link.writer)
+        return writer if writer is not None and writer.link is link else None
+
+    def transport_of(self, writer_id: WriterId) -> str:
+        """The name of the transport that a known writer uses; empty for others."""
+        writer = self._known.get(writer_id)
+        return "" if writer is None else writer.transport.name
+
+    def send(self, writer_id: WriterId, response: Response) -> None:
+        """Say something to a writer; dropped when it has no link."""
+        writer = self._known.get(writer_id)
+        if writer is not None and writer.link is not None:
+            writer.link.put(response)
+
+    def close_links(self) -> None:
+        """End every stream from our side."""
+        for writer in list(self._known.values()):
+            if writer.link is not None:
+                writer.link.close()
+
+    def link_up(self, link: ServerLink, transport: ReceivingTransport) -> Writer:
+        """A process has a stream; an earlier one of the same process is over."""
+        now = time.monotonic()
+        known = self._known.get(link.writer)
+        if known is not None and known.link is not None:
+            known.link.close()
+            self.link_lost(known, known.link)
+            known = self._known.get(link.writer)
+        if known is None:
+            known = Writer(link.writer, transport, Lease(now, self._lease_times), link)
+            self._known[link.writer] = known
+        else:
+            known.link, known.transport = link, transport
+            known.lease.link_up(now)
+        return known
+
+    def link_lost(self, writer: Writer, link: ServerLink) -> None:
+        """Its stream ended. A no-op when another one took over, or when that was known."""
+        if writer.link is not link:
+            return
+        writer.link = None
+        writer.lease.link_lost(time.monotonic())
+        _log.info("prefill worker %s lost its link", writer.id.worker_id)
+        self._pump.run(self._receiver.link_lost(writer.id))
+        writer.transport.link_lost(writer.id)
+        self._forget_if_proven(writer)
+
+    def _forget_if_proven(self, writer: Writer) -> None:
+        if writer.link is None and not self._receiver.holds_unproven(writer.id):
+            self._known.pop(writer.id, None)
+
+    def dead(self, writer_id: WriterId) -> None:
+        """Proven by a transport: nothing of this writer can be written any more."""
+        self._pump.run(self._receiver.writer_dead(writer_id))
+        writer = self._known.pop(writer_id, None)
+        if writer is not None and writer.link is not None:
+            writer.link.close()
+            writer.link = None
+
+    def fence(self, writer_id: WriterId, why: str) -> None:
+        """This process must not write again."""
+        writer = self._known.get(writer_id)
+        if writer is None or writer.lease.phase is LeasePhase.FENCED:
+            return
+        writer.lease.fence()
+        self._cut_off(writer, why)
+
+    def _cut_off(self, writer: Writer, why: str) -> None:
+        """It must not write again: end its stream; if it still holds blocks, see to the proof."""
+        link = writer.link
+        if link is not None:
+            link.close()
+            self.link_lost(writer, link)
+        if self._receiver.holds_unproven(writer.id):
+            self.fenced += 1
+            _log.warning("prefill worker %s is fenced: %s", writer.id.worker_id, why)
+            writer.transport.fence(writer.id)
+        else:
+            self._known.pop(writer.id, None)
+
+    def tick(self, now: float, beat: Response) -> None:
+        """Call every interval: who does not answer is cut off, who has a link gets `beat`."""
+        for writer in list(self._known.values()):
+            self._tick_writer(writer, now)
+            if writer.link is not None:
+                writer.link.put(beat)
+
+    def _tick_writer(self, writer: Writer, now: float) -> None:
+        verdict = writer.lease.tick(now)
+        if verdict is Verdict.SUSPECT:
+            _log.warning("prefill worker %s does not answer", writer.id.worker_id)
+        elif verdict is Verdict.GONE:
+            self._cut_off(writer, "it does not answer")
+        else:
+            self._forget_if_proven(writer)

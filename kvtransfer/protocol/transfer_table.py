@@ -1,0 +1,117 @@
+"""Every attempt on the decode side with the blocks that it holds: one place for phases and pool.
+
+The rules of the hand-over (`receiver`) decide; here a decision changes an attempt's phase, its grant and its
+blocks together, so that none can be forgotten.
+"""
+
+from __future__ import annotations
+
+from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.block_allocation import Credit
+from kvtransfer.protocol.grant_table import Grant, GrantTable
+from kvtransfer.protocol.messages import GrantRef, Key, SendGrant, WriterId
+from kvtransfer.protocol.receiving_attempt import Phase, ReceiverStats, ReceivingAttempt
+
+
+class AttemptBook:
+    """Attempts and grants over one pool, with what is drawn on its `credit`."""
+
+    def __init__(self, pool: BlockPool, credit: Credit) -> None:
+        self._pool = pool
+        self._credit = credit
+        self.open: dict[Key, ReceivingAttempt] = {}
+        """Every attempt that is neither QUARANTINED nor OVER."""
+        self.queue: dict[Key, ReceivingAttempt] = {}
+        """Those WAITING, in the order in which they came."""
+        self.table: GrantTable[ReceivingAttempt] = GrantTable()
+        self.stale = 0
+        """Messages that named nothing that is open."""
+
+    def in_phase(self, *phases: Phase) -> list[ReceivingAttempt]:
+        """The open attempts in one of these phases."""
+        return [attempt for attempt in self.open.values() if attempt.phase in phases]
+
+    def wait(self, attempt: ReceivingAttempt) -> None:
+        """Both sides of the attempt are here: it stands in line for blocks."""
+        attempt.move(Phase.WAITING)
+        self.queue[attempt.key] = attempt
+
+    def next_in_line(self) -> ReceivingAttempt | None:
+        """Whose turn it is to be given blocks. Nobody else passes: who wants many would never have them."""
+        return max(self.queue.values(), key=lambda attempt: attempt.wanted.priority, default=None)
+
+    def try_grant(self, attempt: ReceivingAttempt) -> SendGrant | None:
+        """Give blocks to an attempt that waits; None: there is no room now."""
+        drawn = self._credit.draw(attempt.wanted)
+        if drawn is None:
+            return None
+        ref = self.table.open(attempt.key, attempt)
+        grant = Grant(ref, drawn.block_ids, drawn.cached_blocks, drawn.told_blocks, attempt.wanted.num_tokens)
+        attempt.grant = grant
+        del self.queue[attempt.key]
+        attempt.move(Phase.GRANTED)
+        told = tuple(grant.block_ids[: grant.num_blocks])
+        return SendGrant(attempt.asker, ref, told, self._credit.tokens(grant.cached_blocks))
+
+    def give_away(self, attempt: ReceivingAttempt) -> None:
+        """Its blocks belong to somebody else now, references included."""
+        self.table.close(attempt.held.ref)
+        self.forget(attempt)
+
+    def quarantine(self, attempt: ReceivingAttempt) -> None:
+        """Nobody wants it, but its writer may still write: pins drop at once, the rest waits for proof."""
+        grant = attempt.held
+        self._pool.release(grant.pins)
+        self._pool.quarantine(grant.fresh)
+        del self.open[attempt.key]
+        attempt.move(Phase.QUARANTINED)
+
+    def end(self, attempt: ReceivingAttempt) -> None:
+        """Nobody writes to the grant any more and nobody wants it: all its blocks go back."""
+        grant = attempt.held
+        self.table.close(grant.ref)
+        if attempt.phase is Phase.QUARANTINED:
+            self._pool.release_quarantined(grant.fresh)
+            attempt.move(Phase.OVER)
+        else:
+            self._pool.release(grant.block_ids)
+            self.forget(attempt)
+
+    def forget(self, attempt: ReceivingAttempt) -> None:
+        """An attempt that holds nothing is over."""
+        del self.open[attempt.key]
+        self.queue.pop(attempt.key, None)
+        attempt.move(Phase.OVER)
+
+    def find(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
+        """The attempt with this very grant, if it is open and this writer's."""
+        attempt = self.table.find(ref.slot, ref.generation)
+        if attempt is None or attempt.writer != writer or attempt.key != ref.key:
+            self.stale += 1
+            return None
+        return attempt
+
+    def find_open(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
+        """Like `find`, but not what is in quarantine: that is waiting for one word only."""
+        attempt = self.find(writer, ref)
+        return attempt if attempt is not None and attempt.phase is not Phase.QUARANTINED else None
+
+    def quarantined_by(self, writer: WriterId) -> list[Grant]:
+        """What is out of use because this writer might still write to it."""
+        return [a.held for a in self.table if a.phase is Phase.QUARANTINED and a.writer == writer]
+
+    @property
+    def num_grants(self) -> int:
+        """Open ones that are not in quarantine."""
+        return sum(attempt.phase is not Phase.QUARANTINED for attempt in self.table)
+
+    def stats(self, now: float) -> ReceiverStats:
+        """The numbers of this moment."""
+        quarantined = [a for a in self.table if a.phase is Phase.QUARANTINED]
+        return ReceiverStats(
+            grants=self.num_grants,
+            waiting_asks=len(self.queue),
+            quarantined_blocks=self._pool.quarantined(),
+            quarantine_age_s=max((now - a.since for a in quarantined if a.since is not None), default=0.0),
+            stale_messages=self.stale,
+        )

@@ -1,0 +1,199 @@
+"""CUDA IPC between GPUs of one host: a chunk's blocks are pushed into the mapped decode pool by one kernel.
+
+The writer computes in blocks of its own and maps the pool, which its GPU reaches over NVLink or PCIe. When a
+chunk is computed, one launch copies its blocks of all layers to their places, beside the computation of the
+next chunk; a flag of the grant is set behind it. Once both have happened, `pushed` goes out with the digests.
+The decode worker then looks at the flag, takes the digests of what lies in its pool, and compares.
+
+Nobody stands between the writer and the pool, so that the fence is that of shared memory: its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from diptych.engine.kv.kv_memory import KVMemory
+from kvtransfer.protocol.messages import GrantRef, WriterId
+from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports.blocking_thread import PairThread
+from kvtransfer.transports.fd_passing import PoolSocket, register
+from kvtransfer.transports.memory_mapping import DevicePort, Exported, Flags
+from kvtransfer.transports.pool_memory import PoolMemory
+
+NAME = "cuda_ipc"
+_NOBODY = GrantRef(("", 0), 0, 0)
+_log = logging.getLogger(__name__)
+
+
+class PushReceiver:
+    """The decode worker's end: gives its pool to admitted writers, and checks what they announce."""
+
+    name = NAME
+    in_place = False
+
+    def __init__(self, pool: PoolMemory, port: DevicePort, hooks: ReceiverHooks) -> None:
+        self._pool, self._port, self._hooks = pool, port, hooks
+        # A grant has at least one block, so that its slot is below their number.
+        self._flags = Flags.create(pool.memory.num_blocks)
+        self._socket = PoolSocket(self._export, hooks.dead)
+        self._thread = PairThread("verify-pushed")
+        self._checks: set[asyncio.Task[object]] = set()
+
+    def unreachable(self, writer: Place) -> str | None:
+        """It has to be where our memory can be mapped."""
+        return self._port.unreachable(writer, in_place=False)
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        await self._socket.start()
+        self._keep(self._thread.run(self._port.digests, self._pool.memory, [0], _NOBODY, 0))
+
+    @property
+    def endpoint(self) -> str:
+        """The socket's abstract name behind an @."""
+        return self._socket.endpoint
+
+    def admit(self, writer: WriterId, pid: int) -> bytes:
+        """Let the process `pid` register as `writer`."""
+        return self._socket.admit(writer, pid)
+
+    def registered(self, writer: WriterId) -> bool:
+        """Whether it maps our pool, as far as we know."""
+        return self._socket.registered(writer)
+
+    def fence(self, writer: WriterId) -> None:
+        """Kill the process; `dead` follows."""
+        self._socket.fence(writer)
+
+    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
+        """Check these blocks where they lie; `arrived` or `corrupt` follows, unless the grant ends."""
+        blocks = self._hooks.destinations(writer, ref, range(first, first + count))
+        if blocks is None:
+            return
+        if not self._flags.written(ref, first + count):
+            _log.error("prefill worker %s announced blocks before they were written", writer.worker_id)
+            self._hooks.corrupt(writer, ref)
+            return
+        self._keep(self._check(writer, ref, first, blocks))
+
+    def link_lost(self, writer: WriterId) -> None:
+        """Proves nothing: the process may still write."""
+
+    async def close(self) -> None:
+        """Stop listening and forget the writers."""
+        await self._socket.close()
+        for check in self._checks:
+            check.cancel()
+        await asyncio.gather(*self._checks, return_exceptions=True)
+        self._thread.stop()
+        self._flags.close()
+
+    def _keep(self, check: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(check)
+        self._checks.add(task)
+        task.add_done_callback(self._checked)
+
+    def _checked(self, task: asyncio.Task[object]) -> None:
+        self._checks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the pool cannot be read for checks: %s", error)
+
+    async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: Sequence[int]) -> None:
+        """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
+        memory = self._pool.memory
+        try:
+            digests = await self._thread.run(self._port.digests, memory, blocks, ref, first)
+        except Exception:  # whatever it was: blocks that nobody could check are not to be used
+            _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
+            self._hooks.corrupt(writer, ref)
+            return
+        self._hooks.arrived(writer, ref, first, digests)
+
+    def _export(self) -> Exported:
+        exported = self._port.export(self._pool)
+        return Exported(exported.handle, [self._flags.fd, *exported.fds])
+
+
+class PushChannel:
+    """The prefill worker's end: the mapped pool, and a thread that waits for copies into it."""
+
+    def __init__(self, target: KVMemory, flags: Flags, port: DevicePort) -> None:
+        self._target, self._flags, self._port = target, flags, port
+        self._thread = PairThread("push")
+        self._sent = self._acknowledged = 0
+        self._closed = False
+
+    @classmethod
+    async def open(cls, welcome: Welcome, port: DevicePort) -> PushChannel:
+        """Register with a decode worker and map its pool. Raises TransportError."""
+
+        def mapped(pool: Exported) -> tuple[KVMemory, Flags]:
+            if not pool.fds:
+                raise ValueError("the decode worker sent no flags")
+            target = port.map(Exported(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
+            flags = Flags.joined(pool.fds[0], welcome.num_blocks)
+            port.use_flags(flags)
+            return target, flags
+
+        channel = cls(*await register(welcome, mapped), port)
+        try:
+            # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
+            await channel._thread.run(port.digests, channel._target, [0], _NOBODY, 0)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, (RuntimeError, OSError)):
+                raise TransportError(f"the decode worker's pool cannot be reached: {error}") from error
+            raise
+        return channel
+
+    @property
+    def sent(self) -> int:
+        """Blocks whose copy was started."""
+        return self._sent
+
+    @property
+    def acknowledged(self) -> int:
+        """Blocks whose copy is done."""
+        return self._acknowledged
+
+    @property
+    def broken(self) -> bool:
+        """There is no connection that could break: the stream's end says it."""
+        return False
+
+    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+        """Push a run; returns when it lies in the decode worker's pool. Raises TransportError."""
+        if not wanted(run.ref):
+            return None
+        self._sent += len(run.block_ids)
+        copying = asyncio.ensure_future(self._thread.run(self._copy, run))
+        cancelled = False
+        # A copy that was started cannot be called back: until it is done there is no promise to stop.
+        while not copying.done():
+            try:
+                await asyncio.wait([copying])
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        self._acknowledged += len(run.block_ids)
+        return copying.result()
+
+    def close(self) -> None:
+        """Push no more. Call it when no `send` runs."""
+        if not self._closed:
+            self._closed = True
+            self._thread.stop()
+            self._port.leave_flags(self._flags)
+            self._flags.close()
+
+    def _copy(self, run: Run) -> list[bytes]:
+        upto = run.first + len(run.block_ids)
+        try:
+            finish = self._port.start_copy(run, self._target, self._flags.word(run.ref, upto))
+            return finish()
+        except (RuntimeError, OSError) as error:
+            raise TransportError(f"blocks were not pushed: {error}") from error

@@ -1,0 +1,190 @@
+"""Giving a pool away: an abstract Unix socket of sequenced packets (no file to leave behind).
+
+    writer  → token of the welcome
+    decode  → "map:" and the pool's handle, with file descriptors    (after token, uid and pid were checked)
+    writer  → "mapped"                                               (so it lived when its pidfd was taken)
+    decode  → "registered"
+
+The socket is closed then. From here on only the death of the process proves that it stopped writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from diptych.runtime.peer_credentials import peer_credentials
+from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports.base import TransportError, Welcome
+from kvtransfer.transports.memory_mapping import Exported
+from kvtransfer.transports.writer_process import WriterProcess
+
+_REGISTRATION_S = 2.0
+_TOKEN_BYTES = 32
+_HANDLE_BYTES = 1024
+_MAX_FDS = 4
+_MAP = b"map:"
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    writer: WriterId
+    pid: int
+
+
+class PoolSocket:
+    """Gives what `export` returns to admitted writers, and keeps a pidfd of each."""
+
+    def __init__(self, export: Callable[[], Exported], dead: Callable[[WriterId], None]) -> None:
+        """`export` runs off the event loop; `dead` is called on it."""
+        self._export, self._dead = export, dead
+        self._listener: socket.socket | None = None
+        self._path = f"diptych-{secrets.token_hex(16)}"
+        self._admitted: dict[bytes, _Admission] = {}
+        self._writers: dict[WriterId, WriterProcess] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        listener.bind("\0" + self._path)
+        listener.listen(64)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    @property
+    def endpoint(self) -> str:
+        """The socket's abstract name behind an @."""
+        return "@" + self._path
+
+    def admit(self, writer: WriterId, pid: int) -> bytes:
+        """Let the process `pid` register as `writer`."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        for old in [t for t, admission in self._admitted.items() if admission.writer == writer]:
+            del self._admitted[old]
+        self._admitted[token] = _Admission(writer, pid)
+        return token
+
+    def registered(self, writer: WriterId) -> bool:
+        """Whether it maps our pool, as far as we know."""
+        return writer in self._writers
+
+    def fence(self, writer: WriterId) -> None:
+        """Kill the process; `dead` follows."""
+        process = self._writers.get(writer)
+        if process is None:
+            return
+        try:
+            process.kill()
+        except (ValueError, OSError) as error:
+            _log.error("cannot fence prefill worker %s (pid %d): %s", writer.worker_id, process.pid, error)
+
+    async def close(self) -> None:
+        """Stop listening and forget the writers."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self._writers.values():
+            process.close()
+        self._writers.clear()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        if peer_credentials(connection).uid != os.geteuid():
+            connection.close()
+            return
+        connection.settimeout(_REGISTRATION_S)
+        task = asyncio.create_task(self._register(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _register(self, connection: socket.socket) -> None:
+        process: WriterProcess | None = None
+        with connection:
+            try:
+                token = await asyncio.to_thread(connection.recv, _TOKEN_BYTES + 1)
+                admission = self._take_admission(token, peer_credentials(connection).pid)
+                process = WriterProcess.of_peer(connection)
+                exported = await asyncio.to_thread(self._export)
+                socket.send_fds(connection, [_MAP + exported.handle], exported.fds)
+                if await asyncio.to_thread(connection.recv, 16) != b"mapped":
+                    raise TransportError("the writer did not map the pool")
+                self._keep(admission.writer, process)
+                process = None
+                connection.send(b"registered")
+            except (OSError, TransportError) as error:
+                _log.warning("a registration for our pool failed: %s", error)
+            finally:
+                if process is not None:
+                    process.close()
+
+    def _take_admission(self, token: bytes, pid: int) -> _Admission:
+        for known, admission in self._admitted.items():
+            if hmac.compare_digest(known, token):
+                del self._admitted[known]
+                if admission.pid != pid:
+                    raise TransportError("another process than the one of the hello")
+                return admission
+        raise TransportError("an unknown token")
+
+    def _keep(self, writer: WriterId, process: WriterProcess) -> None:
+        earlier = self._writers.pop(writer, None)
+        if earlier is not None:
+            earlier.close()  # the same process again: the hello's pid was checked both times
+        self._writers[writer] = process
+
+        def dead() -> None:
+            del self._writers[writer]
+            self._dead(writer)
+
+        process.watch(dead)
+
+
+async def register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
+    """Register with a decode worker: what `mapped`, called off the event loop, makes of its pool's handle.
+
+    The file descriptors are closed when it returns. Raises TransportError.
+    """
+    return await asyncio.to_thread(_register, welcome, mapped)
+
+
+def _register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
+    if not welcome.endpoint.startswith("@"):
+        raise TransportError("the endpoint of the decode worker's pool is not an abstract socket")
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection.settimeout(_REGISTRATION_S)
+        try:
+            connection.connect("\0" + welcome.endpoint[1:])
+            connection.send(welcome.token)
+            message, fds, _, _ = socket.recv_fds(connection, _HANDLE_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            for fd in fds:
+                stack.callback(os.close, fd)
+            if not message.startswith(_MAP):
+                raise TransportError("the decode worker refused the registration")
+            result = mapped(Exported(message.removeprefix(_MAP), fds))
+            connection.send(b"mapped")
+            if connection.recv(16) != b"registered":
+                raise TransportError("the decode worker did not confirm the registration")
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the decode worker's pool: {error}") from error
+        return result

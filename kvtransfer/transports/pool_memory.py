@@ -1,0 +1,98 @@
+"""The decode pool's memory: an anonymous file that peers can map, and their mapping of it; or a GPU's memory.
+
+A memfd has no name, so nothing is left in /dev/shm when processes are killed: the kernel frees it with the
+last one. Its size is sealed, so that no mapping of it can ever fault because somebody cut it short.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from kvtransfer.transports.prefault import populate
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """Blocks and the file behind them. The file descriptor stays open as long as the process."""
+
+    memory: KVMemory
+    fd: int | None
+    """None where the blocks are a GPU's memory: there is no file then."""
+
+    def file(self) -> int:
+        """The file that peers map. Raises OSError where there is none."""
+        if self.fd is None:
+            raise OSError(f"blocks on {self.memory.device} lie in no file")
+        return self.fd
+
+
+def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
+    """Zeroed blocks that other processes can map. They take their memory from now on, in the background.
+
+    Raises OSError when the kernel refuses, ValueError for no blocks.
+    """
+    if num_blocks < 1:
+        raise ValueError("a pool needs at least one block")
+    size = layout.bytes_per_block * num_blocks
+    fd = os.memfd_create("diptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+        return PoolMemory(KVMemory(layout, num_blocks, _map(fd, size)), fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> PoolMemory:
+    """Zeroed blocks in one allocation of a GPU, so that a peer can map them with one handle.
+
+    Raises torch.OutOfMemoryError, ValueError for no blocks.
+    """
+    if device.type == "cuda":
+        # Else the allocator might cut the pool from a larger piece that it kept, which would go with it.
+        torch.cuda.empty_cache()
+    return PoolMemory(KVMemory.on_device(layout, num_blocks, device), None)
+
+
+def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
+    """Another process' pool, mapped writable; unmapped when the last reference to it is gone.
+
+    Raises ValueError if the file is smaller than the blocks, or could become so.
+    """
+    size = layout.bytes_per_block * num_blocks
+    if os.fstat(fd).st_size < size:
+        raise ValueError(f"the pool's file is smaller than its {num_blocks} blocks")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
+        raise ValueError("the size of the pool's file is not sealed")
+    return KVMemory(layout, num_blocks, _map(fd, size))
+
+
+def let_go(held: list[KVMemory | None]) -> None:
+    """Drop a reference to a mapped pool, by emptying the list, in a thread where it may take long.
+
+    Of a decode worker that died the last mapping may be ours, and the kernel frees the pages with it: half a
+    second a GiB on some machines, in which an event loop would answer nobody and be taken for dead itself.
+    """
+    if held[0] is not None and held[0].data.device.type == "cpu":
+        threading.Thread(target=held.clear, name="kv-unmap", daemon=True).start()
+    else:
+        held.clear()
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED)
+    # A forked child would keep the mapping after its parent was killed, and the parent's death would no
+    # longer prove that nobody writes.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    populate(mapping, fd)
+    return mapping

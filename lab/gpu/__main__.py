@@ -1,0 +1,95 @@
+"""`python -m lab.gpu`: every section in one run of under ten minutes, results written as they come.
+
+A section that fails leaves its error in the results and the others alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lab.gpu.results import Outcome, described, markdown, save
+from lab.gpu.section import NO_DEVICE, Context, Figure, Section, Unmeasured
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def sections() -> dict[str, Section]:
+    """All sections by name, in the order in which later ones need earlier ones."""
+    from lab.gpu.attention import attention
+    from lab.gpu.ceilings import ceilings
+    from lab.gpu.handoff import handover
+    from lab.gpu.model_step import model_step
+    from lab.gpu.operators import operators
+    from lab.gpu.service import service
+
+    return {
+        "ceilings": ceilings,
+        "attention": attention,
+        "operators": operators,
+        "model step": model_step,
+        "hand-over": handover,
+        "service": service,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status: 0, or 1 where there is no GPU or a section failed."""
+    parser = argparse.ArgumentParser("python -m lab.gpu", description="Figures of a GPU, and peers'.")
+    parser.add_argument("--quick", action="store_true", help="fewer points and rounds: a look, no result")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="every line once, tiny, on the CPU (TRITON_INTERPRET=1): no figures",
+    )
+    parser.add_argument("--only", action="append", metavar="SECTION", help="may be repeated")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the two files")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available() and not options.dry_run:
+        print(NO_DEVICE, file=sys.stderr)
+        return 1
+    known = sections()
+    chosen = options.only or list(known)
+    if unknown := [name for name in chosen if name not in known]:
+        parser.error(f"no section {unknown[0]!r}; there are {', '.join(known)}")
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device())
+    context = Context(device, options.quick, _say, dry=options.dry_run)
+    machine = described(device)
+    outcomes: list[Outcome] = []
+    for name in (name for name in known if name in chosen):
+        print(name, file=sys.stderr, flush=True)
+        outcomes.append(run(name, known[name], context))
+        if not options.dry_run:
+            save(options.results, machine, outcomes)  # after each: what stops the run loses one section only
+    print(markdown(machine, outcomes))
+    return int(any(outcome.error is not None for outcome in outcomes))
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def run(name: str, section: Section, context: Context) -> Outcome:
+    """One section to its end, or to its error with the figures that came before."""
+    started, figures, error = time.monotonic(), list[Figure](), None
+    try:
+        for figure in section(context):
+            figures.append(figure)
+            context.say(f"{figure.name}: {figure.value:.4g} {figure.unit}")
+    except Unmeasured as missing:
+        error = str(missing)
+    except Exception as failure:
+        # Whatever it was: the other sections are worth having.
+        error = f"{type(failure).__name__}: {failure}"[:2000]
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return Outcome(name, tuple(figures), error, time.monotonic() - started)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,197 @@
+"""Steps of 8B models with random weights in bf16: decode beside its roofline, prefill beside the GEMM rate.
+
+A decode step is timed as it is served: the next one is laid out and launched while the device computes, and
+the host reads the tokens of the one before. Beside it, from call to token with nothing launched ahead.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.models.shape import ModelShape
+from diptych.engine.sampling import SampleRow, SamplingParams
+from diptych.engine.step_output import Launched
+from lab.gpu.ceilings import COPY, GEMM, READ
+from lab.gpu.random_model import LLAMA_3_8B, QWEN3_8B, matrix_elements, random_weights
+from lab.gpu.section import Context, Figure, device_of, figure
+
+SECTION = "model step"
+_BLOCK = 16
+_AT_LEAST = {1: 0.85, 64: 0.75}
+"""Of the roofline, by batch."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Rows of decode steps and their context; a prompt's tokens, and those of a chunk of it."""
+
+    batches: tuple[int, ...]
+    context: int
+    prompt: int
+    chunk: int
+
+    @property
+    def blocks_a_row(self) -> int:
+        """With room for the steps that are timed."""
+        return self.context // _BLOCK + 8
+
+
+WHOLE = _Sizes(batches=(1, 8, 64), context=2048, prompt=8192, chunk=2048)
+DRY = _Sizes(batches=(2,), context=20, prompt=32, chunk=16)
+_STEPS = 64
+"""Positions after the context that steps are timed at, in turn."""
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """One model, ready."""
+
+    name: str
+    shape: ModelShape
+    sizes: _Sizes
+    backend: TritonBackend
+    memory: KVMemory
+
+
+def model_step(context: Context) -> Iterator[Figure]:
+    """Needs the ceilings."""
+    device = device_of(context)
+    sizes = context.pick(WHOLE, WHOLE, DRY)
+    for name, shape in (("Llama-3-8B", LLAMA_3_8B), ("Qwen3-8B", QWEN3_8B)):
+        context.say(f"{name}: making weights, recording decode steps")
+        bench = _make(name, _tiny(shape) if context.dry else shape, sizes, device)
+        for batch in sizes.batches:
+            yield _decode(context, bench, batch)
+        yield _prefill(context, bench)
+        del bench
+        torch.cuda.empty_cache()
+        if context.quick or context.dry:
+            return
+
+
+def _tiny(shape: ModelShape) -> ModelShape:
+    return replace(
+        shape, vocab_size=99, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        intermediate_size=48, max_context=64,
+    )  # fmt: skip
+
+
+def _make(name: str, shape: ModelShape, sizes: _Sizes, device: torch.device) -> _Bench:
+    dtype = torch.bfloat16
+    backend = TritonBackend(shape, random_weights(shape, device, dtype), device)
+    torch.cuda.empty_cache()
+    rows = max(sizes.batches)
+    backend.plan_decode(rows, _BLOCK)
+    layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
+    blocks = max(rows * sizes.blocks_a_row, layout.blocks_for(sizes.prompt))
+    memory = KVMemory.on_device(layout, blocks, device)
+    memory.data.normal_()
+    backend.prepare_decode(memory)
+    return _Bench(name, shape, sizes, backend, memory)
+
+
+def _decode(context: Context, bench: _Bench, batch: int) -> Figure:
+    context.say(f"{bench.name}: decode, batch {batch}")
+    shape, sizes, per_row = bench.shape, bench.sizes, bench.sizes.blocks_a_row
+    steps = min(_STEPS, shape.max_context - sizes.context)
+    blocks = list(range(bench.memory.num_blocks))
+    random.Random(5).shuffle(blocks)
+    tables = [blocks[per_row * row : per_row * (row + 1)] for row in range(batch)]
+    rows = [SampleRow(SamplingParams(temperature=0.8, seed=row), (), (0,)) for row in range(batch)]
+
+    def laid_out(number: int, *, follow: bool) -> list[SequenceStep]:
+        start = sizes.context + number % steps
+        return [
+            SequenceStep(bench.memory, table, start, [7], True, follows=row if follow else None)
+            for row, table in enumerate(tables)
+        ]
+
+    launched: list[Launched] = []
+
+    def ahead(number: int) -> None:
+        """Launch a step, and collect the one before."""
+        step = bench.backend.launch(laid_out(number, follow=bool(launched)), rows, None)
+        if step is None:
+            raise RuntimeError("a decode step was not recorded")
+        launched.append(step)
+        if len(launched) > 1:
+            launched.pop(0).collect()
+
+    rounds = context.pick(50, 10, 2)
+    alone = statistics.median(
+        _times(
+            lambda number: bench.backend.forward_and_draw(laid_out(number, follow=False), rows, None), rounds
+        )
+    )
+    seconds = _times(ahead, rounds)
+    launched.pop().collect()
+    median = statistics.median(seconds)
+    element = bench.memory.layout.dtype.itemsize
+    matrices = matrix_elements(shape)
+    kept = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * sizes.context * batch
+    bandwidth = max(context.needs(COPY), context.needs(READ))
+    scores = 4 * shape.num_layers * shape.num_heads * shape.head_dim * sizes.context
+    flops = batch * (2 * matrices + scores)
+    roof = max((matrices + kept) * element / bandwidth, flops / context.needs(GEMM))
+    return figure(
+        SECTION,
+        f"{bench.name} decode step, batch {batch}, context {sizes.context}",
+        median * 1e3,
+        "ms",
+        against="bytes of weights and KV over bandwidth, or operations over the GEMM rate",
+        ratio=roof / median,
+        at_least=_AT_LEAST.get(batch),
+        note=f"{batch / median:.0f} tokens/s, {_spread(seconds)}; {alone * 1e3:.3f} ms with nothing ahead",
+    )
+
+
+def _prefill(context: Context, bench: _Bench) -> Figure:
+    context.say(f"{bench.name}: prefill")
+    shape, length, chunk = bench.shape, bench.sizes.prompt, bench.sizes.chunk
+    table = range(length // _BLOCK)
+    tokens = [n % shape.vocab_size for n in range(chunk)]
+
+    def prompt(number: int) -> None:
+        for start in range(0, length, chunk):
+            last = start + chunk == length
+            bench.backend.forward([SequenceStep(bench.memory, table, start, tokens, last)], None)
+
+    seconds = _times(prompt, context.pick(7, 3, 2))
+    median = statistics.median(seconds)
+    linear = 2 * length * (matrix_elements(shape) - shape.vocab_size * shape.hidden_size)
+    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length**2
+    return figure(
+        SECTION,
+        f"{bench.name} prefill of {length} tokens in chunks of {chunk}",
+        length / median,
+        "tokens/s",
+        against="bf16 GEMM rate",
+        ratio=(linear + attention) / context.needs(GEMM) / median,
+        note=_spread(seconds),
+    )
+
+
+def _times(work: Callable[[int], object], rounds: int) -> list[float]:
+    """Seconds of each call after three that warm up; every call waits for the device itself."""
+    for number in range(3):
+        work(number)
+    seconds = []
+    for number in range(rounds):
+        started = time.perf_counter()
+        work(number)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    quartiles = statistics.quantiles(seconds, n=4)
+    return f"spread {100 * (quartiles[2] - quartiles[0]) / statistics.median(seconds):.1f}%"

@@ -1,0 +1,78 @@
+"""What a run of all sections leaves: JSON for machines, Markdown for readers."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.gpu.section import Figure
+
+_PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one section."""
+
+    section: str
+    figures: tuple[Figure, ...]
+    error: str | None
+    """Why it gave no more; None when it is whole."""
+    seconds: float
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions that the figures hold for."""
+    found: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M")}
+    found["python"] = platform.python_version()
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["cuda"] = torch.version.cuda
+    if device.type == "cuda" and torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name(device)
+        found["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+    return found
+
+
+def save(folder: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Path:
+    """Write `<date>-gpu.json` and `.md` and return the latter's path. Overwrites those of the same day."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{str(machine['date'])[:10]}-gpu"
+    data = {"machine": dict(machine), "sections": [asdict(outcome) for outcome in outcomes]}
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    path = folder / f"{name}.md"
+    path.write_text(markdown(machine, outcomes))
+    return path
+
+
+def markdown(machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """All sections as tables; what failed says so."""
+    lines = [f"# {machine.get('device', 'no CUDA device')}, {machine['date']}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in machine.items() if value is not None), ""]
+    for outcome in outcomes:
+        lines += [f"## {outcome.section} ({outcome.seconds:.0f} s)", ""]
+        if outcome.figures:
+            lines += ["| what | value | ratio | against | target | note |", "|---|---|---|---|---|---|"]
+            lines += [_row(figure) for figure in outcome.figures]
+            lines.append("")
+        if outcome.error is not None:
+            lines += [f"Not measured: {outcome.error}", ""]
+    return "\n".join(lines)
+
+
+def _row(figure: Figure) -> str:
+    ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+    target = "" if figure.target is None else f"{figure.target:g} {'met' if figure.met else '**missed**'}"
+    cells = (figure.name, f"{figure.value:.4g} {figure.unit}", ratio, figure.against, target, figure.note)
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"

@@ -1,0 +1,73 @@
+"""One request's hand-over, from the ask to the commit: the task that speaks to its decode worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.runtime.block_hash import block_keys
+from diptych.runtime.failpoints import reach
+from diptych.worker.v1 import work_pb2
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.peer import Peer
+from kvtransfer.protocol.errors import AttemptOver, HandoffError
+from prefill_worker.request import PrefillRequest, Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a hand-over ended. Neither committed nor failed: somebody else ended the attempt."""
+
+    committed: bool = False
+    failure: work_pb2.Failure | None = None
+
+
+async def hand_over(
+    request: PrefillRequest, client: HandoffClient, block_size: int, on_granted: Callable[[Granted], None]
+) -> Outcome:
+    """Ask, then push and commit what the engine loop reports.
+
+    May be cancelled while it asks, before `on_granted` is called: the client takes the ask back, or answers
+    a grant that is on its way with Stopped itself.
+    """
+    try:
+        peer = await client.peer(request.decode_address, request.decode_incarnation)
+        granted = await _ask(peer, request, block_size)
+        on_granted(granted)
+        stop = await _follow(peer, granted, request)
+    except AttemptOver:
+        return Outcome()
+    except HandoffError as error:
+        return Outcome(failure=error.failure)
+    return Outcome(committed=True) if stop is None else Outcome(failure=stop.failure)
+
+
+async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> Granted:
+    attempt = request.attempt
+    keys = block_keys(attempt.cache_namespace, request.token_ids, block_size) if attempt.cache_read else []
+    return await peer.ask(request.key, len(request.token_ids), keys, keep=attempt.cache_write)
+
+
+async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop | None:
+    """Pass on each computed chunk; None = committed."""
+    while True:
+        news = await request.news.get()
+        if isinstance(news, Stop):
+            await peer.stop(granted, news.failure)
+            return news
+        if not news.first_tokens:
+            await peer.push(granted, news.upto)
+            continue
+        reach("prefill.before_commit")
+        if await peer.commit(granted, len(request.token_ids), news.first_tokens, request.times()):
+            reach("prefill.committed")
+            return None
+        # Revoked, or the link broke, while the commit was on its way: whoever did it has said so.
+        return request.stop or Stop(_lost())
+
+
+def _lost() -> work_pb2.Failure:
+    return work_pb2.Failure(
+        reason=work_pb2.FAILURE_REASON_PEER_LOST, message="the link to the decode worker broke"
+    )

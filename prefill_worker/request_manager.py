@@ -1,0 +1,224 @@
+"""The attempts of a prefill worker, from dispatch to last word.
+
+Each attempt that has asked for blocks has a task of its own (handover.py) that speaks to its decode worker.
+One that must stop while a step is writing its blocks is told to at the next layer, and its promise of no
+further write goes out after that step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from diptych.runtime.failpoints import reach
+from diptych.worker.v1 import prefill_pb2, work_pb2
+from diptych.worker_process.attempt import Attempt
+from diptych.worker_process.grammar_masks import Grammars, GrammarState
+from diptych.worker_process.step_thread import StepThread
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.protocol.messages import Key
+from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.kv_sender import Outcome, hand_over
+from prefill_worker.request import PrefillRequest, State, Stop
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Every attempt that is not over, in the order in which they came."""
+
+    handoff: HandoffClient
+    grammars: Grammars
+
+    def __init__(
+        self,
+        step: StepThread[PrefillRequest],
+        *,
+        block_size: int,
+        max_context: int,
+        on_ended: Callable[[PrefillRequest, str], None],  # outcome: committed, failed or cancelled
+        wake: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._block_size = block_size
+        self._max_context = max_context
+        self._on_ended = on_ended
+        self._wake = wake
+        self._requests: dict[Key, PrefillRequest] = {}
+        self._tasks: dict[Key, asyncio.Task[Outcome]] = {}
+        self._arrived = 0
+        self.draining = False
+
+    def __getitem__(self, key: Key) -> PrefillRequest:
+        return self._requests[key]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def all(self) -> Iterable[PrefillRequest]:
+        return self._requests.values()
+
+    # ---- what others tell it -------------------------------------------------------------------------
+
+    def dispatch(self, dispatch: prefill_pb2.Dispatch, gateway: GatewayStream) -> None:
+        """Queue an attempt."""
+        attempt = Attempt.from_work(dispatch.work, max_context=self._max_context)
+        if attempt.key in self._requests:
+            log.warning("attempt %s dispatched twice; the second is ignored", attempt.key)
+            return
+        if self.draining:
+            gateway.failed(attempt.key, work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING))
+            return
+        self._arrived += 1
+        request = self._requests[attempt.key] = PrefillRequest(
+            attempt,
+            attempt.token_ids,
+            gateway,
+            self._arrived,
+            dispatch.work.waited.ToNanoseconds() / 1e9,
+            dispatch.decode_address,
+            dispatch.decode_incarnation,
+        )
+        gateway.keys[attempt.key] = None
+        reach("prefill.queued")
+        if attempt.grammar is not None:
+            compiling = self.grammars.start(attempt.grammar, attempt.delivered_ids)
+            compiling.add_done_callback(functools.partial(self._compiled, request))
+        self._wake()
+
+    def _compiled(self, request: PrefillRequest, compiling: asyncio.Task[GrammarState]) -> None:
+        """Tokens can be sampled, or not: the gateway has tried the grammar, but not with this vocabulary."""
+        if compiling.cancelled() or request.state is State.ENDED:
+            return
+        if (error := compiling.exception()) is not None:
+            log.warning("the grammar of %s: %s", request.key, error)
+            self.stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NOTHING_ALLOWED)))
+        else:
+            request.grammar = compiling.result()
+        self._wake()
+
+    def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
+        """The gateway wants these choices no longer, or none if none are named: nothing more is said of them.
+
+        The prompt is computed for those that are left; first tokens are sampled for all, since the decode
+        worker knows them by their order.
+        """
+        if request := self._requests.get(key):
+            request.wanted -= set(choices) or request.wanted
+            if not request.wanted:
+                self.stop(request, Stop())
+
+    def gateway_lost(self, gateway: GatewayStream) -> None:
+        """Its stream ended: every attempt that came over it is cancelled."""
+        for key in list(gateway.keys):
+            self.cancel(key)
+        gateway.close()
+
+    def on_abort(self, key: Key) -> None:
+        """The decode worker calls a grant back. It tells the gateway why; we only stop."""
+        self.cancel(key)
+
+    def on_peer_lost(self, address: str, keys: Sequence[Key]) -> None:
+        """A decode worker went away with these grants: there is nothing left to write to."""
+        failure = work_pb2.Failure(
+            reason=work_pb2.FAILURE_REASON_PEER_LOST, message=f"decode worker at {address} is gone"
+        )
+        for key in keys:
+            if request := self._requests.get(key):
+                self.stop(request, Stop(failure))
+
+    def end_late(self, now: float) -> None:
+        """Stop what is past its deadline, also when the gateway is slow or gone."""
+        for request in list(self._requests.values()):
+            if (deadline := request.attempt.deadline) is not None and now >= deadline:
+                self._fail(request, work_pb2.FAILURE_REASON_DEADLINE)
+
+    def hand_back(self) -> None:
+        """This worker leaves: the gateways prefill what is here elsewhere."""
+        for request in list(self._requests.values()):
+            self._fail(request, work_pb2.FAILURE_REASON_DRAINING)
+
+    def _fail(self, request: PrefillRequest, reason: work_pb2.FailureReason) -> None:
+        self.stop(request, Stop(work_pb2.Failure(reason=reason, message=request.state.value)))
+
+    # ---- one attempt ---------------------------------------------------------------------------------
+
+    def ask(self, request: PrefillRequest) -> None:
+        """Let it ask its decode worker for blocks."""
+        request.move(State.ASKED)
+        task = asyncio.create_task(self._hand_over(request), name=f"hand-over {request.key}")
+        task.add_done_callback(functools.partial(self._handed_over, request))
+        self._tasks[request.key] = task
+        reach("prefill.asked")
+
+    async def _hand_over(self, request: PrefillRequest) -> Outcome:
+        granted = functools.partial(self._granted, request)
+        return await hand_over(request, self.handoff, self._block_size, granted)
+
+    def _handed_over(self, request: PrefillRequest, task: asyncio.Task[Outcome]) -> None:
+        """A callback of the task, not its last lines: one cancelled before its first line ends here too."""
+        if task.cancelled():
+            outcome = Outcome(failure=request.stop.failure if request.stop is not None else None)
+        elif (error := task.exception()) is not None:
+            log.error("hand-over of %s", request.key, exc_info=error)
+            reason = work_pb2.FAILURE_REASON_INTERNAL
+            outcome = Outcome(failure=work_pb2.Failure(reason=reason, message="hand-over failed"))
+        else:
+            outcome = task.result()
+        self._end(request, outcome)
+
+    def _granted(self, request: PrefillRequest, granted: Granted) -> None:
+        """The hand-over has blocks: the request joins the next step."""
+        request.granted = granted
+        request.computed = granted.computed_tokens
+        request.move(State.GRANTED)
+        if request.stop is not None:  # cancelled while it asked, too late for that
+            request.news.put_nowait(request.stop)
+        reach("prefill.granted")
+        self._wake()
+
+    def say_first(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
+        """The client need not wait for the hand-over: whatever becomes of it, these are the tokens.
+
+        There are none where candidates of beams go on, or where all that is lost is the word of the end.
+        """
+        attempt, delivered = request.attempt, request.attempt.delivered_ids
+        if attempt.beam_width:
+            return
+        if delivered and attempt.finish_reason(delivered[-1], len(delivered), request.grammar) is not None:
+            return
+        by_choice = zip(attempt.choices, tokens, strict=False)  # too few: the decode worker complains of it
+        wanted = {choice: token for choice, token in by_choice if choice in request.wanted}
+        request.gateway.first_tokens(request.key, len(delivered), wanted, request.times())
+
+    def stop(self, request: PrefillRequest, stop: Stop) -> None:
+        """Decide that the request ends without a commit; carried out when no step writes any more."""
+        if request.stop is not None:
+            return
+        request.stop = stop
+        if self._step.writes(request):
+            self._step.abort(request)
+        elif request.state is State.GRANTED:
+            request.news.put_nowait(stop)
+        elif request.state is State.ASKED:
+            self._tasks[request.key].cancel()
+        else:
+            self._end(request, Outcome(failure=stop.failure))
+
+    def _end(self, request: PrefillRequest, outcome: Outcome) -> None:
+        """Last station of every request. Silence to the gateway means cancelled."""
+        request.move(State.ENDED)
+        del self._requests[request.key]
+        self._tasks.pop(request.key, None)
+        request.gateway.keys.pop(request.key, None)
+        if outcome.committed:
+            request.gateway.committed(request.key)
+        elif outcome.failure is not None:
+            request.failure = outcome.failure
+            request.gateway.failed(request.key, outcome.failure)
+        how = "committed" if outcome.committed else "cancelled" if outcome.failure is None else "failed"
+        self._on_ended(request, how)
+        self._wake()

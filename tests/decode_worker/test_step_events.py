@@ -1,0 +1,117 @@
+"""A launched step is waited for without a thread, and nobody who waits sleeps through its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from decode_worker.step_events import Completions
+from diptych.engine.step_output import Drawn
+
+ROUNDS = 10  # of the event loop: more than a wakeup takes
+
+
+@dataclass
+class Step:
+    """Over when the test says so; it tells nobody."""
+
+    done: bool = False
+
+    def over(self) -> bool:
+        return self.done
+
+    def collect(self) -> Drawn:
+        raise AssertionError("waiting is not collecting")
+
+
+@dataclass
+class Backend:
+    """The two ends of a pipe, as a backend has them."""
+
+    heard: int
+    told: int
+
+    def tell(self, times: int = 1) -> None:
+        os.write(self.told, b"\0" * times)
+
+    def unread(self) -> bytes:
+        try:
+            return os.read(self.heard, 100)
+        except BlockingIOError:
+            return b""
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    heard, told = os.pipe2(os.O_NONBLOCK)
+    yield Backend(heard, told)
+    os.close(heard)
+    os.close(told)
+
+
+async def turns() -> None:
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)
+
+
+def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
+    async def run() -> None:
+        completions, step = Completions(backend.heard), Step()
+        waiting = asyncio.create_task(completions.over(step))
+        await turns()
+        assert not waiting.done()
+        step.done = True
+        backend.tell()
+        await asyncio.wait_for(waiting, 5)
+        assert backend.unread() == b""
+        completions.close()
+
+    asyncio.run(run())
+
+
+def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
+    async def run() -> None:
+        completions, step = Completions(backend.heard), Step()
+        waiting = asyncio.create_task(completions.over(step))
+        for _ in range(3):
+            backend.tell(2)
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        step.done = True
+        backend.tell()
+        await asyncio.wait_for(waiting, 5)
+        completions.close()
+
+    asyncio.run(run())
+
+
+def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
+    """Steps that are shorter than the work between them would else keep the loop to themselves."""
+
+    async def run() -> None:
+        completions, step = Completions(backend.heard), Step(done=True)
+        others = asyncio.create_task(asyncio.sleep(0))
+        for _ in range(3):
+            await completions.over(step)
+        assert others.done()
+        completions.close()
+
+    asyncio.run(run())
+
+
+def test_after_close_nobody_listens_and_another_loop_can(backend: Backend) -> None:
+    completions = Completions(backend.heard)
+
+    async def run() -> None:
+        await completions.over(Step(done=True))
+        completions.close()
+        backend.tell()
+        await asyncio.sleep(0.01)
+        assert backend.unread() == b"\0"
+
+    asyncio.run(run())
+    asyncio.run(run())

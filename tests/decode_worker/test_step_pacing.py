@@ -1,0 +1,58 @@
+"""Steps begin no more often than the pace allows; what is due waits for nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_worker.step_pacing import Pace
+
+
+def test_the_cores_are_left_for_a_part_of_the_step_that_is_over() -> None:
+    pace = Pace(1.5)
+    pace.begin(10.0)
+    pace.end(10.020)
+    assert pace.pause_s(10.020, 0.0) == pytest.approx(0.010)
+    assert pace.pause_s(10.025, 0.0) == pytest.approx(0.005)
+    pace.begin(10.030)
+    pace.end(10.070)
+    assert pace.pause_s(10.070, 0.0) == pytest.approx(0.020)
+
+
+def test_a_step_that_follows_without_a_gap_is_measured_by_itself() -> None:
+    pace = Pace(1.5)
+    pace.begin(10.0)
+    pace.end(10.020)
+    pace.begin(10.020)  # of the one that was launched ahead
+    assert pace.pause_s(10.020, 0.0) == pytest.approx(0.010)  # had there been none
+    pace.end(10.060)
+    assert pace.pause_s(10.060, 0.0) == pytest.approx(0.020)
+
+
+def test_a_step_that_is_due_waits_for_nobody() -> None:
+    pace = Pace(1.5)
+    assert pace.pause_s(0.0, 0.0) == 0  # the first one
+    pace.begin(10.0)
+    pace.end(10.020)
+    assert pace.pause_s(10.5, 0.0) == 0  # there was nothing to compute meanwhile
+
+
+def test_without_a_stretch_steps_follow_each_other() -> None:
+    pace = Pace(1.0)
+    pace.begin(10.0)
+    pace.end(10.020)
+    assert pace.pause_s(10.020, 60.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("waited", "stretch"), [(0.0, 1.3), (0.5, 1.3), (0.75, 1.9), (1.0, 2.5), (60.0, 2.5)]
+)
+def test_who_waits_long_gets_more_of_the_cores(waited: float, stretch: float) -> None:
+    pace = Pace(1.3, 2.5)
+    pace.begin(10.0)
+    pace.end(10.020)
+    assert pace.stretch(waited) == pytest.approx(stretch)
+    assert pace.pause_s(10.020, waited) == pytest.approx((stretch - 1) * 0.020)
+
+
+def test_a_stretch_above_the_most_stays_what_it_is() -> None:
+    assert Pace(3.0, 2.5).stretch(0.0) == Pace(3.0, 2.5).stretch(60.0) == 3.0

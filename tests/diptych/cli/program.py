@@ -1,0 +1,51 @@
+"""A small real program on diptych/runtime/process.py, for the supervisor's tests.
+
+program.py MODE [flags]      MODE: serve, fail, silent, garbage, stubborn, chatty
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from contextlib import closing
+
+from prometheus_client import CollectorRegistry
+
+from diptych.runtime.http_edge import HttpEdge
+from diptych.runtime.process import announce_ready, run_program
+from diptych.runtime.settings import ProgramSettings
+
+
+def main() -> int:
+    mode, *argv = sys.argv[1:]
+    settings = ProgramSettings.from_argv(argv)
+
+    async def serve(stop: asyncio.Event) -> int:
+        if mode == "fail":
+            print("the reason of the failure", file=sys.stderr)
+            return 3
+        if mode == "silent":
+            print("loading", flush=True)
+            await asyncio.sleep(3600)
+        if mode == "garbage" and settings.ready_fd is not None:
+            os.write(settings.ready_fd, b"neither JSON nor ready\n")
+            await asyncio.sleep(3600)
+        if mode == "chatty":
+            print("x" * 200_000, flush=True)
+            print("after the long line", flush=True)
+        if mode == "stubborn":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+        http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
+        with closing(socket.create_server(("127.0.0.1", settings.grpc_port))) as listener:
+            announce_ready(settings, {"grpc_port": listener.getsockname()[1], "http_port": http.port})
+            await stop.wait()
+        await http.close()
+        print(f"{mode} stopped cleanly", flush=True)
+        return 0
+
+    return run_program(serve, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

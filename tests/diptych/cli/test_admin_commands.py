@@ -1,0 +1,74 @@
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+
+import grpc
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from diptych.cli.admin_commands import reasons, worker_table
+from diptych.cli.app import app
+from diptych.v1 import admin_pb2 as pb
+from gateway.frontends.admin.operations import MAX_GRACE_S
+
+WORKERS = [
+    pb.WorkerInfo(
+        worker_id=f"{role}-0-0123abcd",
+        role=number,
+        address="127.0.0.1:54321",
+        state=pb.WORKER_STATE_INCOMPATIBLE,
+        detail="no worker of the other role can exchange blocks with it",
+        load=pb.WorkerLoad(
+            running=64, waiting=120, waiting_tokens=400_000, free_blocks=1021, total_blocks=10922
+        ),
+    )
+    for role, number in (("prefill", pb.WORKER_ROLE_PREFILL), ("decode", pb.WORKER_ROLE_DECODE))
+]
+
+
+def shown(width: int) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=width).print(worker_table(WORKERS))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_an_id_is_whole_on_a_narrow_terminal(width: int) -> None:
+    firsts = [line.split()[0] for line in shown(width) if not line.startswith(" ")]
+    assert [word for word in firsts if word != "worker"] == ["prefill-0-0123abcd", "decode-0-0123abcd"]
+    assert all(len(line) <= width for line in shown(width))
+
+
+def test_a_wide_one_has_a_line_a_worker() -> None:
+    head, *rows = shown(200)
+    assert head.split()[0] == "worker"
+    assert len(rows) == 2
+    assert all(row.rstrip().endswith("127.0.0.1:54321") for row in rows)
+
+
+@pytest.mark.parametrize("arguments", [["workers"], ["flush"], ["drain", "decode-0-0123abcd"]])
+def test_who_asks_another_port_learns_where_the_admin_port_is(arguments: list[str]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        public = grpc.server(threads)
+        address = f"127.0.0.1:{public.add_insecure_port('127.0.0.1:0')}"
+        public.start()
+        refused = CliRunner().invoke(app, [*arguments, "--address", address])
+        public.stop(0).wait()
+    assert refused.exit_code == 1
+    [line] = refused.stderr.splitlines()
+    assert "UNIMPLEMENTED" in line
+    assert line.endswith("gRPC port + 1 unless --admin-port says otherwise, 50052 by default")
+
+
+@pytest.mark.parametrize("grace", ["inf", "1e300", str(MAX_GRACE_S + 1)])
+def test_a_grace_beyond_what_a_gateway_takes_is_refused(grace: str) -> None:
+    refused = CliRunner().invoke(
+        app, ["drain", "decode-0-0123abcd", "--grace", grace, "--address", "127.0.0.1:1"]
+    )
+    assert refused.exit_code == 2
+    assert "--grace" in refused.stderr
+
+
+def test_only_who_gets_less_has_a_reason() -> None:
+    fine = pb.WorkerInfo(worker_id="decode-1-0123abcd", state=pb.WORKER_STATE_READY)
+    assert list(reasons([*WORKERS[:1], fine])) == [f"prefill-0-0123abcd: {WORKERS[0].detail}"]

@@ -1,0 +1,35 @@
+"""`diptych key new`: what it prints is what a gateway reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych.cli.app import app
+from gateway.access.access import Access
+from gateway.access.caller import Scope
+
+
+def test_the_line_knows_the_key(tmp_path: Path) -> None:
+    flags = ["--tenant", "billing", "--scope", "admin", "--scope", "inference", "--concurrent-requests", "3"]
+    made = CliRunner().invoke(app, ["key", "new", *flags])
+    assert made.exit_code == 0
+    path = tmp_path / "keys.jsonl"
+    path.touch(0o600)
+    path.write_text(made.stdout)
+    key = made.stderr.split()[-1]
+    assert key not in made.stdout
+    caller = Access(path).caller(f"Bearer {key}", Scope.ADMIN)
+    assert (caller.tenant, caller.meter.quota.concurrent_requests) == ("billing", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [(["--tenant", "a b"], "tenant"), (["--tenant", "a", "--scope", "root"], "scopes")]
+)
+def test_what_no_gateway_would_read_is_not_made(flags: list[str], told: str) -> None:
+    made = CliRunner().invoke(app, ["key", "new", *flags])
+    assert made.exit_code == 2
+    assert told in made.stderr
+    assert not made.stdout

@@ -1,0 +1,99 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+
+import grpc
+import pytest
+from rich.console import Console
+
+from diptych.cli.generate_command import Question, ask, timing_table
+from diptych.client import Timings, Usage
+from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc as rpc
+from tests.diptych.cli.specs import ROOT
+from tests.diptych.client.served import served
+
+SPENT = Timings(
+    queue=0.001,
+    prefill=0.0425,
+    kv_transfer=0.0005,
+    decode_queue=0.0,
+    decode=0.5,
+    time_to_first_token=0.05,
+    total=0.56,
+    kv_bytes_transferred=12345,
+    preemptions=0,
+    retries=0,
+)
+
+
+def rows(usage: Usage | None, spent: Timings = SPENT) -> dict[str, str]:
+    out = StringIO()
+    Console(file=out, width=200).print(timing_table(spent, usage))
+    cells = [
+        [cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines() if "│" in line
+    ]
+    return {cell[1]: " ".join(cell[2:4]).strip() for cell in cells}
+
+
+def test_shows_every_phase_in_milliseconds() -> None:
+    shown = rows(Usage(prompt_tokens=40, completion_tokens=11, cached_prompt_tokens=32))
+    assert shown["queue"] == "1.00"
+    assert shown["prefill"] == "42.50 32 of 40 prompt tokens cached"
+    assert shown["hand-over"] == "0.50 12,345 bytes moved"
+    assert shown["decode"] == "500.00 20.0 tokens/s"
+    assert shown["first token after"] == "50.00"
+    assert shown["total"] == "560.00"
+    assert "retries" not in shown
+
+
+def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
+    spent = replace(SPENT, retries=1, total=2.05)  # the last attempt decoded for half a second of it
+    shown = rows(Usage(prompt_tokens=40, completion_tokens=101, cached_prompt_tokens=0), spent)
+    assert shown["decode"] == "500.00 50.0 tokens/s"
+    assert shown["retries"] == "1506.00 1: attempts that were lost, and waiting"
+
+
+@pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
+def test_claims_no_pace_without_two_tokens(usage: Usage | None) -> None:
+    assert rows(usage)["decode"] == "500.00"
+
+
+class Fluent(rpc.InferenceServiceServicer):
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        return pb.GenerateResponse(request_id="r1", model="small", outputs=[pb.OutputDelta(text="Привет!")])
+
+
+def test_a_terminal_without_its_letters_shows_an_answer_all_the_same() -> None:
+    with served(Fluent(), calls=1) as address:
+        done = subprocess.run(
+            [sys.executable, "-m", "diptych", "generate", "hello", "--model", "small", "--address", address],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stdout) == (0, "??????!\n"), done.stderr
+
+
+class Breaking(rpc.InferenceServiceServicer):
+    """Its streams end in the middle of an answer."""
+
+    def StreamGenerate(
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(request_id="r1", model="small", outputs=[pb.OutputDelta(text="The cap")])
+        context.abort(grpc.StatusCode.ABORTED, "it broke")
+
+
+def test_what_went_wrong_does_not_stick_to_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+    question = Question("hello", raw=True, system=None, model="small", timeout_s=30, options={})
+    with served(Breaking(), calls=1) as address:
+        assert ask(address, question, stream=True, timings=False) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "The cap\n"
+    assert "it broke" in shown.err

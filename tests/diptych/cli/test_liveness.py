@@ -1,0 +1,27 @@
+"""When a silence is one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from diptych.cli.liveness import Patience, silence
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [("...", 3), ("y...", 4), ("..y...", 6), (".y..yy..y...", 12)],
+)
+async def test_only_questions_in_a_row_count(answers: str, asked: int) -> None:
+    said = iter(answers + "y" * 20)
+    count = 0
+
+    async def answer() -> bool:
+        nonlocal count
+        count += 1
+        return next(said) == "y"
+
+    async with asyncio.timeout(60):
+        await silence(answer, Patience(every_s=0.001, questions=3))
+    assert count == asked

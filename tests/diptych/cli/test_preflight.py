@@ -1,0 +1,68 @@
+"""What `up` asks before anything starts: ports, and the directory. Without a directory: test_cli.py."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from diptych.cli.preflight import BadOptions, check_directory, check_options
+from diptych.cli.stack_options import StackOptions
+from tests.diptych.cli.specs import ROOT
+from tests.gateway.running_gateway import valkey
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with valkey() as found:
+        yield found
+
+
+def with_login(url: str, login: str) -> str:
+    return f"redis://{login}@{url.removeprefix('redis://')}"
+
+
+async def test_one_that_answers_will_do(url: str) -> None:
+    await check_directory(url)
+
+
+async def test_a_login_that_may_not_ask_finds_it_there(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        client.acl_setuser(
+            "quiet", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-ping"]
+        )
+    await check_directory(with_login(url, "quiet:word"))
+
+
+async def test_a_login_that_is_refused_is_told_from_silence(url: str) -> None:
+    with pytest.raises(BadOptions, match="refuses this login") as refused:
+        await check_directory(with_login(url, "nobody:s3cret"))
+    assert "s3cret" not in str(refused.value)
+
+
+def test_options_are_read_alike_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a working tree the programs' commands have one word more."""
+    for folder in (ROOT, tmp_path):
+        monkeypatch.chdir(folder)
+        settings = check_options(StackOptions(block_size=32))
+        assert [one.program for one in settings] == ["gateway", "decode", "prefill"]
+        assert {one.block_size for one in settings} == {32}
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("grpc_port", "--grpc-port and --http-port choose others, 0 = any free one"),
+        ("http_port", "--grpc-port and --http-port choose others, 0 = any free one"),
+        ("admin_port", "--admin-port choose others, 0 = any free one"),
+    ],
+)
+def test_who_finds_a_port_taken_learns_how_to_choose_another(field: str, told: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"grpc_port": 0, "http_port": 0, "admin_port": 0, field: port}
+        with pytest.raises(BadOptions, match=f"^port {port} of 127.0.0.1 is taken: {told}$"):
+            check_options(StackOptions(**ports))

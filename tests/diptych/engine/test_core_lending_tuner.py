@@ -1,0 +1,43 @@
+"""Help is taken where it makes steps of one stream faster, and tried again when things may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from diptych.engine.core_lending_tuner import PERIOD, SHARES, TRIES, HelpWorth
+
+TRIAL = TRIES * len(SHARES)
+
+
+def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[float], float], lag: int = 1) -> list[float]:
+    """From where on each step was helped; each is told of when `lag` others have been asked for."""
+    ways: list[float] = []
+    for number in range(steps):
+        ways.append(help_worth.wanted())
+        if number >= lag:
+            way = ways[number - lag]
+            help_worth.lasted(way, seconds(way))
+    return ways
+
+
+@pytest.mark.parametrize("fastest", SHARES)
+def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
+    ways = serve(HelpWorth(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
+    assert ways.count(fastest) >= 3 * (PERIOD - TRIAL + TRIES - 1)
+    for share in SHARES:
+        assert ways.count(share) >= 3 * (TRIES - 1)
+
+
+def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
+    help_worth = HelpWorth()
+    serve(help_worth, PERIOD, lambda way: 3.0 - way)
+    ways = serve(help_worth, PERIOD, lambda way: 3.0 + way)
+    assert set(ways[TRIAL + TRIES :]) == {0.0}
+
+
+def test_one_slow_step_of_a_trial_decides_nothing() -> None:
+    times = iter([50.0, *[2.0] * (TRIES - 1), *[2.5] * (10 * PERIOD)])
+    ways = serve(HelpWorth(), PERIOD, lambda way: next(times), lag=0)
+    assert set(ways[TRIAL:]) == {SHARES[0]}

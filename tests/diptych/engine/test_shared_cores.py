@@ -1,0 +1,153 @@
+"""Lending cores between processes: what one says, the other sees at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diptych.engine.shared_cores import CoreShare
+from kernels.cpu.library import CORE_CLAIMED
+
+CORES = 3
+NEIGHBOUR = """
+import sys
+from diptych.engine.shared_cores import CoreShare
+share = CoreShare(int(sys.argv[1]), home=[1, 2], cores=3)
+print("here", flush=True)
+for line in sys.stdin:
+    match line.strip():
+        case "own": share.own(); print("ok", flush=True)
+        case "rest": share.rest(); print("ok", flush=True)
+        case "wait": share.set_backlog(0.25); print("ok", flush=True)
+        case "free": print(share.free(), share.others_waited_s(), flush=True)
+"""
+
+
+class Neighbour:
+    """Another process with two home cores."""
+
+    def __init__(self, fd: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NEIGHBOUR, str(fd)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[fd],
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert self._said() == "here"
+
+    def do(self, word: str) -> str:
+        assert self.process.stdin is not None
+        print(word, file=self.process.stdin, flush=True)
+        return self._said()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    number = os.memfd_create("cores", 0)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def neighbour(fd: int) -> Iterator[Neighbour]:
+    other = Neighbour(fd)
+    yield other
+    other.end()
+
+
+def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: Neighbour) -> None:
+    ours = CoreShare(fd, home=[0], cores=CORES)
+    assert (ours.home, ours.others) == (1, [1, 2])
+    assert ours.free() == 2
+    neighbour.do("own")
+    assert ours.free() == 0
+    assert neighbour.do("free") == "1 None"
+    ours.own()
+    assert neighbour.do("free") == "0 None"
+    neighbour.do("rest")
+    assert ours.free() == 2
+
+
+def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    claimed = (ctypes.c_uint8 * CORES).from_address(ours.address)
+    claimed[0] = CORE_CLAIMED
+    ours.rest()
+    assert (claimed[0], theirs.free()) == (CORE_CLAIMED, 0)
+    ours.own()
+    ours.rest()
+    assert theirs.free() == 1
+
+
+def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    assert ours.spare()
+    theirs.own()
+    assert not ours.spare()
+    assert theirs.spare()
+    (ctypes.c_uint8 * CORES).from_address(ours.address)[2] = CORE_CLAIMED  # borrowed, and not needed
+    assert ours.spare()
+
+
+def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
+    ours = CoreShare(fd, home=[0], cores=CORES)
+    assert ours.others_waited_s() is None
+    neighbour.do("wait")
+    assert ours.others_waited_s() == 0.25
+    assert neighbour.do("free") == "1 None"  # of its own word it takes no notice
+    ours.set_backlog(0.0)
+    assert neighbour.do("free") == "1 0.0"
+    ours.set_backlog(None)
+    assert neighbour.do("free") == "1 None"
+
+
+@pytest.mark.parametrize(
+    ("waited", "heard"), [(0.0, 0.0), (0.01, 0.0), (0.04, 0.03125), (1.0, 1.0), (1000.0, 7.9375)]
+)
+def test_how_long_work_has_waited_is_told_in_one_byte(fd: int, waited: float, heard: float) -> None:
+    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    theirs.set_backlog(waited)
+    assert ours.others_waited_s() == heard
+
+
+def test_the_longest_wait_counts(fd: int) -> None:
+    ours = CoreShare(fd, home=[0], cores=CORES)
+    CoreShare(fd, home=[1], cores=CORES).set_backlog(0.5)
+    CoreShare(fd, home=[2], cores=CORES).set_backlog(0.25)
+    assert ours.others_waited_s() == 0.5
+
+
+def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
+    ours = CoreShare(fd, home=[0], cores=CORES)
+    neighbour.do("own")
+    neighbour.do("wait")
+    neighbour.end()
+    assert ours.free() == 0
+    successor = Neighbour(fd)
+    try:
+        assert ours.free() == 2
+        assert ours.others_waited_s() is None
+    finally:
+        successor.end()
+
+
+@pytest.mark.parametrize("home", [[], [3], [-1]])
+def test_home_cores_must_exist(fd: int, home: list[int]) -> None:
+    with pytest.raises(ValueError, match="home cores"):
+        CoreShare(fd, home=home, cores=CORES)

@@ -1,0 +1,77 @@
+"""Which outages of the directory the log hears of, and in what words."""
+
+import pytest
+from redis.exceptions import AuthenticationError, ConnectionError, TimeoutError
+
+from diptych.runtime.discovery.outage_log import Outages, without_login
+
+URL = "redis://name:hidden@host:6379/0"
+
+
+def test_the_first_outage_says_where_and_what_to_do() -> None:
+    outages = Outages(URL)
+    said = outages.failed(ConnectionError("hidden"), 0.0)
+    assert said.startswith("the directory at redis://host:6379/0 does not answer (ConnectionError)")
+    assert said.endswith(": start one, or give --redis-url")
+    assert outages.failed(ConnectionError(), 100.0) == "", "the same outage"
+
+
+def test_who_refuses_the_login_needs_no_second_server() -> None:
+    said = Outages(URL).failed(AuthenticationError("hidden"), 0.0)
+    assert (
+        said
+        == "the directory at redis://host:6379/0 refuses this login: give its password in DIPTYCH_REDIS_URL"
+    )
+
+
+def test_a_login_that_is_refused_is_told_after_a_server_that_was_not_there() -> None:
+    outages = Outages(URL)
+    assert outages.failed(ConnectionError(), 0.0)
+    assert "refuses this login" in outages.failed(AuthenticationError(), 5.0)
+    assert not outages.failed(AuthenticationError(), 6.0)
+    assert not outages.failed(ConnectionError(), 7.0)
+
+
+def test_the_first_answer_is_told_and_so_is_the_end_of_an_outage() -> None:
+    outages = Outages(URL)
+    assert outages.answered()
+    assert outages.failed(TimeoutError(), 1.0).endswith("does not answer (TimeoutError)")
+    assert outages.answered()
+    assert not outages.answered()
+
+
+def test_outages_of_a_moment_are_told_once_a_minute() -> None:
+    outages = Outages(URL)
+    outages.answered()
+    told: list[tuple[int, str]] = []
+    ends = 0
+    for second in range(0, 122, 2):
+        if said := outages.failed(TimeoutError(), second):
+            told.append((second, said))
+        assert not outages.failed(TimeoutError(), second + 0.5)
+        ends += outages.answered()
+    assert [second for second, _ in told] == [0, 60, 120]
+    assert told[1][1].endswith("(TimeoutError, 30 times since this was last said)")
+    assert ends == 3
+
+
+def test_a_long_outage_is_told_soon_after_another_one() -> None:
+    outages = Outages(URL)
+    outages.failed(TimeoutError(), 0.0)
+    outages.answered()
+    assert not outages.failed(TimeoutError(), 1.0)
+    assert not outages.failed(TimeoutError(), 5.9)
+    assert outages.failed(TimeoutError(), 6.0)
+    assert outages.answered()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host", "redis://host"),
+        ("rediss://:hidden@[::1]:1/2?password=hidden", "rediss://[::1]:1/2"),
+        ("unix://:hidden@/run/redis.sock?db=1", "unix:///run/redis.sock"),
+    ],
+)
+def test_no_url_is_shown_with_its_login(url: str, shown: str) -> None:
+    assert without_login(url) == shown

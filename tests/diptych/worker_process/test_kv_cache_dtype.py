@@ -1,0 +1,52 @@
+"""`--kv-cache-dtype fp8`: the engine passes its probe, blocks are smaller, it pairs with its like only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decode_worker.config import DecodeSettings
+from diptych.engine.models.shape import UnsupportedModel
+from diptych.worker_process.engine_loader import LoadedEngine, load_engine
+from kvtransfer.protocol.fingerprint import incompatible_field
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+async def load(
+    folder: Path, kept: Literal["auto", "fp8"], backend: Literal["torch", "native"] = "torch"
+) -> LoadedEngine:
+    settings = DecodeSettings(
+        model=str(folder), dtype="fp32", device="cpu", backend=backend, kv_cache_dtype=kept
+    )
+    return await load_engine(settings)
+
+
+async def test_such_an_engine_serves_and_pairs_with_its_like_only(folder: Path) -> None:
+    plain, kept, other = [await load(folder, kind) for kind in ("auto", "fp8", "fp8")]
+    assert kept.layout.bytes_per_block * 4 == plain.layout.bytes_per_block
+    assert kept.fingerprint.kv_dtype == "float8_e4m3fn"
+    assert incompatible_field(kept.fingerprint, other.fingerprint) is None
+    assert incompatible_field(kept.fingerprint, plain.fingerprint) == "kv_dtype"
+
+
+async def test_the_native_step_refuses_it_by_name(folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8"):
+        await load(folder, "fp8", "native")

@@ -1,0 +1,54 @@
+"""How a worker loads its model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from decode_worker.config import DecodeSettings
+from diptych.worker_process import engine_loader as engine
+
+
+class Reached(Exception):
+    """The model would be read now."""
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_weights_are_converted_on_the_workers_own_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    seen: list[int] = []
+
+    def load_model(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise Reached
+
+    monkeypatch.setattr(engine, "load_model", load_model)
+    before = torch.get_num_threads()
+    settings = DecodeSettings.from_argv([f"--threads={threads}", "--dtype=fp32", "--device=cpu"])
+    with pytest.raises(Reached):
+        await engine.load_engine(settings)
+    assert seen == [threads]
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("tokens", [48, 256])
+def test_blocks_that_a_gpu_cannot_read_are_refused_by_name(tokens: int) -> None:
+    engine._check_block_size(tokens, torch.device("cpu"))
+    with pytest.raises(engine.BlockSizeUnfit, match=f"--block-size {tokens}: .*at most 128"):
+        engine._check_block_size(tokens, torch.device("cuda"))
+    engine._check_block_size(128, torch.device("cuda"))
+
+
+def test_only_who_computes_on_cores_shares_them() -> None:
+    """A worker on a GPU must not make its streams wait for prompts that its cores cannot compute."""
+    fd = os.memfd_create("cores")
+    settings = DecodeSettings.from_argv([f"--cores-fd={fd}", "--home-cores=1", "--machine-cores=2"])
+    share = engine._core_share(settings, torch.device("cpu"))
+    assert share is not None
+    assert (share.home, share.others) == (1, [0])
+    assert engine._core_share(settings, torch.device("cuda")) is None
+    os.close(fd)

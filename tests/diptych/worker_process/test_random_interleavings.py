@@ -1,0 +1,165 @@
+"""Attach, dispatch, cancel, abort, deadline, broken links, in random order over random times, on real loops.
+
+Whatever happens, no request hangs, what finishes has the right tokens, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from tests.diptych.worker_process.both_workers import VOCABULARY, Decode, House, Prefill, greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
+
+# Loggers that this test can make speak; an exporter thread of another test may still complain meanwhile.
+OUR_LOGGERS = {"asyncio", "decode_worker", "diptych", "kvtransfer", "prefill_worker"}
+REQUESTS = 200
+AT_ONCE = 12
+PROMPTS = [tuple(random.Random(n).randrange(VOCABULARY) for _ in range(1 + n % 30)) for n in range(17)]
+
+
+@dataclass
+class Plan:
+    """What will happen to one request."""
+
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    fate: str
+    patience_s: float
+    late_s: float
+
+
+def plan(number: int, rng: random.Random) -> Plan:
+    fate = rng.choices(["finish", "cancel", "deadline", "leave early"], weights=[5, 3, 1, 1])[0]
+    prompt = rng.choice(PROMPTS)
+    if rng.random() < 0.5:
+        prompt = (*prompt, *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 20))))
+    return Plan(f"r{number}", prompt, rng.randint(1, 24), fate, rng.expovariate(50), rng.expovariate(500))
+
+
+class Walk:
+    """200 requests over all workers of a house."""
+
+    def __init__(self, made: House, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.house = made
+        self.outcomes: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        gate = asyncio.Semaphore(AT_ONCE)
+        gateways = [Gateway(self.house), Gateway(self.house)]
+
+        async def one(number: int) -> None:
+            async with gate:
+                await self.request(plan(number, self.rng), gateways)
+
+        trouble = asyncio.create_task(self.trouble(gateways))
+        async with asyncio.timeout(250):
+            await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+        trouble.cancel()
+        await asyncio.gather(trouble, return_exceptions=True)
+        for gateway in gateways:
+            await gateway.close()
+
+    async def trouble(self, gateways: list[Gateway]) -> None:
+        """Take grants back, break links, lose a gateway: what the world does to workers now and then."""
+        while True:
+            await asyncio.sleep(self.rng.expovariate(15))
+            match self.rng.choice(["abort", "abort", "break", "gateway"]):
+                case "abort":
+                    loop = self.rng.choice(self.house.decodes).loop
+                    if key := loop.attempts.grants.abort_newest_grant():
+                        loop.attempts.preempt_attempt(key)
+                case "break":
+                    links = list(self.rng.choice(self.house.prefills).client._links.values())
+                    if links:
+                        self.rng.choice(links)[0].close()
+                case "gateway" if self.rng.random() < 0.3:
+                    number = self.rng.randrange(len(gateways))
+                    lost, gateways[number] = gateways[number], Gateway(self.house)
+                    await lost.close()
+                    for heard in lost.heard.values():
+                        heard.end_all("gateway lost")
+
+    async def request(self, planned: Plan, gateways: list[Gateway]) -> None:
+        """As a gateway does: a preempted request comes back with its tokens, others are over."""
+        gateway = self.rng.choice(gateways)
+        delivered: tuple[int, ...] = ()
+        for attempt in range(1, 30):
+            if gateway.lost:  # with it went the request
+                return
+            decode, prefill = self.rng.choice(self.house.decodes), self.rng.choice(self.house.prefills)
+            message = work(
+                (planned.name, attempt),
+                planned.prompt,
+                planned.max_tokens,
+                delivered=delivered,
+                reserve=attempt > 2,
+                seconds=planned.patience_s if planned.fate == "deadline" else None,
+                cache_read=self.rng.random() < 0.8,
+                cache_write=self.rng.random() < 0.8,
+            )
+            heard = gateway.start(decode, prefill, message)
+            cancelling = planned.fate in ("cancel", "leave early")
+            try:
+                async with asyncio.timeout(planned.patience_s if cancelling else None):
+                    await heard.ended.wait()
+            except TimeoutError:
+                await self.cancel((planned.name, attempt), planned, decode, prefill)
+                self.outcomes["cancelled"] += 1
+                return
+            await self.settle((planned.name, attempt), planned, decode, prefill)
+            delivered += tuple(heard.tokens)
+            assert delivered == greedy(planned.prompt, planned.max_tokens)[: len(delivered)]
+            word = heard.last_words[0]
+            self.outcomes[word] += 1
+            if word == "decode finished":
+                assert len(delivered) == planned.max_tokens
+            if word != "decode preempted":
+                return
+        raise AssertionError(f"{planned.name} was preempted again and again")
+
+    async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
+        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.attempts.cancel], 2)
+        first(key)
+        await asyncio.sleep(planned.late_s)
+        second(key)
+
+    async def settle(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
+        """After one worker's last word the gateway tells the other."""
+        await self.cancel(key, planned, decode, prefill)
+
+
+@pytest.mark.parametrize(
+    ("transport", "seed", "blocks"),
+    [
+        ("shared_memory", 1, 24),
+        ("tcp", 2, 20),
+        pytest.param("shared_memory", 2, 20, marks=pytest.mark.full),
+        pytest.param("tcp", 1, 24, marks=pytest.mark.full),
+    ],
+)
+async def test_200_requests_leave_nothing_behind(
+    transport: str, seed: int, blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    async with house(transport, decodes=2, prefills=2, blocks=blocks) as made:
+        walk = Walk(made, seed)
+        await walk.run()
+        assert await made.empty() == []
+        for prefill in made.prefills:
+            for peer in prefill.client._peers.values():
+                assert peer._sender.held() == []
+                assert not peer._progress
+                assert not peer._asks
+    ours = [record for record in caplog.records if record.name.split(".")[0] in OUR_LOGGERS]
+    assert ours == [], [record.getMessage() for record in ours]
+    assert walk.outcomes["decode finished"] > 20, walk.outcomes  # two in five on a quiet machine
+    assert walk.outcomes["cancelled"] > 10, walk.outcomes
+    assert walk.outcomes["decode preempted"] > 0, walk.outcomes

@@ -1,0 +1,47 @@
+"""A worker whose engine does not compute, or not the same twice, never serves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diptych.engine.runner import Runner
+from diptych.worker_process.self_test import ProbeFailed, check, probe
+from tests.diptych.worker_process.both_workers import layout, model
+
+
+def test_a_healthy_engine_passes_and_every_step_was_computed() -> None:
+    runner, tokens = Runner(model(), 1), []
+    runner.on_step = lambda _, count: tokens.append(count)
+    probe(runner, layout())
+    assert tokens == 2 * [17, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_no_inference(bad: float) -> None:
+    good, broken = torch.zeros(1, 8), torch.tensor([[0.0] * 7 + [bad]])
+    with pytest.raises(ProbeFailed, match="not finite"):
+        check([good, broken], [good, good])
+    with pytest.raises(ProbeFailed, match="not finite"):
+        check([good, good], [good, broken])
+
+
+def test_the_second_time_has_to_be_as_the_first() -> None:
+    one = torch.linspace(-5, 5, 8)[None]
+    check([one, one], [one, one + 1e-5])
+    with pytest.raises(ProbeFailed, match="step 1"):
+        check([one, one], [one, one.flip(1)])
+
+
+class Flaky(Runner):
+    """Memory that gives another number now and then."""
+
+    def step(self, sequences, abort=None):  # type: ignore[no-untyped-def]
+        logits = super().step(sequences, abort)
+        self.count = getattr(self, "count", 0) + 1
+        return logits + (self.count == 5)
+
+
+def test_an_engine_that_changes_its_mind_fails() -> None:
+    with pytest.raises(ProbeFailed, match="second time"):
+        probe(Flaky(model(), 1), layout())

@@ -1,0 +1,190 @@
+"""Steps that compute drafts: the same tokens in fewer steps, whatever the drafts are worth.
+
+The device is the CPU, as in test_launched_ahead; what it can launch ahead, and may not while drafts are made,
+is part of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from decode_worker.sequence import DecodeSequence
+from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
+from diptych.engine.batch import SequenceStep
+from diptych.engine.step_output import Launched
+from tests.diptych.worker_process import test_random_choices, test_random_interleavings
+from tests.diptych.worker_process.both_workers import MODELS, VOCABULARY, greedy, house
+from tests.diptych.worker_process.scripted_gateway import Gateway, work
+from tests.diptych.worker_process.test_launched_ahead import complaints
+
+PROMPT = (5, 9, 2)
+
+
+class Knowing:
+    """Drafts what the model will say where it is greedy, but for a share of the tokens."""
+
+    def __init__(self, wrong: float, resting: float = 0.0) -> None:
+        self._rng = random.Random(7)
+        self._wrong, self._resting = wrong, resting
+        self.drafted = 0
+
+    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+        row = sequence.next_row
+        said = len(row.output_ids)
+        truth = greedy(tuple(row.prompt_ids), said + count)[said:]
+        self.drafted += count
+        return [self._rng.randrange(VOCABULARY) if self._rng.random() < self._wrong else t for t in truth]
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        return self._rng.random() < self._resting
+
+
+@pytest.fixture(params=MODELS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("wrong", "steps"), [(0.0, (6, 8)), (1.0, (16, 19))])
+async def test_right_drafts_save_steps_and_wrong_ones_cost_none(
+    backend: str, wrong: float, steps: tuple[int, int]
+) -> None:
+    """20 tokens, the first from the prefill worker; blocks have four lanes, and a step gives up to four."""
+    async with house("shared_memory", backend=backend, drafter=Knowing(wrong)) as made:
+        gateway = Gateway(made)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 20))
+        await heard.ended.wait()
+        assert tuple(heard.tokens) == greedy(PROMPT, 20)
+        assert steps[0] <= made.decodes[0].loop.steps <= steps[1]
+        assert await made.empty() == []
+        await gateway.close()
+
+
+@pytest.mark.parametrize("place", range(1, 12))
+async def test_what_ends_an_output_within_a_draft_ends_it_there(place: int) -> None:
+    """A stop token, and the blocks that were published by then: who asks again reads the same."""
+    truth = greedy(PROMPT, 12)
+    stop = truth[place]
+    async with house("shared_memory", drafter=Knowing(0.0)) as made:
+        gateway = Gateway(made)
+        for number in range(2):
+            request = work((f"r{number}", 1), PROMPT, 40, stop=(stop,))
+            heard = gateway.start(made.decodes[0], made.prefills[0], request)
+            await heard.ended.wait()
+            assert tuple(heard.tokens) == truth[: truth.index(stop) + 1]
+        longer = (*PROMPT, *truth)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("longer", 1), longer, 8))
+        await heard.ended.wait()
+        assert tuple(heard.tokens) == greedy(longer, 8)
+        assert await made.empty() == []
+        await gateway.close()
+
+
+class Failing:
+    """Drafts what cannot be computed, more than was asked for, or nothing but an error."""
+
+    def __init__(self, drafts: Sequence[int] | None) -> None:
+        self._drafts = drafts
+
+    def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
+        if self._drafts is None:
+            raise ValueError("no draft")
+        return self._drafts
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("drafts", [None, [1] * 30, [VOCABULARY + 5], [-1]], ids=str)
+async def test_a_drafter_that_fails_costs_nobody_a_token(backend: str, drafts: Sequence[int] | None) -> None:
+    """What a step failed of is not tried again with it."""
+    async with house("shared_memory", backend=backend, drafter=Failing(drafts)) as made:
+        gateway = Gateway(made)
+        requests = [work((f"r{number}", 1), (*PROMPT, number), 12) for number in range(3)]
+        heard = [gateway.start(made.decodes[0], made.prefills[0], request) for request in requests]
+        for number, one in enumerate(heard):
+            await one.ended.wait()
+            assert tuple(one.tokens) == greedy((*PROMPT, number), 12)
+        assert await made.empty() == []
+        await gateway.close()
+
+
+class Silent(Failing):
+    """Says nothing, and rests."""
+
+    def rests(self, sequence: DecodeSequence) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("drafter", "following"), [(Silent([]), True), (Failing([]), False)], ids=["rests", "looks"]
+)
+async def test_steps_are_launched_ahead_while_the_drafter_rests(
+    drafter: Failing, following: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[bool] = []
+    launch = DecodeGraphs.launch
+
+    def noting(self: DecodeGraphs, sequences: Sequence[SequenceStep], *rest: Any) -> Launched:
+        followed.extend(step.follows is not None for step in sequences)
+        return launch(self, sequences, *rest)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", noting)
+    async with house("shared_memory", backend="device", drafter=drafter) as made:
+        gateway = Gateway(made)
+        heard = gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 20))
+        await heard.ended.wait()
+        await gateway.close()
+    assert any(followed) == following
+
+
+async def test_what_more_than_logits_decides_gets_no_drafts() -> None:
+    drafter = Knowing(0.0)
+    async with house("shared_memory", drafter=drafter) as made:
+        gateway = Gateway(made)
+        for number, sampling in enumerate(({"logprobs": 2}, {"frequency_penalty": 0.5})):
+            request = work((f"r{number}", 1), PROMPT, 12, sampling=sampling)
+            await gateway.start(made.decodes[0], made.prefills[0], request).ended.wait()
+        assert drafter.drafted == 0
+        request = work(("r", 1), PROMPT, 12, min_tokens=6)  # until then stop tokens are held back
+        await gateway.start(made.decodes[0], made.prefills[0], request).ended.wait()
+        assert drafter.drafted > 0
+        await gateway.close()
+
+
+async def test_greedy_requests_in_random_order(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(test_random_interleavings, "REQUESTS", 70)
+    drafter = Knowing(0.3, resting=0.3)
+    many = house("shared_memory", decodes=2, prefills=2, blocks=20, backend=backend, drafter=drafter)
+    async with many as made:
+        walk = test_random_interleavings.Walk(made, 3)
+        await walk.run()
+        assert await made.empty() == []
+    assert complaints(caplog) == []
+    assert walk.outcomes["decode finished"] > 0, walk.outcomes
+    assert drafter.drafted > 100
+
+
+async def test_drawn_choices_and_beams_in_random_order(
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is drawn warm is what it would have been without drafts, as the oracle of this walk has none."""
+    caplog.set_level(logging.ERROR)
+    monkeypatch.setattr(test_random_choices, "REQUESTS", 60)
+    drafter = Knowing(0.3, resting=0.3)
+    async with house("shared_memory", prefills=2, blocks=20, backend=backend, drafter=drafter) as made:
+        walk = test_random_choices.Walk(made, 4)
+        await walk.run()
+        assert await made.empty() == []
+        await walk.gateway.close()
+    assert complaints(caplog) == []
+    assert walk.outcomes["decode finished"] > 10, walk.outcomes
+    assert walk.outcomes["decode preempted"] > 0, walk.outcomes
+    assert drafter.drafted > 100

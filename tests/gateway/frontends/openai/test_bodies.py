@@ -1,0 +1,315 @@
+"""Hostile bodies: each is answered with 400 or a status of its own, and the error names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.runtime.errors import DiptychError, InvalidParameter
+from diptych.v1 import inference_pb2 as pb
+from gateway import limits
+from gateway.frontends.openai.chat_request import read_chat
+from gateway.frontends.openai.completions_request import read_completions
+from gateway.model.served_model import ServedModel
+from gateway.request.json_body import parse_body
+from tests.gateway.frontends.openai.test_routes import door, post, root
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+SCHEMA = {"type": "object"}
+
+BAD_BYTES: list[tuple[bytes, str]] = [
+    (b"", "body"),
+    (b"{", "body"),
+    (b"[]", "body"),
+    (b"null", "body"),
+    (b'"text"', "body"),
+    (b"\xff\xfe", "body"),
+    ('{"model": "m"}'.encode("utf-16"), "body"),
+    (b"\xef\xbb\xbf{}", "body"),
+    (b'{"temperature": NaN}', "body"),
+    (b'{"temperature": -Infinity}', "body"),
+    (b'{"max_tokens": ' + b"9" * 5000 + b"}", "body"),
+    (b"[" * 200_000, "body"),
+    (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "body"),
+    (b'{"model": "a\nb"}', "body"),
+]
+
+# Each replaces members of a good body; the error names the last column.
+BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"model": None}, "model"),
+    (COMPLETIONS, {"model": 3}, "model"),
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": {}}, "prompt"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt[0]"),
+    (COMPLETIONS, {"prompt": [1, True]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [1, -1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [1, 10**30]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [1, 4_000_000_000]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [1, "x"]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": ["x", 1]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": [[1], ["x"]]}, "prompt[1][0]"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt[1]"),
+    (COMPLETIONS, {"prompt": "\ud800"}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * (limits.MAX_PROMPTS + 1)}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x", "y"], "request_id": "r"}, "request_id"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": "7"}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 10**100}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": True}, "max_tokens"),
+    (COMPLETIONS, {"temperature": -1}, "temperature"),
+    (COMPLETIONS, {"temperature": 10**400}, "temperature"),
+    (COMPLETIONS, {"temperature": "hot"}, "temperature"),
+    (COMPLETIONS, {"temperature": [1]}, "temperature"),
+    (COMPLETIONS, {"top_p": 0}, "top_p"),
+    (COMPLETIONS, {"top_p": 1.1}, "top_p"),
+    (COMPLETIONS, {"top_k": -2}, "top_k"),
+    (COMPLETIONS, {"top_k": 2**40}, "top_k"),
+    (COMPLETIONS, {"min_p": 2}, "min_p"),
+    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"frequency_penalty": 3}, "frequency_penalty"),
+    (COMPLETIONS, {"seed": 2**63}, "seed"),
+    (COMPLETIONS, {"n": 0}, "n"),
+    (COMPLETIONS, {"n": 5_000_000}, "n"),
+    (COMPLETIONS, {"stop": [""]}, "stop[0]"),
+    (COMPLETIONS, {"stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}, "stop"),
+    (COMPLETIONS, {"stop": ["x"] * 100_000}, "stop"),
+    (COMPLETIONS, {"stop": 3}, "stop"),
+    (COMPLETIONS, {"stop": ["a", 3]}, "stop[1]"),
+    (COMPLETIONS, {"stop": ".", "use_beam_search": True, "n": 2}, "stop"),
+    (COMPLETIONS, {"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    (COMPLETIONS, {"stop_token_ids": [10**9]}, "stop_token_ids[0]"),
+    (COMPLETIONS, {"logit_bias": [1]}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"-1": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"²": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"9999999999": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"1": "x"}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(limits.MAX_JSON_LIST + 1)}}, "logit_bias"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"logprobs": 10**9}, "logprobs"),
+    (COMPLETIONS, {"echo": "yes"}, "echo"),
+    (COMPLETIONS, {"suffix": "s"}, "suffix"),
+    (COMPLETIONS, {"stream": 1}, "stream"),
+    (COMPLETIONS, {"stream_options": {}}, "stream_options"),
+    (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    (COMPLETIONS, {"cache_salt": "a\x00b"}, "cache_salt"),
+    (COMPLETIONS, {"cache_salt": "s" * 1_000_000}, "cache_salt"),
+    (COMPLETIONS, {"prompt_cache_key": "k" * 1000}, "prompt_cache_key"),
+    (COMPLETIONS, {"priority": 2**31}, "priority"),
+    (COMPLETIONS, {"request_id": "a b"}, "request_id"),
+    (COMPLETIONS, {"frequency_penalti": 1}, "frequency_penalti"),
+    (COMPLETIONS, {"guided_json": 3}, "guided_json"),
+    (COMPLETIONS, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    (COMPLETIONS, {"structured_outputs": {"other": 1}}, "structured_outputs.other"),
+    (COMPLETIONS, {"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
+    (COMPLETIONS, {"guided_choice": ["a", ""]}, "guided_choice[1]"),
+    (COMPLETIONS, {"guided_choice": ["a", "\ud800"]}, "guided_choice[1]"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "x"}, "messages"),
+    (CHAT, {"messages": ["x"]}, "messages[0]"),
+    (CHAT, {"messages": [{}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "god", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [*USER, {"role": "user", "content": None}]}, "messages[1].content"),
+    (CHAT, {"messages": [{"role": "system"}, *USER]}, "messages[0].content"),
+    (CHAT, {"messages": [*USER, {"role": "tool", "tool_call_id": "1"}]}, "messages[1].content"),
+    (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "messages[1].content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+    (CHAT, {"messages": USER * (limits.MAX_MESSAGES + 1)}, "messages"),
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"max_completion_tokens": 10**6}, "messages"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c " * 9000]}, "prompt[2]"),
+    (CHAT, {"logprobs": 3}, "logprobs"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.schema",
+    ),
+    (CHAT, {"response_format": {"type": "text"}, "guided_json": 1}, "guided_json"),
+    (CHAT, {"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    (CHAT, {"tool_choice": "perhaps"}, "tool_choice"),
+    (CHAT, {"functions": []}, "functions"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"chat_template_kwargs": {"secret": 1}}, "chat_template_kwargs"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (CHAT, {"prompt": "x"}, "prompt"),
+]
+
+
+def good(path: str, model: str) -> dict[str, Any]:
+    return {"model": model, **({"prompt": "x"} if path == COMPLETIONS else {"messages": USER})}
+
+
+async def test_bad_bodies(bundled: ServedModel, redis_url: str) -> None:
+    async with door(bundled, redis_url) as (stack, _, _):
+        for data, param in BAD_BYTES:
+            status, answer, _ = await post(stack, COMPLETIONS, data)
+            assert (status, answer["error"]["param"]) == (400, param), data[:40]
+        for path, members, param in BAD_MEMBERS:
+            status, answer, _ = await post(stack, path, {**good(path, bundled.card.name), **members})
+            error = answer["error"]
+            assert (status, error["param"]) == (400, param), (members, error)
+            assert error["type"] == "invalid_request_error"
+            assert len(error["message"]) < 1024
+            assert set(error) == {"message", "type", "param", "code"}
+        status, answer, _ = await post(stack, COMPLETIONS, {"model": "../etc", "prompt": "x"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        await stack.until_idle()
+        assert (await post(stack, COMPLETIONS, good(COMPLETIONS, bundled.card.name)))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("separator", "most"), [(b",", limits.MAX_JSON_COMMAS), (b":", limits.MAX_JSON_COLONS)]
+)
+def test_what_takes_long_to_parse_is_not_parsed(separator: bytes, most: int) -> None:
+    body = b'{"a": "' + separator * (most - separator.count(b":")) + b'"}'
+    assert len(parse_body(body)) == 1
+    with pytest.raises(InvalidParameter, match="too many elements"):
+        parse_body(body.replace(b'"}', separator + b'"}'))
+
+
+async def test_what_is_no_request_for_output(bundled: ServedModel, redis_url: str) -> None:
+    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession(root(stack)) as session:
+
+        async def status(method: str, path: str, **more: Any) -> tuple[int, str]:
+            async with session.request(method, path, **more) as answer:
+                return answer.status, (await answer.json())["error"]["code"]
+
+        json_type = {"Content-Type": "application/json"}
+        assert await status("POST", "/v1/embeddings", json={}) == (400, "unsupported_feature")
+        assert await status("POST", "/v1/nothing", json={}) == (404, "unknown_path")
+        assert await status("GET", "/", json={}) == (404, "unknown_path")
+        assert await status("GET", COMPLETIONS) == (405, "method_not_allowed")
+        assert await status("POST", "/v1/models", json={}) == (405, "method_not_allowed")
+        assert await status("POST", COMPLETIONS, data=b"{}") == (415, "not_json")
+        form = {"Content-Type": "text/plain"}
+        assert await status("POST", COMPLETIONS, data=b"{}", headers=form) == (415, "not_json")
+        zipped = {**json_type, "Content-Encoding": "gzip"}
+        assert await status("POST", COMPLETIONS, data=b"{}", headers=zipped) == (415, "compressed_body")
+        large = b'{"model": "' + b"x" * limits.MAX_BODY_BYTES + b'"}'
+        assert await status("POST", COMPLETIONS, data=io.BytesIO(large), headers=json_type) == (
+            413,
+            "body_too_large",
+        )
+
+        async def pieces() -> Any:  # chunked: nobody says the length ahead
+            for _ in range(limits.MAX_BODY_BYTES // 65536 + 2):
+                yield b"x" * 65536
+
+        assert await status("POST", COMPLETIONS, data=pieces(), headers=json_type) == (413, "body_too_large")
+        exact = json.dumps(good(COMPLETIONS, bundled.card.name)).encode()
+        exact += b" " * (limits.MAX_BODY_BYTES - len(exact))
+        async with session.post(COMPLETIONS, data=io.BytesIO(exact), headers=json_type) as answer:
+            assert answer.status == 200
+
+
+async def test_a_client_that_waits_for_leave_gets_it(bundled: ServedModel, redis_url: str) -> None:
+    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession(root(stack)) as session:
+        body = good(COMPLETIONS, bundled.card.name)
+        async with session.post(COMPLETIONS, json=body, expect100=True) as answer:
+            assert answer.status == 200
+
+
+async def test_http_that_is_none(bundled: ServedModel, redis_url: str) -> None:
+    async with door(bundled, redis_url) as (stack, _, _):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        for data, expected in (
+            (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),  # TLS
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"40"),  # HTTP/2 without agreement
+            (head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"400"),
+            (head + b"Content-Length: -1\r\n\r\n", b"400"),
+            (head + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
+        ):
+            assert expected in (await first_line(stack.gateway.http_port, data))[:16], data
+        status, _, _ = await post(stack, COMPLETIONS, good(COMPLETIONS, bundled.card.name))
+        assert status == 200
+
+
+async def first_line(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    writer.write(data)
+    line = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    return line
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+names = st.sampled_from(
+    sorted(
+        {name for _, members, _ in BAD_MEMBERS for name in members}
+        | {"user", "metadata", "parallel_tool_calls"}
+    )
+)
+
+
+@given(st.dictionaries(names | st.text(max_size=5), values, max_size=6), st.booleans())
+def test_any_members_are_a_request_or_an_error(members: dict[str, Any], chat: bool) -> None:
+    whole = {"model": "m", "prompt": "x", "messages": USER}
+    whole.pop("prompt" if chat else "messages")
+    asked = None
+    try:
+        asked = (read_chat if chat else read_completions)({**whole, **members})
+    except DiptychError as error:
+        refused = error.violations
+    else:
+        refused = ()
+        for draft in asked.drafts:
+            assert pb.GenerateRequest.FromString(draft.request.SerializeToString()) == draft.request
+    assert bool(refused) is (asked is None)
+
+
+@given(
+    st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
+)
+def test_any_bytes_are_members_or_an_error(data: bytes) -> None:
+    found: object = None
+    try:
+        found = parse_body(data)
+    except InvalidParameter as error:
+        found = {violation.field: "" for violation in error.violations}
+        assert set(found) == {"body"}
+    assert isinstance(found, dict)
+
+
+def test_lists_of_numbers_may_be_longer_than_other_lists() -> None:
+    body = b'{"prompt": [' + b"7,\n" * limits.MAX_JSON_NUMBERS + b"7]}"
+    assert len(parse_body(body)["prompt"]) == limits.MAX_JSON_NUMBERS + 1  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="too many elements"):
+        parse_body(body.replace(b"7]", b"7,7]"))

@@ -1,0 +1,157 @@
+"""Long texts beside everything else that the event loop has to do, and beside other tenants' texts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from diptych.runtime.errors import Draining, QueueFull
+from diptych.v1 import inference_pb2 as pb
+from gateway.access.caller import DEFAULT_TENANT
+from gateway.limits import INLINE_PARSE_BYTES
+from gateway.model.served_model import ServedModel
+from gateway.tokenizer_pool import MAX_WAITING, THREADS, LongTexts
+from tests.gateway.running_gateway import running
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+
+SHORT = pb.TokenizeRequest(text="a")
+LONG = pb.TokenizeRequest(text="a" * INLINE_PARSE_BYTES)
+
+
+@pytest.fixture
+async def texts() -> AsyncIterator[LongTexts]:
+    made = LongTexts()
+    yield made
+    made.close()
+
+
+class Held:
+    """Work that lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self._go = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        self._go.wait(60)
+        return "done"
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+async def begun(held: Held) -> bool:
+    return await asyncio.to_thread(held.begun.wait, 60)
+
+
+async def idle(turns: int = 50) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0.001)
+
+
+async def test_a_short_text_is_read_at_once_and_a_long_one_beside_the_loop(texts: LongTexts) -> None:
+    here = threading.get_ident()
+    assert await texts.read(SHORT, "a", threading.get_ident) == here
+    assert await texts.read(LONG, "a", threading.get_ident) != here
+
+
+async def test_a_tenant_with_many_long_texts_waits_for_itself(texts: LongTexts) -> None:
+    works = [Held() for _ in range(THREADS + 2)]
+    greedy = [asyncio.create_task(texts.read(LONG, "greedy", work)) for work in works]
+    assert await begun(works[0])
+    async with asyncio.timeout(60):
+        assert await texts.read(LONG, "modest", lambda: "read") == "read"
+    assert [work.begun.is_set() for work in works] == [True] + [False] * (THREADS + 1)
+    for work in works:
+        work.let_go()
+    assert await asyncio.gather(*greedy) == ["done"] * len(works)
+
+
+async def test_who_leaves_gives_the_turn_back_when_the_text_is_read(texts: LongTexts) -> None:
+    """Else one could have any number in work by leaving again and again."""
+    first, second = Held(), Held()
+    leaving = asyncio.create_task(texts.read(LONG, "a", first))
+    assert await begun(first)
+    leaving.cancel()
+    staying = asyncio.create_task(texts.read(LONG, "a", second))
+    await idle()
+    assert not second.begun.is_set()
+    first.let_go()
+    assert await begun(second)
+    second.let_go()
+    assert await staying == "done"
+
+
+async def test_who_leaves_while_waiting_keeps_nobody(texts: LongTexts) -> None:
+    first, last = Held(), Held()
+    reading = asyncio.create_task(texts.read(LONG, "a", first))
+    assert await begun(first)
+    waiting = asyncio.create_task(texts.read(LONG, "a", Held()))
+    await idle(5)
+    waiting.cancel()
+    first.let_go()
+    last.let_go()
+    assert await reading == "done"
+    async with asyncio.timeout(60):
+        assert await texts.read(LONG, "a", last) == "done"
+
+
+async def test_what_goes_wrong_comes_out_and_ends_the_turn(texts: LongTexts) -> None:
+    def fails() -> str:
+        raise ValueError("no")
+
+    again: list[Callable[[], str]] = [fails, fails]
+    for work in again:
+        with pytest.raises(ValueError, match="no"):
+            await texts.read(LONG, "a", work)
+
+
+async def test_a_long_text_waits_for_its_turn_no_longer_than_the_deadline(
+    bundled: ServedModel, redis_url: str
+) -> None:
+    held = Held()
+    async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(answering([10]))) as stack:
+        before_it = asyncio.create_task(stack.gateway.texts.read(LONG, DEFAULT_TENANT, held))
+        assert await begun(held)
+        body = {"model": bundled.card.name, "prompt": "a " * INLINE_PARSE_BYTES}
+        url = f"http://127.0.0.1:{stack.gateway.http_port}/v1/completions"
+        headers = {"x-request-timeout-ms": "100"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=body, headers=headers) as answer,
+        ):
+            assert (answer.status, (await answer.json())["error"]["code"]) == (504, "deadline_exceeded")
+        assert not before_it.done()
+        held.let_go()
+        await before_it
+
+
+async def test_so_many_of_a_tenant_may_wait(texts: LongTexts) -> None:
+    held = Held()
+    first = asyncio.create_task(texts.read(LONG, "a", held))
+    assert await begun(held)
+    waiting = [asyncio.create_task(texts.read(LONG, "a", threading.get_ident)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await texts.read(LONG, "a", threading.get_ident)
+    assert await texts.read(LONG, "b", threading.get_ident)
+    held.let_go()
+    await asyncio.gather(first, *waiting)
+
+
+async def test_at_the_end_those_that_wait_are_told() -> None:
+    texts, held = LongTexts(), Held()
+    first = asyncio.create_task(texts.read(LONG, "a", held))
+    assert await begun(held)
+    waiting = asyncio.create_task(texts.read(LONG, "a", threading.get_ident))
+    await asyncio.sleep(0)
+    texts.close()
+    held.let_go()
+    assert await first == "done"
+    for late in (waiting, texts.read(LONG, "b", threading.get_ident)):
+        with pytest.raises(Draining):
+            await late

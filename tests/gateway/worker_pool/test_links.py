@@ -1,0 +1,170 @@
+"""Links to real servers and real processes: who is accepted, what counts as loss, how soon it is known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gateway.model.served_model import ServedModel
+from gateway.worker_pool.codec import DecodeWire, Load, News
+from gateway.worker_pool.links import Link, LinkDown, LinkTiming
+from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
+from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
+
+ROOT = Path(__file__).parents[3]
+
+
+class Journal:
+    """A listener that notes everything."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_up(self, worker_id: str) -> None:
+        self.said.append("up")
+
+    def on_down(self, worker_id: str) -> None:
+        self.said.append("down")
+
+    def on_load(self, worker_id: str, load: Load) -> None:
+        self.said.append("load")
+
+    def on_news(self, worker_id: str, news: list[News]) -> None:
+        self.said.append("news")
+
+
+def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None = None) -> Link:
+    return Link(
+        DecodeWire("gateway", 1),
+        journal,
+        worker_id=worker.worker_id,
+        incarnation=incarnation or worker.incarnation,
+        address=worker.address,
+        timing=LinkTiming(retry_s=0.05),
+    )
+
+
+async def test_up_load_down_and_up_again(redis_url: str) -> None:
+    worker, journal = ScriptedDecode(), Journal()
+    await worker.start(redis_url, DIGEST)
+    link = link_to(worker, journal)
+    with pytest.raises(LinkDown):
+        link.send(link.wire.heartbeat(0))
+    link.start()
+    await until(lambda: "load" in journal.said)
+    assert journal.said[0] == "up"
+    assert (await worker.wait_for("hello"))[0].gateway_id == "gateway"
+    worker.silent = True
+    started = time.monotonic()
+    await until(lambda: journal.said[-1] == "down")
+    assert 1.5 < time.monotonic() - started < 10
+    worker.silent = False
+    await until(lambda: journal.said.count("up") == 2)
+    await link.close()
+    assert journal.said.count("down") == 2
+    await worker.close()
+
+
+async def test_a_stuck_engine_is_lost_and_taken_back_when_it_moves(redis_url: str) -> None:
+    worker, journal = ScriptedDecode(), Journal()
+    await worker.start(redis_url, DIGEST)
+    link = link_to(worker, journal)
+    link.start()
+    await until(lambda: "load" in journal.said)
+    worker.stuck = True
+    await until(lambda: journal.said[-1] == "down")
+    greetings = len(await worker.wait_for("hello"))
+    await worker.wait_for("hello", greetings + 2)  # it tries, and finds it as it was
+    assert not link.up
+    worker.stuck = False
+    await until(lambda: link.up)
+    await link.close()
+    await worker.close()
+
+
+async def test_another_process_at_the_address_is_not_the_worker(redis_url: str) -> None:
+    worker, journal = ScriptedDecode(), Journal()
+    await worker.start(redis_url, DIGEST)
+    link = link_to(worker, journal, incarnation=worker.incarnation + 1)
+    link.start()
+    await worker.wait_for("hello", 3)
+    assert journal.said == []
+    assert not link.up
+    await link.close()
+    await worker.close()
+
+
+async def test_a_restarted_worker_is_linked_again(bundled: ServedModel, redis_url: str) -> None:
+    decode = ScriptedDecode()
+    async with running(bundled, redis_url, ScriptedPrefill(), decode) as stack:
+        await decode.kill()
+        await stack.until_ready(False)
+        again = ScriptedDecode(answering([1, 2]))
+        again.worker_id = decode.worker_id
+        assert decode.publisher is not None
+        await decode.publisher.close()
+        await again.start(redis_url, DIGEST)
+        await stack.until_ready()
+        assert (await collect(stack.stub.StreamGenerate(stack.request())))[-1].usage.completion_tokens == 2
+        await again.close()
+
+
+async def test_workers_of_another_model_are_left_alone(bundled: ServedModel, redis_url: str) -> None:
+    stranger = ScriptedDecode()
+    await stranger.start(redis_url, "e" * 64)
+    async with running(bundled, redis_url, ScriptedPrefill()) as stack:
+        await until(lambda: len(stack.gateway.mirror.workers()) >= 2)
+        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 1)
+        await asyncio.sleep(0.5)
+        assert stranger.links == 0
+        assert not stack.gateway.ready
+    await stranger.close()
+
+
+@contextlib.asynccontextmanager
+async def worker_process(redis_url: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.gateway.scripted_workers", redis_url, DIGEST),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    try:
+        assert await process.stdout.readline() == b"started\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGSTOP, 10.0), (signal.SIGKILL, 1.5)])
+async def test_stopped_and_killed_processes(
+    bundled: ServedModel, redis_url: str, how: signal.Signals, within_s: float
+) -> None:
+    async with (
+        worker_process(redis_url) as process,
+        running(bundled, redis_url, recovery_wait_s=0) as stack,
+    ):
+        await stack.until_ready()
+        call = stack.stub.StreamGenerate(stack.request())
+        await until(lambda: any(w.outstanding for w in stack.gateway.fleet.roster.linked()))
+        await asyncio.sleep(0.2)
+        os.kill(process.pid, how)
+        started = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert time.monotonic() - started < within_s
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert reason_of(caught.value) == "NO_READY_WORKER"  # nobody else could take it
+        await stack.until_idle()

@@ -1,0 +1,96 @@
+"""Single transitions of the prefill side that the random walks reach but do not name."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer.protocol.messages import (
+    GrantRef,
+    Lost,
+    Offer,
+    Refused,
+    Revoked,
+    SendAsk,
+    SendCommit,
+    SendStopped,
+    SendWithdrawal,
+)
+from kvtransfer.protocol.sender import Sender
+
+KEY = ("r", 1)
+REF = GrantRef(KEY, 0, 5)
+
+
+def asking() -> Sender:
+    sender = Sender()
+    sender.link_up()
+    assert sender.ask(KEY) == [SendAsk(KEY)]
+    return sender
+
+
+def writing() -> Sender:
+    sender = asking()
+    assert sender.granted(REF, [1, 2], 0) == [Offer(REF, (1, 2), 0)]
+    assert sender.take(KEY)
+    return sender
+
+
+def test_a_commit_ends_it():
+    sender = writing()
+    assert sender.commit(REF, 6, (9,), "note") == (True, [SendCommit(REF, 6, (9,), "note")])
+    assert sender.held() == []
+    assert sender.stop(REF) == []
+
+
+def test_an_abort_is_answered_when_the_owner_has_stopped():
+    sender = writing()
+    assert sender.abort(REF) == [Revoked(REF)]
+    assert sender.abort(REF) == []
+    assert sender.push(REF, 0, 1) == []
+    assert sender.stop(REF) == [SendStopped(REF)]
+
+
+def test_a_commit_of_a_revoked_grant_is_its_stop():
+    sender = writing()
+    sender.abort(REF)
+    assert sender.commit(REF, 6, (9,)) == (False, [SendStopped(REF)])
+
+
+def test_an_offer_that_nobody_took_goes_back_at_once():
+    sender = asking()
+    sender.granted(REF, [1, 2], 0)
+    assert sender.abort(REF) == [SendStopped(REF), Refused(KEY, None, "the blocks were taken back")]
+    assert not sender.take(KEY)
+
+
+def test_a_grant_that_crosses_a_withdrawal_goes_back():
+    sender = asking()
+    assert sender.withdraw(KEY) == [SendWithdrawal(KEY)]
+    assert sender.granted(REF, [1, 2], 0) == [SendStopped(REF)]
+
+
+def test_a_grant_that_is_not_known_is_not_written():
+    assert Sender().abort(REF) == [SendStopped(REF)]
+
+
+def test_a_lost_link_voids_everything_until_the_owner_stops():
+    sender = writing()
+    sender.ask(("other", 1))
+    assert sender.link_lost() == [Lost((("other", 1),), (REF,))]
+    sender.link_up()
+    assert sender.abort(REF) == [], "still being written: no promise yet"
+    assert sender.stop(REF) == [SendStopped(REF)]
+
+
+def test_what_stopped_without_a_link_is_said_when_asked():
+    sender = writing()
+    sender.link_lost()
+    assert sender.stop(REF) == []
+    sender.link_up()
+    assert sender.abort(REF) == [SendStopped(REF)]
+
+
+def test_an_attempt_asks_once():
+    sender = asking()
+    with pytest.raises(ValueError, match="already"):
+        sender.ask(KEY)
