@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decode_worker.prefix_publisher import Prefixes
+from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -18,7 +18,9 @@ from diptych.worker_process.attempt import Attempt
 class AttemptBlocks:
     """Grows, forks and releases sequences. All of it happens between two steps."""
 
-    def __init__(self, attempt: Attempt, pool: BlockPool, memory: KVMemory, prefixes: Prefixes) -> None:
+    def __init__(
+        self, attempt: Attempt, pool: BlockPool, memory: KVMemory, prefixes: PrefixPublisher
+    ) -> None:
         self._attempt = attempt
         self._pool = pool
         self._memory = memory
@@ -30,7 +32,7 @@ class AttemptBlocks:
         self._distrusted = pool.distrusted
 
     def take_over(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The hand-over's blocks: those of the prompt's `num_tokens` tokens, then what was reserved."""
+        """The handoff's blocks: those of the prompt's `num_tokens` tokens, then what was reserved."""
         held = self._memory.layout.blocks_for(num_tokens)
         self._prompt, self._reserve = list(block_ids[:held]), list(block_ids[held:])
         if self._trusted:

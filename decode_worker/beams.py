@@ -13,7 +13,7 @@ import torch
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate as Planned
 from decode_worker.sequence import DecodeSequence
-from decode_worker.step_group import Gang, Row
+from decode_worker.step_group import Row, StepGroup
 from diptych.engine.beam_search import Beam, BeamSearch, Fork, beam_candidates
 from diptych.engine.sampling import Candidate, SampleFailure
 from diptych.engine.sampling.sample import NOTHING_LEFT
@@ -24,7 +24,7 @@ from diptych.worker_process.logprob_codec import candidate_of
 _Candidates = list[Candidate] | SampleFailure
 
 
-class Beams(Gang):
+class Beams(StepGroup):
     """One search; `choices` are the ranks that the gateway wants of its result."""
 
     def __init__(self, request: DecodeRequest, joined: int, ranks: Sequence[int]) -> None:

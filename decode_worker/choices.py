@@ -9,15 +9,15 @@ import torch
 from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
-from decode_worker.step_group import Gang, Row
+from decode_worker.step_group import Row, StepGroup
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
-from diptych.engine.step_output import drawable
+from diptych.engine.step_output import can_sample_on_device
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import sampled_of
 
 
-class Choice(Gang):
-    """One choice; `place` is where its first token stands among those of the hand-over."""
+class Choice(StepGroup):
+    """One choice; `place` is where its first token stands among those of the handoff."""
 
     def __init__(self, request: DecodeRequest, joined: int, choice: int, place: int) -> None:
         super().__init__(request, joined, [choice])
@@ -28,12 +28,12 @@ class Choice(Gang):
     def draws(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
         """Its rows, unless rules, a mask or scores need a look at the logits."""
         if not sequence.draft:
-            return (drawable(sequence.next_row),)
-        return [drawable(row) for row in sequence.sample_rows()]
+            return (can_sample_on_device(sequence.next_row),)
+        return [can_sample_on_device(row) for row in sequence.sample_rows()]
 
     def draftable(self, sequence: DecodeSequence) -> int:
         """As many as there will be, where nothing but the logits decides a token."""
-        if drawable(sequence.next_row) is None:
+        if can_sample_on_device(sequence.next_row) is None:
             return 0
         return self.request.attempt.max_tokens - len(sequence.output_ids) - 1
 

@@ -14,17 +14,17 @@ from typing import Any
 
 from decode_worker.pipeline import Pipeline
 from decode_worker.request import State
-from decode_worker.request_manager import Attempts, Listeners
+from decode_worker.request_manager import Listeners, RequestManager
 from decode_worker.scheduler import Candidate, StepPlan, plan_step
 from decode_worker.speculation import Speculation
-from decode_worker.step_group import Gang
-from decode_worker.step_pacing import Pace
+from decode_worker.step_group import StepGroup
+from decode_worker.step_pacing import StepPacing
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.runtime.failpoints import reach
 from diptych.worker_process.step_thread import StepThread
-from diptych.worker_process.step_watchdog import StepClock
+from diptych.worker_process.step_watchdog import StepWatchdog
 
 IDLE_CHECK_S = 1.0
 """Idle for so long, the block pool is checked: it costs a pass over all blocks."""
@@ -48,18 +48,18 @@ class EngineLoop:
         max_batch: int,
         max_context: int,
         listeners: Listeners,
-        pace: Pace | None = None,
+        pace: StepPacing | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self._runner = runner
         self._memory = memory
         self._pool = pool
         self._max_batch = max_batch
-        self._pace = pace if pace is not None else Pace(1.0)
-        self._step: StepThread[Gang] = StepThread(computes=not runner.launches)
+        self._pace = pace if pace is not None else StepPacing(1.0)
+        self._step: StepThread[StepGroup] = StepThread(computes=not runner.launches)
         self._wake = asyncio.Event()
         pool.on_released = self._wake.set  # who sat out a step for want of blocks looks again
-        self.attempts = Attempts(
+        self.attempts = RequestManager(
             memory, pool, self._step, max_context=max_context, listeners=listeners, wake=self._wake.set
         )
         self._pipeline = Pipeline(
@@ -92,7 +92,7 @@ class EngineLoop:
         return self._step.busy
 
     @property
-    def clock(self) -> StepClock:
+    def clock(self) -> StepWatchdog:
         """How long its steps take."""
         return self._step.clock
 
@@ -158,7 +158,7 @@ class EngineLoop:
             self._runner.rest()
             await asyncio.sleep(pause)
 
-    def _schedule(self) -> list[Gang]:
+    def _schedule(self) -> list[StepGroup]:
         """Pick the batch of the next step and give it its blocks."""
         while True:
             plan = self._plan([gang.candidate() for gang in self.attempts.running.values()])
@@ -166,7 +166,7 @@ class EngineLoop:
             if plan.run or not plan.preempt:
                 return [self.attempts.running[joined] for joined in plan.run]
 
-    def _plan_ahead(self, present: Sequence[Gang]) -> list[Gang]:
+    def _plan_ahead(self, present: Sequence[StepGroup]) -> list[StepGroup]:
         """The batch after `present`, which is being computed, if it needs no decision; with its blocks."""
         if self._runner.others_waited_s() is not None or not self._runner.spare_core():
             return []  # the cores are wanted between this step and the next one
@@ -205,7 +205,7 @@ class EngineLoop:
             if request.state is State.READY:
                 request.move(State.RUNNING)
 
-    def _apply(self, batch: Sequence[Gang], picked: Sequence[Any]) -> None:
+    def _apply(self, batch: Sequence[StepGroup], picked: Sequence[Any]) -> None:
         """Take the step's results, let go of what ended meanwhile, send one message per gateway."""
         self.steps += 1
         now = time.monotonic()

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from diptych.engine.sampling import Sampled, Score
+from diptych.engine.sampling import Sampled, TokenLogprob
 from diptych.runtime.failpoints import reach
-from diptych.runtime.send_queue import Outbox
+from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.logprob_codec import score_message, tell_phases
 from kvtransfer.drivers.codec import attempt_id
@@ -32,7 +32,7 @@ class WholeOutput:
     """
 
     token_ids: Sequence[int]
-    scores: Sequence[Score | None]
+    scores: Sequence[TokenLogprob | None]
     ended: decode_pb2.DecodeEnded
     told: int = 0
 
@@ -66,7 +66,7 @@ class GatewayStream:
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
         self._outputs = 0  # whole ones that are not written to their end
         self._step = decode_pb2.StepBatch()
-        self._outbox: Outbox[Response | WholeOutput] = Outbox()
+        self._outbox: SendQueue[Response | WholeOutput] = SendQueue()
 
     def token(
         self,
@@ -91,7 +91,7 @@ class GatewayStream:
         key: Key,
         choice: int,
         token_ids: Sequence[int],
-        scores: Sequence[Score | None],
+        scores: Sequence[TokenLogprob | None],
         reason: work_pb2.FinishReason,
         times: work_pb2.PhaseTimes,
     ) -> None:

@@ -21,13 +21,13 @@ from typing import Any
 
 from decode_worker.sequence import DecodeSequence
 from decode_worker.speculation import Speculation
-from decode_worker.step_events import Completions
-from decode_worker.step_group import Gang, Row, pick_all
+from decode_worker.step_events import StepEvents
+from decode_worker.step_group import Row, StepGroup, pick_all
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.step_output import Launched, StepOutput
 from diptych.runtime.failpoints import failpoint
 from diptych.worker_process.step_thread import InFlight, StepThread
 
@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 class _Step:
     """One step, laid out; `launched` once the device has it."""
 
-    batch: Sequence[Gang]
+    batch: Sequence[StepGroup]
     rows: Sequence[Row]
     sequences: Sequence[SequenceStep]
     draws: Sequence[SampleRow | None]
-    flight: InFlight[Gang]
+    flight: InFlight[StepGroup]
     launched: Launched | None = None
 
 
@@ -53,11 +53,11 @@ class Pipeline:
         self,
         runner: Runner,
         memory: KVMemory,
-        thread: StepThread[Gang],
+        thread: StepThread[StepGroup],
         *,
-        plan_ahead: Callable[[Sequence[Gang]], Sequence[Gang]],
-        apply: Callable[[Sequence[Gang], Sequence[Any]], None],
-        let_go: Callable[[Gang], None],
+        plan_ahead: Callable[[Sequence[StepGroup]], Sequence[StepGroup]],
+        apply: Callable[[Sequence[StepGroup], Sequence[Any]], None],
+        let_go: Callable[[StepGroup], None],
         speculation: Speculation | None = None,
     ) -> None:
         """`plan_ahead` gives the batch after one that is being computed, its blocks included; none: nothing
@@ -72,7 +72,7 @@ class Pipeline:
         self._let_go = let_go
         self._speculation = speculation
         self._begun: list[_Step] = []  # launched and not collected
-        self._completions = None if runner.completions is None else Completions(runner.completions)
+        self._completions = None if runner.completions is None else StepEvents(runner.completions)
 
     def close(self) -> None:
         """Wait for what was launched, once the thread is at its end: it writes to our memory."""
@@ -81,7 +81,7 @@ class Pipeline:
         for step in list(self._begun):
             self._drop(step)
 
-    async def run(self, batch: Sequence[Gang]) -> None:
+    async def run(self, batch: Sequence[StepGroup]) -> None:
         """Compute a step of `batch`, and all that can be launched ahead of its end."""
         present: _Step | None = self._lay_out(batch, {})
         while present is not None:
@@ -100,7 +100,7 @@ class Pipeline:
             self._apply(present.batch, picked)
             present = following
 
-    def _lay_out(self, batch: Sequence[Gang], before: dict[int, int]) -> _Step:
+    def _lay_out(self, batch: Sequence[StepGroup], before: dict[int, int]) -> _Step:
         """A step of `batch`; `before` says which row of the present step a sequence (by id) has."""
         rows = [(gang, row) for gang in batch for row in gang.rows]
         if self._speculation is not None and not before:
@@ -124,7 +124,7 @@ class Pipeline:
 
     def _following(self, present: _Step) -> _Step | None:
         """The step after `present`, if it can be known by now."""
-        if not all(draw is not None and self._runner.draws_itself(draw) for draw in present.draws):
+        if not all(draw is not None and self._runner.samples_on_device(draw) for draw in present.draws):
             return None
         if self._speculation is not None and self._speculation.waits(present.rows):
             return None
@@ -187,7 +187,7 @@ class Pipeline:
         except Exception:
             _log.exception("a step of %d rows could not be launched ahead", len(following.rows))
 
-    def _collect(self, launched: Launched, step: _Step) -> Drawn:
+    def _collect(self, launched: Launched, step: _Step) -> StepOutput:
         self._begun.remove(step)
         return launched.collect()
 
@@ -207,7 +207,7 @@ def _draws(rows: Sequence[Row]) -> Sequence[SampleRow | None]:
     return [draw for gang, row in rows for draw in gang.draws(row)]
 
 
-def _picked(drawn: Drawn, rows: Sequence[Row]) -> Sequence[Any]:
+def _picked(drawn: StepOutput, rows: Sequence[Row]) -> Sequence[Any]:
     if None in drawn.tokens and failpoint("decode.not_finite"):
         drawn.logits[0] = float("nan")
     return pick_all(drawn, rows)

@@ -7,7 +7,7 @@ import logging
 from decode_worker.config import DecodeSettings
 from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import whole_memory
@@ -35,7 +35,7 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     return pool
 
 
-class PoolTooLarge(CannotStart):
+class PoolTooLarge(StartupError):
     """More blocks were asked for than the machine has memory."""
 
 

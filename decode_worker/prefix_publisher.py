@@ -9,7 +9,7 @@ from diptych.runtime.block_hash import block_keys
 from diptych.worker_process.attempt import Attempt
 
 
-class Prefixes:
+class PrefixPublisher:
     """Publishes the blocks of sequences; `changed(added, removed)` hears which keys came and went."""
 
     def __init__(

@@ -3,7 +3,7 @@
 Its life:
 
 1. ATTACHED   the gateway has announced it; its KV is still being computed elsewhere.
-2. READY      the hand-over is verified, the first tokens have gone out; it waits for a place in the batch.
+2. READY      the handoff is verified, the first tokens have gone out; it waits for a place in the batch.
 3. RUNNING    it takes part in steps.
 4. ENDED      each of its gangs is finished, preempted, failed or cancelled; their blocks are released, or
               will be at the end of the step that is still writing them.
@@ -37,7 +37,7 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-LEGAL: dict[State, frozenset[State]] = {
+TRANSITIONS: dict[State, frozenset[State]] = {
     State.ATTACHED: frozenset({State.READY, State.ENDED}),
     State.READY: frozenset({State.RUNNING, State.ENDED}),
     State.RUNNING: frozenset({State.ENDED}),
@@ -45,7 +45,7 @@ LEGAL: dict[State, frozenset[State]] = {
 }
 
 
-class IllegalMove(RuntimeError):
+class InvalidTransition(RuntimeError):
     """A bug in the worker: a request was moved where it cannot go."""
 
 
@@ -70,8 +70,8 @@ class DecodeRequest:
     transport: str = ""  # what brought its blocks
 
     def move(self, to: State) -> None:
-        if to not in LEGAL[self.state]:
-            raise IllegalMove(f"{self.key}: {self.state.value} → {to.value}")
+        if to not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"{self.key}: {self.state.value} → {to.value}")
         self.state = to
         self.entered[to] = time.monotonic()
 
@@ -85,7 +85,7 @@ class DecodeRequest:
         return next((outcome for outcome in self.outcomes if outcome != "finished"), "finished")
 
     def times_now(self) -> work_pb2.PhaseTimes:
-        """The attempt's phases so far: the prefill worker's, the hand-over's, and ours."""
+        """The attempt's phases so far: the prefill worker's, the handoff's, and ours."""
         now = self.entered.get(State.ENDED) or time.monotonic()
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:

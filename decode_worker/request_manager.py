@@ -16,9 +16,9 @@ from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.decode_modes import gangs_of
 from decode_worker.gateway_stream import GatewayStream
 from decode_worker.max_blocks import worst_case
-from decode_worker.prefix_publisher import Prefixes
+from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
-from decode_worker.step_group import Gang
+from decode_worker.step_group import StepGroup
 from diptych.engine.kv.block_pool import BlockMisuse, BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.block_hash import block_keys
@@ -29,15 +29,15 @@ from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.drivers.events import Ready
-from kvtransfer.protocol.messages import Expected, Key
+from kvtransfer.protocol.messages import Key, PendingTransfer
 
 log = logging.getLogger(__name__)
 
 
-class Grants(Protocol):
-    """The side of the hand-over that the worker talks to (kvtransfer.drivers.server.HandoffServer)."""
+class GrantPort(Protocol):
+    """The side of the handoff that the worker talks to (kvtransfer.drivers.server.HandoffServer)."""
 
-    def expect(self, expected: Expected) -> None: ...
+    def expect(self, expected: PendingTransfer) -> None: ...
     def cancel(self, key: Key) -> None: ...
     def blocks_freed(self) -> None: ...
     def abort_newest_grant(self) -> Key | None: ...
@@ -53,17 +53,17 @@ class Listeners:
     cache_changed: Callable[[list[bytes], list[bytes]], None]  # keys added, keys removed
 
 
-class Attempts:
+class RequestManager:
     """Every attempt that is not over, and `running`: their gangs that have blocks, by age."""
 
-    grants: Grants
+    grants: GrantPort
     grammars: Grammars
 
     def __init__(
         self,
         memory: KVMemory,
         pool: BlockPool,
-        step: StepThread[Gang],
+        step: StepThread[StepGroup],
         *,
         max_context: int,
         listeners: Listeners,
@@ -77,10 +77,10 @@ class Attempts:
         self._wake = wake
         self._requests: dict[Key, DecodeRequest] = {}
         # Of each attempt those that hold blocks, or will: longer than it lives, where a step still writes.
-        self._gangs: dict[DecodeRequest, list[Gang]] = {}
+        self._gangs: dict[DecodeRequest, list[StepGroup]] = {}
         self._joined = 0
-        self.running: dict[int, Gang] = {}
-        self.prefixes = Prefixes(pool, memory.layout.block_size, listeners.cache_changed)
+        self.running: dict[int, StepGroup] = {}
+        self.prefixes = PrefixPublisher(pool, memory.layout.block_size, listeners.cache_changed)
         self.draining = False
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Attempts:
         """Attempts whose blocks are still being filled, or waited for."""
         return sum(request.state is State.ATTACHED for request in self._requests.values())
 
-    # ---- from attach to the hand-over ----------------------------------------------------------------
+    # ---- from attach to the handoff ----------------------------------------------------------------
 
     def attach(self, work: work_pb2.Work, gateway: GatewayStream) -> None:
         """Announce an attempt: its KV may be granted and handed over from now on."""
@@ -133,10 +133,12 @@ class Attempts:
                 self.preempt(gang)
             request.gateway.flush()
         sequences = attempt.beam_width or len(self._left(request))
-        self.grants.expect(Expected(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority))
+        self.grants.expect(
+            PendingTransfer(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority)
+        )
 
     def on_ready(self, ready: Ready) -> None:
-        """The hand-over is verified: the blocks are ours, first tokens go out before any step."""
+        """The handoff is verified: the blocks are ours, first tokens go out before any step."""
         request = self._requests.get(ready.key)
         if request is None:
             self._pool.release(ready.block_ids)
@@ -175,7 +177,7 @@ class Attempts:
         return True
 
     def on_failed(self, key: Key, reason: int, message: str) -> None:
-        """The hand-over of an attempt failed; its blocks are already back or in quarantine."""
+        """The handoff of an attempt failed; its blocks are already back or in quarantine."""
         if request := self._requests.get(key):
             if reason == work_pb2.FAILURE_REASON_ROW_FAILED:  # of the prefill worker, which read our cache
                 request.blocks.distrust()
@@ -223,13 +225,13 @@ class Attempts:
                 self.leave(gang, "failed")
         request.gateway.flush()
 
-    def _left(self, request: DecodeRequest) -> list[Gang]:
+    def _left(self, request: DecodeRequest) -> list[StepGroup]:
         """Its gangs that hold blocks, or will; none when all have let go."""
         return list(self._gangs.get(request, ()))
 
     # ---- one gang ------------------------------------------------------------------------------------
 
-    def carry_on(self, gang: Gang, turn: Callable[[], Outcome | None]) -> None:
+    def carry_on(self, gang: StepGroup, turn: Callable[[], Outcome | None]) -> None:
         """Let it say what it has to say: over, or not. What raises there ends this gang and no other, unless
         it is the books of blocks, which are everybody's.
         """
@@ -244,13 +246,13 @@ class Attempts:
         if outcome is not None:
             self.leave(gang, outcome)
 
-    def preempt(self, gang: Gang) -> None:
+    def preempt(self, gang: StepGroup) -> None:
         """Take its blocks; the gateway prefills prompt and delivered tokens again."""
         if not gang.ended:
             gang.say_preempted()
             self.leave(gang, "preempted")
 
-    def make_way(self, gang: Gang) -> None:
+    def make_way(self, gang: StepGroup) -> None:
         """The planner has no blocks for it, or needs its own. With a reserve it is larger than the pool."""
         if gang.request.attempt.reserve_worst_case:
             gang.say_failed(work_pb2.FAILURE_REASON_NEVER_FITS, "larger than all blocks together")
@@ -259,7 +261,7 @@ class Attempts:
             self.preempt(gang)
         gang.request.gateway.flush()
 
-    def leave(self, gang: Gang, outcome: Outcome) -> None:
+    def leave(self, gang: StepGroup, outcome: Outcome) -> None:
         """Last station of every gang: out of the batch, and its blocks go back as soon as they may."""
         request = gang.request
         gang.ended = True
@@ -272,7 +274,7 @@ class Attempts:
         else:
             self.let_go(gang)
 
-    def let_go(self, gang: Gang) -> None:
+    def let_go(self, gang: StepGroup) -> None:
         """No step writes its blocks any more."""
         request = gang.request
         gangs = self._gangs[request]

@@ -1,7 +1,7 @@
 """Which sequences run the next decode step, who gets blocks, and who must give its blocks back.
 
 Pure: plain counts in, a frozen `StepPlan` out. What is planned is a gang: the sequences that step together
-or not at all (one of an ordinary choice, all live beams of a search). Gangs are in line by priority, then by
+or not at all (one of an ordinary choice, all live beams of a search). Step groups are in line by priority, then by
 age. The growth rule, in the order in which it is applied:
 
 1. A sequence whose next token starts a new block needs one block. So does one whose next token would be
@@ -55,7 +55,7 @@ def plan_step(
     """Plan one step over `candidates`; at most `max_batch` sequences of them run, those of the first in line.
 
     `free_blocks` is what the pool can give now (evictable cache included), `grants` how many grants are
-    being filled by prefill workers, `quarantined` how many blocks wait for their writer's word. Gangs for
+    being filled by prefill workers, `quarantined` how many blocks wait for their writer's word. Step groups for
     which the batch has no room wait and keep their blocks, but are the first to lose them. The first in line
     runs even if it is larger than a batch.
     """

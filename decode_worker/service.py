@@ -1,4 +1,4 @@
-"""The edge of the decode worker for gateways; prefill workers link to the hand-over's own service."""
+"""The edge of the decode worker for gateways; prefill workers link to the handoff's own service."""
 
 from __future__ import annotations
 

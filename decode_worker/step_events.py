@@ -11,8 +11,8 @@ from diptych.engine.step_output import Launched
 _MANY = 4096  # bytes, one a step
 
 
-class Completions:
-    """Of one backend, from its descriptor (`diptych.engine.backend.TellingBackend`)."""
+class StepEvents:
+    """Of one backend, from its descriptor (`diptych.engine.backend.CompletionFdBackend`)."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

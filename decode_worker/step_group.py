@@ -17,15 +17,15 @@ from decode_worker.request import DecodeRequest, Outcome
 from decode_worker.scheduler import Candidate
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.sampling import SampleFailure, SampleRow
-from diptych.engine.step_output import Drawn
+from diptych.engine.step_output import StepOutput
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
 
-Row = tuple["Gang", DecodeSequence]
+Row = tuple["StepGroup", DecodeSequence]
 Picker = Callable[[torch.Tensor, Sequence[Row]], Sequence[Any]]
 
 
-class Gang(ABC):
+class StepGroup(ABC):
     """Its rows, and what the gateway is still owed."""
 
     def __init__(self, request: DecodeRequest, joined: int, choices: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ class Gang(ABC):
         self.choices = list(choices)
         """What it answers for; the gateway hears one last word on each."""
         self.rows: list[DecodeSequence] = []
-        """What the next step computes; none before the hand-over and after the end."""
+        """What the next step computes; none before the handoff and after the end."""
         self.ended = False
 
     @staticmethod
@@ -53,7 +53,7 @@ class Gang(ABC):
 
     @abstractmethod
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
-        """The hand-over is complete. The gateway hears of what that gives; an outcome means it is over."""
+        """The handoff is complete. The gateway hears of what that gives; an outcome means it is over."""
 
     @abstractmethod
     def take(self, picked: Sequence[Any]) -> Outcome | None:
@@ -102,7 +102,7 @@ class Gang(ABC):
         return "failed"
 
 
-def pick_all(drawn: Drawn, rows: Sequence[Row]) -> Sequence[list[Any]]:
+def pick_all(drawn: StepOutput, rows: Sequence[Row]) -> Sequence[list[Any]]:
     """What each row makes of a step: the tokens drawn for it, else of its logits; one kind together."""
     if len(drawn.tokens) == len(rows) and None not in drawn.tokens:
         return [[token] for token in drawn.tokens]  # most steps of most servers

@@ -18,7 +18,7 @@ LOST_S = 1.0
 """From here on the streams have their slowest pace."""
 
 
-class Pace:
+class StepPacing:
     """Told when steps begin and end; `now` is seconds on any monotonic clock."""
 
     def __init__(self, stretch: float, most: float = 1.0) -> None:

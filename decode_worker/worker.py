@@ -1,4 +1,4 @@
-"""Putting a decode worker together: pool, engine loop, hand-over, edges."""
+"""Putting a decode worker together: pool, engine loop, handoff, edges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decode_worker.request import DecodeRequest, State
 from decode_worker.request_manager import Listeners
 from decode_worker.service import gateway_links
 from decode_worker.speculation import Speculation
-from decode_worker.step_pacing import Pace
+from decode_worker.step_pacing import StepPacing
 from decode_worker.trace_spans import attempt_span
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.metrics import DecodeMetrics, new_registry
@@ -26,8 +26,8 @@ from diptych.worker_process.failure_names import OF_THE_HAND_OVER
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.heartbeat import beat_of
 from diptych.worker_process.program import serve_worker
-from diptych.worker_process.server import WorkerShell
-from diptych.worker_process.worker_spec import WorkerKind
+from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.worker_spec import WorkerSpec
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.transports import registry
 
@@ -54,7 +54,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            pace=Pace(settings.itl_stretch, settings.itl_stretch_max),
+            pace=StepPacing(settings.itl_stretch, settings.itl_stretch_max),
             speculation=_speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(
@@ -74,7 +74,7 @@ class DecodeWorker:
         self._loop.attempts.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
-        self._shell = WorkerShell(settings, engine, self._kind())
+        self._shell = WorkerServer(settings, engine, self._kind())
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
@@ -87,8 +87,8 @@ class DecodeWorker:
         finally:
             await self._handoff.close()
 
-    def _kind(self) -> WorkerKind:
-        return WorkerKind(
+    def _kind(self) -> WorkerSpec:
+        return WorkerSpec(
             role="decode",
             loop=self._loop,
             services=(LinkService(DECODE, self._gateways.serve), self._handoff.service),

@@ -53,7 +53,7 @@ from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.access.caller import Caller, Scope
-from gateway.access.quota import Charges
+from gateway.access.quota import Charge
 from gateway.request.validate_names import id_from_header
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
@@ -110,7 +110,7 @@ class Call(ABC):
         return self._caller
 
     @property
-    def charges(self) -> Charges:
+    def charges(self) -> Charge:
         """What it takes of its key's quotas goes there. Default: to the key's meter."""
         return self.caller.meter
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 PORTION: Final = 1024  # items of one to three microseconds each
 
 
-class Turns:
+class Yielder:
     """Of one piece of work."""
 
     __slots__ = ("_left",)

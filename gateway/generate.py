@@ -31,14 +31,14 @@ from gateway.output.utf8_text import Utf8Text
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import resumable as can_resume
-from gateway.request_parser import RequestReader
-from gateway.request_telemetry import OPERATION_KEY, RequestReport, operation_of
+from gateway.request_parser import RequestParser
+from gateway.request_telemetry import OPERATION_KEY, RequestTelemetry, operation_of
 from gateway.responses import Responses, add_account
 from gateway.session.live_requests import LiveRequests
 from gateway.session.ports import Recovery
-from gateway.session.request_driver import Conversation
+from gateway.session.request_driver import RequestDriver
 from gateway.session.session_events import Admitted
-from gateway.worker_pool.worker_pool import Fleet
+from gateway.worker_pool.worker_pool import WorkerPool
 
 
 class Generator:
@@ -47,10 +47,10 @@ class Generator:
     def __init__(
         self,
         model: ServedModel,
-        fleet: Fleet,
+        fleet: WorkerPool,
         live: LiveRequests,
         gate: AdmissionGate,
-        reader: RequestReader,
+        reader: RequestParser,
         *,
         recovery: Recovery,
         tokens: ResumeTokens,
@@ -89,7 +89,7 @@ class Generator:
     async def _run(
         self, message: pb.GenerateRequest, call: Call, *, one_message: bool, resumable: bool = False
     ) -> pb.GenerateResponse:
-        report = RequestReport(call, operation_of(message))
+        report = RequestTelemetry(call, operation_of(message))
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
@@ -114,7 +114,7 @@ class Generator:
             report.send(self._telemetry, self._metrics, error, self._clock())
 
     @contextmanager
-    def _metered(self, job: Job, call: Call, report: RequestReport) -> Iterator[None]:
+    def _metered(self, job: Job, call: Call, report: RequestTelemetry) -> Iterator[None]:
         """What the request takes of its key's quotas. Raises `QuotaExceeded`."""
         meter, served = call.charges, True
         meter.begin(job.prompt_tokens, self._clock())
@@ -133,7 +133,7 @@ class Generator:
         return self._tokens.issue(job.request, job.max_tokens, job.tenant)
 
     async def _converse(
-        self, job: Job, call: Call, report: RequestReport, *, one_message: bool, resume_token: str
+        self, job: Job, call: Call, report: RequestTelemetry, *, one_message: bool, resume_token: str
     ) -> pb.GenerateResponse:
         request = job.request
         if self.draining:
@@ -143,7 +143,7 @@ class Generator:
             raise NoReadyWorker(missing.value)
         self._live.reserve(job.tenant, request.request_id)
         ticket: Ticket | None = None
-        conversation: Conversation | None = None
+        conversation: RequestDriver | None = None
         try:
             conversation = self._start(job, chat=report.operation == "chat", one_message=one_message)
             conversation.resume_token = resume_token
@@ -183,14 +183,14 @@ class Generator:
             tenant=call.caller.tenant,
         )
 
-    def _start(self, job: Job, *, chat: bool, one_message: bool) -> Conversation:
+    def _start(self, job: Job, *, chat: bool, one_message: bool) -> RequestDriver:
         request = job.request
         before = () if chat else request.prompt_ids
         text = text_after(self._model.tokenizer, before, prompt_shown=request.echo)
         stop_ids = frozenset(job.stop_token_ids)
         outputs = [self._output(request, stop_ids, text.copy()) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
-        conversation = Conversation(
+        conversation = RequestDriver(
             job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
         )
         if request.received and not conversation.restore(request.received):
@@ -217,7 +217,7 @@ class Generator:
         )
 
     async def _answer(
-        self, conversation: Conversation, call: Call, *, one_message: bool
+        self, conversation: RequestDriver, call: Call, *, one_message: bool
     ) -> pb.GenerateResponse:
         """Write pieces until the end; returns the last message (written already, unless ``one_message``)."""
         outgoing, first = conversation.outgoing, True
@@ -235,14 +235,14 @@ class Generator:
             await call.write(message)
         return message
 
-    async def _last_message(self, conversation: Conversation, *, first: bool) -> pb.GenerateResponse:
+    async def _last_message(self, conversation: RequestDriver, *, first: bool) -> pb.GenerateResponse:
         request = conversation.job.request
         if request.best_of is None:
             return await self._responses.message(conversation, conversation.outgoing.take(), first=first)
         ranked = best([output.logprob for output in conversation.outputs], request.n)
         return await self._responses.best(conversation, ranked)
 
-    async def _deliver_rest(self, conversation: Conversation, call: Call, *, first: bool) -> NoReturn:
+    async def _deliver_rest(self, conversation: RequestDriver, call: Call, *, first: bool) -> NoReturn:
         """The request failed. What was promised as delivered is delivered, unless nothing goes out at all."""
         outgoing = conversation.outgoing
         if outgoing.error is None:
@@ -263,5 +263,5 @@ def _owed(ticket: Ticket | None) -> Ticket:
     return ticket
 
 
-def _generated(report: RequestReport) -> int:
+def _generated(report: RequestTelemetry) -> int:
     return 0 if report.conversation is None else report.conversation.generated

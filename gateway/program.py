@@ -16,35 +16,35 @@ from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
 from gateway.access.caller import Scope
-from gateway.admission.admission import AdmissionQueue, Patience
+from gateway.admission.admission import AdmissionQueue, MaxQueueDelay
 from gateway.admission.gate import AdmissionGate
 from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.frontends.admin.operations import Identity, Operations, started_now
-from gateway.frontends.admin.servicer import AdminDoor
+from gateway.frontends.admin.servicer import AdminServicer
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
-from gateway.frontends.kserve.servicer import KServeDoor
-from gateway.frontends.openai.routes import OpenAIDoor
+from gateway.frontends.kserve.servicer import KServeServicer
+from gateway.frontends.openai.routes import OpenAIRoutes
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.request.resume_token import ResumeTokens
-from gateway.request_parser import RequestReader
+from gateway.request_parser import RequestParser
 from gateway.session.live_requests import LiveRequests
 from gateway.session.ports import Recovery
 from gateway.session.retry_budget import RetryBudget
 from gateway.text_rpcs import TextRpcs
-from gateway.tokenizer_pool import LongTexts
+from gateway.tokenizer_pool import TokenizerPool
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
-from gateway.worker_pool.worker_pool import Fleet, FleetIdentity
+from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
 SHUT_DOWN_S = 0.5  # in which a status still reaches its client
 _log = logging.getLogger(__name__)
@@ -65,22 +65,22 @@ class Gateway:
         self.telemetry = Telemetry.start("diptych-gateway", settings.worker_id)
         self.live = LiveRequests()
         self.mirror = DirectoryMirror(settings.redis_url)
-        identity = FleetIdentity(
+        identity = GatewayIdentity(
             settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
         )
         self._changed = asyncio.Event()
-        self.fleet = Fleet(
+        self.fleet = WorkerPool(
             self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
         )
         delay_s = settings.max_queue_delay_s
-        patience = Patience(seconds=None if delay_s == "auto" else delay_s)
+        patience = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
         self.gate = AdmissionGate(
             AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, patience=patience),
             time.monotonic,
         )
-        self.texts = LongTexts()
+        self.texts = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
-        self.reader = RequestReader(model, self.texts, tokens, time.monotonic)
+        self.reader = RequestParser(model, self.texts, tokens, time.monotonic)
         self.generator = Generator(
             model,
             self.fleet,
@@ -105,7 +105,7 @@ class Gateway:
         self._server: grpc.aio.Server | None = None
         self._health: Health | None = None
         self._http: HttpEdge | None = None
-        self._admin: AdminDoor | None = None
+        self._admin: AdminServicer | None = None
         self._watch: asyncio.Task[None] | None = None
         self._leaving = False
         self._stopping: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class Gateway:
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self.calls
         add_inference_service(server, calls, self.generator, self._text)
-        KServeDoor(calls, self.generator, self._model.card, lambda: self.ready).register(server)
+        KServeServicer(calls, self.generator, self._model.card, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
         self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure, _credentials(tls))
         self._bind_gauges()
@@ -148,12 +148,12 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            door=OpenAIDoor(calls, self.generator, self._text, self._model, self._digest),
+            door=OpenAIRoutes(calls, self.generator, self._text, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
         )
         self.http_port = self._http.port
-        self._admin = await AdminDoor.start(
+        self._admin = await AdminServicer.start(
             settings.host,
             settings.resolved_admin_port,
             self._calls(Scope.ADMIN),
@@ -286,4 +286,4 @@ def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
         path = settings.model_path
         return ServedModel.load(path, settings.model_name), model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
-        raise CannotStart(str(error)) from error
+        raise StartupError(str(error)) from error

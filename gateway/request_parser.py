@@ -16,16 +16,16 @@ from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import refuse_several, resumed
 from gateway.request.validation import parse_request
-from gateway.request_telemetry import RequestReport
+from gateway.request_telemetry import RequestTelemetry
 from gateway.session.transitions import State
-from gateway.tokenizer_pool import LongTexts
+from gateway.tokenizer_pool import TokenizerPool
 
 
-class RequestReader:
+class RequestParser:
     """One per gateway."""
 
     def __init__(
-        self, model: ServedModel, texts: LongTexts, tokens: ResumeTokens, clock: Callable[[], float]
+        self, model: ServedModel, texts: TokenizerPool, tokens: ResumeTokens, clock: Callable[[], float]
     ) -> None:
         self._model = model
         self._texts = texts
@@ -38,7 +38,7 @@ class RequestReader:
         await self._grammars.close()
 
     async def read(
-        self, message: pb.GenerateRequest, call: Call, report: RequestReport, limit: int
+        self, message: pb.GenerateRequest, call: Call, report: RequestTelemetry, limit: int
     ) -> ParsedRequest:
         """`limit`: prompt and output together, in tokens. Raises DiptychError with the fields at fault."""
         started = self._clock()
@@ -50,7 +50,7 @@ class RequestReader:
         call.name(request.request_id)
         return request
 
-    async def try_grammar(self, request: ParsedRequest, call: Call, report: RequestReport) -> None:
+    async def try_grammar(self, request: ParsedRequest, call: Call, report: RequestTelemetry) -> None:
         """Of a constrained request, within the call's deadline; raises what `GrammarCheck.check` raises."""
         if request.constraint is None:
             return

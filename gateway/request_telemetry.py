@@ -13,14 +13,14 @@ from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.responses import decode_s
-from gateway.session.request_driver import Conversation
+from gateway.session.request_driver import RequestDriver
 from gateway.session.transitions import State
 
 OPERATION_KEY = "operation"
 
 
 @dataclass(slots=True)
-class RequestReport:
+class RequestTelemetry:
     """Filled while the request runs; ``send`` makes of it what others see.
 
     ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: it
@@ -32,7 +32,7 @@ class RequestReport:
     model: str = ""
     tokenized: tuple[float, float] | None = None
     grammar_checked: tuple[float, float] | None = None
-    conversation: Conversation | None = None
+    conversation: RequestDriver | None = None
     queued: bool = False
 
     def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
@@ -117,7 +117,7 @@ class RequestReport:
         return attributes
 
     def _count(
-        self, metrics: GatewayMetrics, conversation: Conversation, error: str | None, now: float
+        self, metrics: GatewayMetrics, conversation: RequestDriver, error: str | None, now: float
     ) -> None:
         generated = conversation.generated
         metrics.request_duration.labels(self.operation, self.model, error or "").observe(

@@ -11,10 +11,10 @@ from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.phase_times import Phases
 from gateway.attempt.types import Cause, FinishReason, TokenScore
-from gateway.cooperative_yield import Turns
+from gateway.cooperative_yield import Yielder
 from gateway.output.output_stream import StopMatch
 from gateway.output.token_logprobs import TokenLogprobs
-from gateway.session.request_driver import Conversation
+from gateway.session.request_driver import RequestDriver
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -40,20 +40,20 @@ class Responses:
         self._logprobs = TokenLogprobs(tokenizer)
 
     async def message(
-        self, conversation: Conversation, choices: Iterable[int], *, first: bool
+        self, conversation: RequestDriver, choices: Iterable[int], *, first: bool
     ) -> pb.GenerateResponse:
         """What is new of ``choices``, which is taken out of the conversation."""
         return await self._made(conversation, ((choice, choice) for choice in choices), first=first)
 
-    async def best(self, conversation: Conversation, kept: Sequence[int]) -> pb.GenerateResponse:
+    async def best(self, conversation: RequestDriver, kept: Sequence[int]) -> pb.GenerateResponse:
         """The whole answer from some of the choices, numbered anew in this order."""
         return await self._made(conversation, enumerate(kept), first=True)
 
     async def _made(
-        self, conversation: Conversation, numbered: Iterable[tuple[int, int]], *, first: bool
+        self, conversation: RequestDriver, numbered: Iterable[tuple[int, int]], *, first: bool
     ) -> pb.GenerateResponse:
         """``numbered``: (index in the message, choice)."""
-        message, turns = pb.GenerateResponse(), Turns()
+        message, turns = pb.GenerateResponse(), Yielder()
         # All is taken at one moment. What comes while scores are written out belongs to the next message.
         taken = [_add(message, conversation, choice, index) for index, choice in numbered]
         if first:
@@ -68,7 +68,7 @@ class Responses:
 
 
 def _add(
-    message: pb.GenerateResponse, conversation: Conversation, choice: int, index: int
+    message: pb.GenerateResponse, conversation: RequestDriver, choice: int, index: int
 ) -> tuple[pb.OutputDelta, Scored]:
     """What is new of a choice, but for its scores, which are returned."""
     stream = conversation.outputs[choice]
@@ -87,7 +87,7 @@ def _add(
     return output, delta.scores
 
 
-def _add_head(message: pb.GenerateResponse, conversation: Conversation) -> None:
+def _add_head(message: pb.GenerateResponse, conversation: RequestDriver) -> None:
     request = conversation.job.request
     message.request_id = request.request_id
     message.model = request.model
@@ -98,7 +98,7 @@ def _add_head(message: pb.GenerateResponse, conversation: Conversation) -> None:
         message.prompt.token_ids.extend(request.prompt_ids)
 
 
-def add_account(message: pb.GenerateResponse, conversation: Conversation, received_at: float) -> None:
+def add_account(message: pb.GenerateResponse, conversation: RequestDriver, received_at: float) -> None:
     """Usage and timings, for the last message. ``received_at``: when the call came (the gateway's clock)."""
     message.usage.CopyFrom(_usage(conversation))
     if conversation.job.request.want_timings:
@@ -112,7 +112,7 @@ def _set_stop(output: pb.OutputDelta, match: StopMatch) -> None:
         output.stop_token_id = match.token_id
 
 
-def _usage(conversation: Conversation) -> pb.Usage:
+def _usage(conversation: RequestDriver) -> pb.Usage:
     """Every output is billed, also those that ``best_of`` threw away; of beams those that were delivered."""
     prompt, completion = conversation.job.prompt_tokens, conversation.billed
     return pb.Usage(
@@ -123,7 +123,7 @@ def _usage(conversation: Conversation) -> pb.Usage:
     )
 
 
-def timings(conversation: Conversation, received_at: float) -> pb.Timings:
+def timings(conversation: RequestDriver, received_at: float) -> pb.Timings:
     """Phases as the workers measured them, summed over the attempts at the choice that took longest; the ends
     by the gateway's clock.
     """
@@ -147,7 +147,7 @@ def timings(conversation: Conversation, received_at: float) -> pb.Timings:
     return result
 
 
-def decode_s(conversation: Conversation, phases: Phases) -> float:
+def decode_s(conversation: RequestDriver, phases: Phases) -> float:
     """The decode worker's figure; where the gateway ended the stream, first to last token as seen here."""
     if phases.decode or conversation.first_token_at is None or conversation.last_token_at is None:
         return phases.decode

@@ -12,13 +12,13 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway import tokenizer_service as text_calls
 from gateway.call import Call
-from gateway.cooperative_yield import PORTION, Turns, slices
+from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.model.model_card import ModelCard
 from gateway.model.served_model import ServedModel
 from gateway.request import validate_names
 from gateway.request.validate_structured import STRUCTURED_OUTPUTS
 from gateway.session.live_requests import LiveRequests
-from gateway.tokenizer_pool import LongTexts
+from gateway.tokenizer_pool import TokenizerPool
 
 
 class TextRpcs:
@@ -33,7 +33,7 @@ class TextRpcs:
         self,
         model: ServedModel,
         live: LiveRequests,
-        texts: LongTexts,
+        texts: TokenizerPool,
         *,
         token_limit: Callable[[], int | None],
         block_size: Callable[[], int | None],
@@ -99,7 +99,7 @@ class TextRpcs:
 async def tokenized(found: text_calls.Tokenized, max_context: int) -> pb.TokenizeResponse:
     """A message of many offsets is made in turns with everybody's tokens."""
     response = pb.TokenizeResponse(token_ids=found.ids, tokens=found.tokens, max_context_length=max_context)
-    turns = Turns()
+    turns = Yielder()
     for some in slices(found.offsets, PORTION):
         for start, end in some:
             response.offsets.add(start=start, end=end)

@@ -23,7 +23,7 @@ MAX_WAITING = 256
 """Texts of one tenant that wait for its turn."""
 
 
-class LongTexts:
+class TokenizerPool:
     """Where messages are read. To be made where an event loop will run it, and closed at the end."""
 
     def __init__(self) -> None:

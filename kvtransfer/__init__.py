@@ -1,4 +1,4 @@
-"""The hand-over of KV blocks from a prefill worker to a decode worker: credit, push, fence.
+"""The handoff of KV blocks from a prefill worker to a decode worker: credit, push, fence.
 
 The decode worker alone owns its block pool. It grants blocks to an attempt when the prefill worker is about
 to run it (credit), the prefill worker fills them (push) and ends with a commit, which promises that no

@@ -1,10 +1,10 @@
-"""What a hand-over costs, by transport: from "the prompt is computed" to "its blocks are verified".
+"""What a handoff costs, by transport: from "the prompt is computed" to "its blocks are verified".
 
     python -m lab.handoff [--rounds 40] [--tokens 512 --tokens 2000]
 
-Two processes of one machine with the real ends of the hand-over and no engines; the blocks have the bundled
+Two processes of one machine with the real ends of the handoff and no engines; the blocks have the bundled
 model's shape in bf16. Nothing is pushed before the prompt is computed as a whole, so this is the most that a
-hand-over can cost: in service the chunks but the last travel while the next one is computed. Transports take
+handoff can cost: in service the chunks but the last travel while the next one is computed. Transports take
 turns, round by round; figures are milliseconds. `lab.gpu` measures the same between blocks on a GPU.
 """
 
@@ -30,14 +30,14 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.runtime.python_module import module_command
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
+from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.events import Ready
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.protocol.messages import Expected
+from kvtransfer.protocol.messages import PendingTransfer
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
 TRANSPORTS = {
@@ -117,7 +117,7 @@ async def decode_end(transport: str, setting: Setting) -> None:
     add_links(edge, [server.service])
     address = f"127.0.0.1:{bind(edge, '127.0.0.1', 0, False)}"
     await edge.start()
-    await LocalDoor([server.service]).open(address)
+    await UnixServer([server.service]).open(address)
     print(json.dumps({"address": address}), flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
@@ -125,7 +125,7 @@ async def decode_end(transport: str, setting: Setting) -> None:
     )
     while line := await reader.readline():
         request, tokens = json.loads(line)
-        server.expect(Expected((request, 1), tokens, []))
+        server.expect(PendingTransfer((request, 1), tokens, []))
 
 
 class Pair:
@@ -158,7 +158,7 @@ class Pair:
         stack.push_async_callback(client.close)
         return cls(process, await client.peer((await _line(process))["address"], INCARNATION))
 
-    async def hand_over(self, tokens: int) -> float:
+    async def handoff(self, tokens: int) -> float:
         """Milliseconds from the whole prompt computed to its blocks verified at the other end."""
         self._count += 1
         request = f"{tokens}-{self._count}"
@@ -171,7 +171,7 @@ class Pair:
         await self._peer.commit(granted, tokens, first, work_pb2.PhaseTimes())
         said = await _line(self._process)
         if said.get("request") != request:
-            raise RuntimeError(f"the hand-over of {request} failed: {said}")
+            raise RuntimeError(f"the handoff of {request} failed: {said}")
         return (float(said["at"]) - started) * 1e3
 
 
@@ -213,7 +213,7 @@ async def measure(
         taken: Times = {(name, tokens): [] for tokens in lengths for name in pairs}
         for number in range(_WARM_UPS + rounds):
             for (name, tokens), times in taken.items():
-                spent = await pairs[name].hand_over(tokens)
+                spent = await pairs[name].handoff(tokens)
                 if number >= _WARM_UPS:
                     times.append(spent)
     return {which: sorted(times) for which, times in taken.items()}

@@ -11,7 +11,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, score_tokens
-from diptych.engine.step_output import drawable
+from diptych.engine.step_output import can_sample_on_device
 from diptych.runtime.failpoints import failpoint
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
@@ -81,7 +81,7 @@ def _draws(request: PrefillRequest, chunk: Chunk, sequence: SequenceStep) -> lis
     params, *others = attempt.choices.values()
     if any(other is not params for other in others):
         return [None]
-    return [drawable(attempt.sample_row(params, attempt.delivered_ids, request.grammar))]
+    return [can_sample_on_device(attempt.sample_row(params, attempt.delivered_ids, request.grammar))]
 
 
 def _only(tokens: Sequence[Sampled | SampleFailure | None]) -> Sampled | SampleFailure | None:

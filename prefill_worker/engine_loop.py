@@ -17,10 +17,10 @@ from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.logprob_codec import failure_reason
 from diptych.worker_process.step_thread import StepThread
-from diptych.worker_process.step_watchdog import StepClock
+from diptych.worker_process.step_watchdog import StepWatchdog
 from prefill_worker.chunk_step import Computed, Row, run_step
 from prefill_worker.request import ChunkDone, PrefillRequest, State, Stop
-from prefill_worker.request_manager import Attempts
+from prefill_worker.request_manager import RequestManager
 from prefill_worker.scheduler import plan_asks, plan_chunks
 
 LOOKAHEAD_STEPS = 2
@@ -49,7 +49,7 @@ class EngineLoop:
         self._max_prompts = max_prompts
         self._step: StepThread[PrefillRequest] = StepThread(computes=not runner.launches)
         self._wake = asyncio.Event()
-        self.attempts = Attempts(
+        self.attempts = RequestManager(
             self._step,
             block_size=block_size,
             max_context=max_context,
@@ -82,7 +82,7 @@ class EngineLoop:
         return self._step.busy
 
     @property
-    def clock(self) -> StepClock:
+    def clock(self) -> StepWatchdog:
         """How long its steps take."""
         return self._step.clock
 
@@ -167,7 +167,7 @@ class EngineLoop:
         return run_step(self._runner, rows, abort)
 
     def _apply(self, rows: Sequence[Row], outcome: Sequence[Computed | SampleFailure]) -> None:
-        """Tell each request's hand-over what its blocks hold now, and its gateway the prompt's scores."""
+        """Tell each request's handoff what its blocks hold now, and its gateway the prompt's scores."""
         self.steps += 1
         now = time.monotonic()
         for (request, chunk), computed in zip(rows, outcome, strict=True):

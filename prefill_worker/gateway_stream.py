@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from diptych.runtime.send_queue import Outbox
+from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.logprob_codec import tell_phases
 from kvtransfer.drivers.codec import attempt_id
@@ -17,7 +17,7 @@ class GatewayStream:
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
-        self._outbox: Outbox[prefill_pb2.PrefillServiceLinkResponse] = Outbox()
+        self._outbox: SendQueue[prefill_pb2.PrefillServiceLinkResponse] = SendQueue()
 
     def committed(self, key: Key) -> None:
         self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), committed=prefill_pb2.Committed()))

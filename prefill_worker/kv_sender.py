@@ -1,4 +1,4 @@
-"""One request's hand-over, from the ask to the commit: the task that speaks to its decode worker."""
+"""One request's handoff, from the ask to the commit: the task that speaks to its decode worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.protocol.errors import AttemptOver, HandoffError
 from prefill_worker.request import PrefillRequest, Stop
@@ -17,14 +17,17 @@ from prefill_worker.request import PrefillRequest, Stop
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a hand-over ended. Neither committed nor failed: somebody else ended the attempt."""
+    """How a handoff ended. Neither committed nor failed: somebody else ended the attempt."""
 
     committed: bool = False
     failure: work_pb2.Failure | None = None
 
 
-async def hand_over(
-    request: PrefillRequest, client: HandoffClient, block_size: int, on_granted: Callable[[Granted], None]
+async def handoff(
+    request: PrefillRequest,
+    client: HandoffClient,
+    block_size: int,
+    on_granted: Callable[[GrantedBlocks], None],
 ) -> Outcome:
     """Ask, then push and commit what the engine loop reports.
 
@@ -43,13 +46,13 @@ async def hand_over(
     return Outcome(committed=True) if stop is None else Outcome(failure=stop.failure)
 
 
-async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> Granted:
+async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> GrantedBlocks:
     attempt = request.attempt
     keys = block_keys(attempt.cache_namespace, request.token_ids, block_size) if attempt.cache_read else []
     return await peer.ask(request.key, len(request.token_ids), keys, keep=attempt.cache_write)
 
 
-async def _follow(peer: Peer, granted: Granted, request: PrefillRequest) -> Stop | None:
+async def _follow(peer: Peer, granted: GrantedBlocks, request: PrefillRequest) -> Stop | None:
     """Pass on each computed chunk; None = committed."""
     while True:
         news = await request.news.get()

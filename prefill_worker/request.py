@@ -23,7 +23,7 @@ from diptych.engine.prompt_logprobs import CHUNK
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
-from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.scheduler import Prompt
 
@@ -38,7 +38,7 @@ class State(enum.Enum):
     ENDED = "ended"
 
 
-LEGAL: dict[State, frozenset[State]] = {
+TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.ASKED, State.ENDED}),
     State.ASKED: frozenset({State.GRANTED, State.ENDED}),
     State.GRANTED: frozenset({State.ENDED}),
@@ -46,7 +46,7 @@ LEGAL: dict[State, frozenset[State]] = {
 }
 
 
-class IllegalMove(RuntimeError):
+class InvalidTransition(RuntimeError):
     """A bug in the worker: a request was moved where it cannot go."""
 
 
@@ -80,7 +80,7 @@ class PrefillRequest:
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
     wanted: set[int] = field(init=False)  # choices that nobody has cancelled
     grammar: GrammarState | None = None  # after the tokens delivered so far; comes while the request waits
-    granted: Granted | None = None
+    granted: GrantedBlocks | None = None
     begun: float | None = None  # its first step
     computed: int = 0
     steps: int = 0
@@ -93,8 +93,8 @@ class PrefillRequest:
         self.wanted = set(self.attempt.choices)
 
     def move(self, to: State) -> None:
-        if to not in LEGAL[self.state]:
-            raise IllegalMove(f"{self.key}: {self.state.value} → {to.value}")
+        if to not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"{self.key}: {self.state.value} → {to.value}")
         self.state = to
         self.entered[to] = time.monotonic()
 

@@ -1,6 +1,6 @@
 """The attempts of a prefill worker, from dispatch to last word.
 
-Each attempt that has asked for blocks has a task of its own (handover.py) that speaks to its decode worker.
+Each attempt that has asked for blocks has a task of its own (handoff.py) that speaks to its decode worker.
 One that must stop while a step is writing its blocks is told to at the next layer, and its promise of no
 further write goes out after that step.
 """
@@ -18,16 +18,16 @@ from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars, GrammarState
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.gateway_stream import GatewayStream
-from prefill_worker.kv_sender import Outcome, hand_over
+from prefill_worker.kv_sender import Outcome, handoff
 from prefill_worker.request import PrefillRequest, State, Stop
 
 log = logging.getLogger(__name__)
 
 
-class Attempts:
+class RequestManager:
     """Every attempt that is not over, in the order in which they came."""
 
     handoff: HandoffClient
@@ -149,29 +149,29 @@ class Attempts:
     def ask(self, request: PrefillRequest) -> None:
         """Let it ask its decode worker for blocks."""
         request.move(State.ASKED)
-        task = asyncio.create_task(self._hand_over(request), name=f"hand-over {request.key}")
+        task = asyncio.create_task(self._handoff(request), name=f"handoff {request.key}")
         task.add_done_callback(functools.partial(self._handed_over, request))
         self._tasks[request.key] = task
         reach("prefill.asked")
 
-    async def _hand_over(self, request: PrefillRequest) -> Outcome:
+    async def _handoff(self, request: PrefillRequest) -> Outcome:
         granted = functools.partial(self._granted, request)
-        return await hand_over(request, self.handoff, self._block_size, granted)
+        return await handoff(request, self.handoff, self._block_size, granted)
 
     def _handed_over(self, request: PrefillRequest, task: asyncio.Task[Outcome]) -> None:
         """A callback of the task, not its last lines: one cancelled before its first line ends here too."""
         if task.cancelled():
             outcome = Outcome(failure=request.stop.failure if request.stop is not None else None)
         elif (error := task.exception()) is not None:
-            log.error("hand-over of %s", request.key, exc_info=error)
+            log.error("handoff of %s", request.key, exc_info=error)
             reason = work_pb2.FAILURE_REASON_INTERNAL
-            outcome = Outcome(failure=work_pb2.Failure(reason=reason, message="hand-over failed"))
+            outcome = Outcome(failure=work_pb2.Failure(reason=reason, message="handoff failed"))
         else:
             outcome = task.result()
         self._end(request, outcome)
 
-    def _granted(self, request: PrefillRequest, granted: Granted) -> None:
-        """The hand-over has blocks: the request joins the next step."""
+    def _granted(self, request: PrefillRequest, granted: GrantedBlocks) -> None:
+        """The handoff has blocks: the request joins the next step."""
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
@@ -181,7 +181,7 @@ class Attempts:
         self._wake()
 
     def say_first(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
-        """The client need not wait for the hand-over: whatever becomes of it, these are the tokens.
+        """The client need not wait for the handoff: whatever becomes of it, these are the tokens.
 
         There are none where candidates of beams go on, or where all that is lost is the word of the end.
         """

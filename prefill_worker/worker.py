@@ -1,4 +1,4 @@
-"""Putting a prefill worker together: engine loop, hand-over client, edges."""
+"""Putting a prefill worker together: engine loop, handoff client, edges."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from diptych.worker_process.failure_names import OF_THE_HAND_OVER
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.heartbeat import beat_of
 from diptych.worker_process.program import serve_worker
-from diptych.worker_process.server import WorkerShell
-from diptych.worker_process.worker_spec import WorkerKind
+from diptych.worker_process.server import WorkerServer
+from diptych.worker_process.worker_spec import WorkerSpec
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
@@ -70,7 +70,7 @@ class PrefillWorker:
         self._loop.attempts.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
         self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
-        self._shell = WorkerShell(settings, engine, self._kind())
+        self._shell = WorkerServer(settings, engine, self._kind())
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop`; the exit status."""
@@ -79,8 +79,8 @@ class PrefillWorker:
         finally:
             await self._handoff.close()
 
-    def _kind(self) -> WorkerKind:
-        return WorkerKind(
+    def _kind(self) -> WorkerSpec:
+        return WorkerSpec(
             role="prefill",
             loop=self._loop,
             services=(LinkService(PREFILL, self._gateways.serve),),

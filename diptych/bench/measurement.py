@@ -123,7 +123,7 @@ def _server_figures(times: Sequence[ServerTimes]) -> Figures:
     if not times:
         return {}
     return {
-        **latencies("handover", [one.handover for one in times]),
+        **latencies("handoff", [one.handoff for one in times]),
         **latencies("kv_transfer", [one.kv_transfer for one in times]),
         **latencies("server_queue", [one.queue for one in times]),
         **latencies("server_prefill", [one.prefill for one in times]),

@@ -21,7 +21,7 @@ _STEAL_SHARE = 0.02  # of the machine: beyond it the slowest of a hundred tokens
 
 _LATENCIES = (("TTFT", "ttft"), ("ITL", "itl"), ("TPOT", "tpot"), ("E2E", "e2el"))
 _SERVER_TIMES = (
-    ("hand-over", "handover"),
+    ("handoff", "handoff"),
     ("KV transfer", "kv_transfer"),
     ("queue", "server_queue"),
     ("prefill", "server_prefill"),
@@ -52,7 +52,7 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
         rates.add_row(result.load.label, *cells, *goodput)
     yield rates
     yield _latency_table("latency, ms: p50/p90/p99", results, figures, _LATENCIES)
-    if any(one.get("median_handover_ms") is not None for one in figures):
+    if any(one.get("median_handoff_ms") is not None for one in figures):
         yield _latency_table("in the server, ms: p50/p90/p99", results, figures, _SERVER_TIMES)
 
 

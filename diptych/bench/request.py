@@ -27,14 +27,14 @@ class BenchRequest:
 class ServerTimes:
     """A Diptych server's own account of one request, see Timings in the protocol.
 
-    `handover` is the server's time to first token less queueing and prefill: all between the end of the
+    `handoff` is the server's time to first token less queueing and prefill: all between the end of the
     last chunk's computation and the first token's arrival at the gateway, plus the gateway's work before
     it dispatched the request. So it is an upper bound of what separating the two phases costs.
     """
 
     queue: float
     prefill: float
-    handover: float
+    handoff: float
     kv_transfer: float
 
 

@@ -3,7 +3,7 @@
 The keys are those of `vllm bench serve --save-result` (`median_ttft_ms`, `output_throughput`,
 `request_goodput`, …), those of SGLang's bench_serving beside them where it has other names
 (`mean_e2e_latency_ms`, `input_throughput`, `concurrency`), and our own: `spread`, `errors_by_code`,
-`generator_…`, `…_handover_ms`. Counts (`num_prompts`, `completed`, `failed`, `short_outputs`,
+`generator_…`, `…_handoff_ms`. Counts (`num_prompts`, `completed`, `failed`, `short_outputs`,
 `total_…_tokens`) and `duration` are sums over all rounds; rates and times are medians of the rounds' own,
 and what begins with `max_` is the largest of a round.
 """

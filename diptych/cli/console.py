@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Stale, Stopping, Wrote
-from diptych.runtime.nonblocking_stderr import PatientStream
+from diptych.runtime.nonblocking_stderr import NonblockingStream
 
 
 class NoteConsole(Console):
@@ -21,7 +21,7 @@ class NoteConsole(Console):
     """
 
     def __init__(self) -> None:
-        super().__init__(file=cast("IO[str]", PatientStream(sys.stderr)))
+        super().__init__(file=cast("IO[str]", NonblockingStream(sys.stderr)))
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -116,7 +116,7 @@ def timing_table(spent: Timings, usage: Usage | None) -> Table:
     rows = [
         ("queue", spent.queue, ""),
         ("prefill", spent.prefill, cached),
-        ("hand-over", spent.kv_transfer, moved),
+        ("handoff", spent.kv_transfer, moved),
         ("decode queue", spent.decode_queue, ""),
         ("decode", spent.decode, _pace(spent, usage)),
     ]

@@ -15,7 +15,7 @@ import torch
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.step_output import Launched, StepOutput
 
 
 class Backend(Protocol):
@@ -38,7 +38,7 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class Assisted(Backend, Protocol):
+class CoreLendingBackend(Backend, Protocol):
     """A backend whose steps take in cores of others as they become free, and let go of them at once."""
 
     def assist(self, states: int, cores: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class Assisted(Backend, Protocol):
 
 
 @runtime_checkable
-class DrawingBackend(Backend, Protocol):
+class SamplingBackend(Backend, Protocol):
     """A backend that draws tokens where the logits are: these are too much to bring from a device at every
     step, or to read once more when they have left the caches.
     """
@@ -63,7 +63,7 @@ class DrawingBackend(Backend, Protocol):
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
-    ) -> Drawn:
+    ) -> StepOutput:
         """As `forward`, with what to draw for each row of logits. None leaves the row's logits, and so does a
         row that this backend cannot draw.
         """
@@ -71,7 +71,7 @@ class DrawingBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class LaunchingBackend(DrawingBackend, Protocol):
+class LaunchingBackend(SamplingBackend, Protocol):
     """A backend that is given steps ahead, and computes each from the moment the one before is over."""
 
     def launch(
@@ -86,13 +86,13 @@ class LaunchingBackend(DrawingBackend, Protocol):
         """
         ...
 
-    def draws_itself(self, row: SampleRow) -> bool:
+    def samples_on_device(self, row: SampleRow) -> bool:
         """Whether a step draws this row where its logits are, so that another one may follow it at once."""
         ...
 
 
 @runtime_checkable
-class TellingBackend(LaunchingBackend, Protocol):
+class CompletionFdBackend(LaunchingBackend, Protocol):
     """A backend that tells when a launched step is over, so that no thread has to wait for that."""
 
     @property
@@ -102,7 +102,7 @@ class TellingBackend(LaunchingBackend, Protocol):
 
 
 @runtime_checkable
-class RecordingBackend(LaunchingBackend, Protocol):
+class GraphBackend(LaunchingBackend, Protocol):
     """A backend that can launch only what it has recorded before."""
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from diptych.engine.sampling import Candidate, SampleFailure, SampleRow, Score, candidates
+from diptych.engine.sampling import Candidate, SampleFailure, SampleRow, TokenLogprob, candidates
 
 
 def candidates_wanted(width: int, stop_ids: Collection[int]) -> int:
@@ -69,7 +69,7 @@ class Beam:
 
     token_ids: tuple[int, ...]
     total: float
-    scores: tuple[Score | None, ...]
+    scores: tuple[TokenLogprob | None, ...]
     """One a token; None where the candidates came without."""
 
     def then(self, candidate: Candidate) -> Beam:

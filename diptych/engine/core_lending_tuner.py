@@ -21,7 +21,7 @@ PERIOD = 512
 """Steps from the begin of a trial to that of the next one."""
 
 
-class HelpWorth:
+class CoreLendingTuner:
     """Asked before each step and told after it; a step may be asked for while the one before is computed."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Generation in one process: prefill and decode of one sequence with the same runner, no hand-over anywhere.
+"""Generation in one process: prefill and decode of one sequence with the same runner, no handoff anywhere.
 
 The aggregated reference: whatever the disaggregated service answers must equal this, token for token.
 """
@@ -19,7 +19,7 @@ from diptych.engine.sampling import (
     SampleFailure,
     SampleRow,
     SamplingParams,
-    Score,
+    TokenLogprob,
     choice_seed,
     sample,
     score_tokens,
@@ -111,7 +111,7 @@ def generate_choices(
 
 def prompt_scores(
     runner: Runner, memory: KVMemory, pool: BlockPool, prompt_ids: Sequence[int], count: int
-) -> list[Score]:
+) -> list[TokenLogprob]:
     """The scores of the prompt's tokens from the second on, each with `count` alternatives.
 
     Raises OutOfBlocks, or ValueError for logits that are not finite.

@@ -11,19 +11,19 @@ from typing import TypeVar
 import torch
 
 from diptych.engine.backend import (
-    Assisted,
-    DrawingBackend,
+    CompletionFdBackend,
+    CoreLendingBackend,
+    GraphBackend,
     LaunchingBackend,
-    RecordingBackend,
-    TellingBackend,
+    SamplingBackend,
 )
 from diptych.engine.batch import AbortWords, SequenceStep, check_batch
-from diptych.engine.core_lending_tuner import HelpWorth
+from diptych.engine.core_lending_tuner import CoreLendingTuner
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.sampling import SampleRow
-from diptych.engine.shared_cores import CoreShare
-from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.shared_cores import SharedCores
+from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.usable_cores import usable_cores
 
 _Result = TypeVar("_Result")
@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 class Runner:
     """Steps of one model on its own cores and on those lent to it. One thread at a time calls it."""
 
-    def __init__(self, model: Model, threads: int, share: CoreShare | None = None) -> None:
+    def __init__(self, model: Model, threads: int, share: SharedCores | None = None) -> None:
         """`threads` cores a step; 0 is all that this process may use. With a `share`, as many as it gives."""
         if threads < 0:
             raise ValueError("a negative number of threads")
@@ -40,19 +40,21 @@ class Runner:
         self.threads = threads or usable_cores()
         self.on_step: Callable[[float, int], None] | None = None
         """Hears of every step, where its results are: seconds of the forward pass, and tokens computed."""
-        self._drawing = model.backend if isinstance(model.backend, DrawingBackend) else None
+        self._drawing = model.backend if isinstance(model.backend, SamplingBackend) else None
         self._launching = model.backend if isinstance(model.backend, LaunchingBackend) else None
-        self.completions = model.backend.completions if isinstance(model.backend, TellingBackend) else None
+        self.completions = (
+            model.backend.completions if isinstance(model.backend, CompletionFdBackend) else None
+        )
         """Of a file to which a byte comes when a launched step is over; None: `collect` has to wait."""
-        self._recording = model.backend if isinstance(model.backend, RecordingBackend) else None
+        self._recording = model.backend if isinstance(model.backend, GraphBackend) else None
         # Whether launched steps are computed on cores of this machine, and not on a device.
-        self._launches_on_cores = isinstance(self._launching, Assisted)
+        self._launches_on_cores = isinstance(self._launching, CoreLendingBackend)
         self._share = share
-        self._assisted: Assisted | None = None
-        if share is not None and isinstance(model.backend, Assisted):
+        self._assisted: CoreLendingBackend | None = None
+        if share is not None and isinstance(model.backend, CoreLendingBackend):
             model.backend.assist(share.address, share.others)
             self._assisted = model.backend
-        self._help_worth = HelpWorth()
+        self._help_worth = CoreLendingTuner()
         self._last_end = 0.0  # of the step before
         self._set: tuple[int, int] | None = None  # (calling thread, threads) that the backend was told
 
@@ -73,14 +75,14 @@ class Runner:
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None = None,
-    ) -> Drawn:
+    ) -> StepOutput:
         """As `step`, where the rows of logits that `draws` has something for may come back as tokens.
 
         One draw a row of logits; None asks for the logits. Backends that draw nothing give all logits.
         """
         backend = self._drawing
         if not sequences or backend is None:
-            return Drawn.nothing(self.step(sequences, abort))
+            return StepOutput.nothing(self.step(sequences, abort))
         if len(draws) != sum(step.logit_rows for step in sequences):
             raise ValueError("one draw a row of logits")
         return self._compute(sequences, abort, lambda: backend.forward_and_draw(sequences, draws, abort))
@@ -90,9 +92,9 @@ class Runner:
         """Whether steps can be launched ahead at all."""
         return self._launching is not None
 
-    def draws_itself(self, row: SampleRow) -> bool:
+    def samples_on_device(self, row: SampleRow) -> bool:
         """Whether a launched step draws this row, so that another one may be launched to follow it."""
-        return self._launching is not None and self._launching.draws_itself(row)
+        return self._launching is not None and self._launching.samples_on_device(row)
 
     def spare_core(self) -> bool:
         """Whether a core is left to those who pass tokens on while steps follow one another. Without one they
@@ -219,7 +221,7 @@ class _Timed:
         """See `Launched.over`."""
         return self._launched.over()
 
-    def collect(self) -> Drawn:
+    def collect(self) -> StepOutput:
         """See `Launched.collect`."""
         drawn = self._launched.collect()
         self._ended(self._started)

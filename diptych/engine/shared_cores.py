@@ -2,7 +2,7 @@
 
 A worker has home cores, enough for its work when everybody is busy. While it has work it owns them; while it
 has none, steps of the others are computed on them, too: an idle core does not stay idle. Natively a step
-looks at every piece of work which cores are free (`diptych.engine.backend.Assisted`), so that a core is lent in the
+looks at every piece of work which cores are free (`diptych.engine.backend.CoreLendingBackend`), so that a core is lent in the
 middle of a step and back with its owner after one such piece. Backends that cannot do that look once, when a
 step begins.
 
@@ -27,7 +27,7 @@ WAITED_UNIT_S = 1 / 32  # of the other values, which begin with 1 for no time at
 _MOST = 255
 
 
-class CoreShare:
+class SharedCores:
     """One process's hand in the share. Any thread may call: all is single bytes."""
 
     def __init__(self, fd: int, *, home: Collection[int], cores: int) -> None:

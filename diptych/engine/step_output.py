@@ -12,7 +12,7 @@ from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepOutput:
     """A token for each row of logits that was drawn, and the logits of the others."""
 
     tokens: Sequence[Sampled | SampleFailure | None]
@@ -21,7 +21,7 @@ class Drawn:
     """Float32 `[rows that were not drawn, vocab]` on the CPU, in order."""
 
     @classmethod
-    def nothing(cls, logits: torch.Tensor) -> Drawn:
+    def nothing(cls, logits: torch.Tensor) -> StepOutput:
         """A step after which every row has its logits."""
         return cls([None] * logits.shape[0], logits)
 
@@ -33,12 +33,12 @@ class Launched(Protocol):
         """Whether `collect` would not wait."""
         ...
 
-    def collect(self) -> Drawn:
+    def collect(self) -> StepOutput:
         """Wait for the step and read what it gave; once, and in the order of the launches."""
         ...
 
 
-def drawable(row: SampleRow) -> SampleRow | None:
+def can_sample_on_device(row: SampleRow) -> SampleRow | None:
     """The row, if temperature, top-k, top-p and min-p alone decide its token and only that is asked: what a
     device can draw. Else None: somebody has to look at the logits.
     """

@@ -2,14 +2,14 @@
 
 import ipaddress
 
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 
-class UnsafeBindError(CannotStart, ValueError):
+class UnsafeBindError(StartupError, ValueError):
     """The address can be reached from other machines and the connection would be in the clear."""
 
 
-class CannotListen(CannotStart, OSError):
+class CannotListen(StartupError, OSError):
     """The port is taken, or the address is none of this machine's."""
 
 

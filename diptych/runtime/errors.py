@@ -272,7 +272,7 @@ class ShutDown(Interrupted):
 
 class KvTransferFailed(Interrupted):
     reason = "KV_TRANSFER_FAILED"
-    explanation = "the hand-over of the prompt's KV blocks failed"
+    explanation = "the handoff of the prompt's KV blocks failed"
 
 
 class DeadlineExceeded(DiptychError):

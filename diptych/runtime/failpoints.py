@@ -1,6 +1,6 @@
 """Named places where a test can make a running process fail. Off unless the environment arms them.
 
-For the life of a process: `DIPTYCH_FAILPOINTS=handover.drop_block,prefill.before_commit=pause` arms the first
+For the life of a process: `DIPTYCH_FAILPOINTS=handoff.drop_block,prefill.before_commit=pause` arms the first
 for `failpoint` and makes the second's `failpause` never return, so that a test can kill the process there.
 
 While they run: `DIPTYCH_FAILPOINTS_DIR` names a folder. A file in it that is called like a failpoint arms

@@ -123,7 +123,7 @@ class GatewayMetrics(RoleMetrics):
 
 
 class WorkerMetrics(RoleMetrics):
-    """What both workers have: the engine's steps and the hand-over."""
+    """What both workers have: the engine's steps and the handoff."""
 
     def __init__(self, registry: CollectorRegistry, role: str) -> None:
         super().__init__(registry, role)
@@ -151,7 +151,7 @@ class WorkerMetrics(RoleMetrics):
         )
         self.kv_transfer_failures = Counter(
             "diptych_kv_transfer_failures",
-            "Hand-overs that failed: the other worker was lost or refused, or what came was damaged",
+            "Handoffs that failed: the other worker was lost or refused, or what came was damaged",
             ["transport"],
             registry=registry,
         )

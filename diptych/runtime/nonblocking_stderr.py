@@ -19,7 +19,7 @@ _PIECE = 4096
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class PatientStream(io.TextIOBase):
+class NonblockingStream(io.TextIOBase):
     """Writes to `stream` what it takes at once; nothing anywhere, where that is None: a program without
     standard error. As `stream` for all else that a console asks of it. One thread at a time writes.
     """

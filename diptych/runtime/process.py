@@ -28,9 +28,9 @@ from typing import NoReturn
 import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
-from diptych.runtime.nonblocking_stderr import PatientStream
+from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 _PR_SET_PDEATHSIG = 1
 ONE_SIGNAL_S = 0.1
@@ -60,7 +60,7 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(main))
-    except CannotStart as error:
+    except StartupError as error:
         _log.error("cannot start: %s", error, exc_info=settings.log_level == "debug")
         return 1
     except Exception:
@@ -183,7 +183,7 @@ class OneLineFormatter(logging.Formatter):
 
 def set_up_logging(settings: ProgramSettings) -> None:
     """Sends all logging to stderr, one line a record, replacing what was set up before."""
-    handler = logging.StreamHandler(PatientStream(sys.stderr))
+    handler = logging.StreamHandler(NonblockingStream(sys.stderr))
     handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     if settings.log_level != "debug":

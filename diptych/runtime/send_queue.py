@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Outbox(Generic[T]):
+class SendQueue(Generic[T]):
     """An unbounded queue whose reader takes everything at once, so that a slow stream coalesces.
 
     Bounded by its users: a worker puts at most one item per running request and step, and drops the

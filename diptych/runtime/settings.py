@@ -25,7 +25,7 @@ from pydantic_settings import (
 
 from diptych.runtime.cli_flags import flags_of
 from diptych.runtime.env import unknown_variables
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 
 class BadSettings(ValueError):
@@ -36,7 +36,7 @@ class BadSettings(ValueError):
         self.faults = tuple(faults)
 
 
-class NoModel(CannotStart, FileNotFoundError):
+class NoModel(StartupError, FileNotFoundError):
     """There are no files of a model."""
 
 

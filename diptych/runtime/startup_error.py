@@ -1,5 +1,5 @@
 """What keeps a program from starting and its user can mend: a wrong path, a taken port, a missing device."""
 
 
-class CannotStart(Exception):
+class StartupError(Exception):
     """The message is all that its user needs: no traceback goes with it."""

@@ -17,14 +17,14 @@ from typing import Final, TypeVar
 import grpc
 
 from diptych.runtime.file_watch import FileWatch, readable_by_all
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 _ALPN: Final = ["http/1.1"]  # of the HTTP port; gRPC says h2 itself
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class BadTlsFiles(CannotStart, ValueError):
+class BadTlsFiles(StartupError, ValueError):
     """The files cannot be served with; says which one and why."""
 
 

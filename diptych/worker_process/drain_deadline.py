@@ -10,7 +10,7 @@ HAND_BACK_S = 1.0
 """What was handed back may still be written by a step: so long it gets to end and say so."""
 
 
-class Grace:
+class DrainDeadline:
     """At `hand_back_at` what has not finished goes back to its gateways; from `over_at` on nothing is waited
     for.
     """

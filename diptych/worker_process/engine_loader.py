@@ -15,14 +15,14 @@ from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.runner import Runner
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 from diptych.engine.usable_cores import usable_cores
 from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.settings import cpu_features
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.self_test import probe
 from kvtransfer.protocol.fingerprint import Fingerprint
@@ -91,7 +91,7 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     return engine
 
 
-class BlockSizeUnfit(CannotStart):
+class BlockSizeUnfit(StartupError):
     """Blocks that the device's kernels cannot read."""
 
 
@@ -113,9 +113,9 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
     )
 
 
-def _core_share(settings: WorkerSettings, device: torch.device) -> CoreShare | None:
+def _core_share(settings: WorkerSettings, device: torch.device) -> SharedCores | None:
     """None where steps are computed on no core of this machine: nobody would gain by theirs waiting."""
     if settings.cores_fd is None or device.type != "cpu":
         return None
     home = [int(core) for core in settings.home_cores.split(",") if core]
-    return CoreShare(settings.cores_fd, home=home, cores=settings.machine_cores)
+    return SharedCores(settings.cores_fd, home=home, cores=settings.machine_cores)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from diptych.engine.sampling import Candidate, Sampled, SampleFailure, Score
+from diptych.engine.sampling import Candidate, Sampled, SampleFailure, TokenLogprob
 from diptych.worker.v1 import work_pb2
 
 
-def score_message(score: Score) -> work_pb2.Score:
+def score_message(score: TokenLogprob) -> work_pb2.Score:
     """Logarithms, rank and alternatives."""
     top = [work_pb2.Alternative(token_id=token, logprob=logprob) for token, logprob in score.top]
     return work_pb2.Score(logprob=score.logprob, rank=score.rank, top=top)
 
 
-def score_of(message: work_pb2.Score) -> Score:
+def score_of(message: work_pb2.Score) -> TokenLogprob:
     """The inverse of `score_message`, in the precision of the wire."""
-    return Score(message.logprob, message.rank, tuple((one.token_id, one.logprob) for one in message.top))
+    return TokenLogprob(
+        message.logprob, message.rank, tuple((one.token_id, one.logprob) for one in message.top)
+    )
 
 
 def tell_phases(tokens: work_pb2.Tokens, times: work_pb2.PhaseTimes) -> None:

@@ -14,7 +14,7 @@ from diptych.engine.device import DeviceUnavailable
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.runtime.process import leave
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
@@ -54,7 +54,7 @@ async def serve_worker(
         try:
             worker = make(settings, await _loaded_unless(stop, settings), telemetry)
         except _MISTAKES as error:
-            raise CannotStart(str(error)) from error
+            raise StartupError(str(error)) from error
         return await worker.run(stop)
     finally:
         telemetry.stop()

@@ -14,14 +14,14 @@ import torch
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.runner import Runner
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 PROMPT_TOKENS = 17  # more than one block of the default size, and a partial one
 STEPS = 2
 CLOSE = 1e-3  # the native CPU step gives the same bits; libraries may order their sums differently
 
 
-class ProbeFailed(CannotStart, RuntimeError):
+class SelfTestFailed(StartupError, RuntimeError):
     """The engine must not serve."""
 
 
@@ -36,9 +36,9 @@ def check(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None
     """Raises ProbeFailed unless all numbers are finite, and both times the same."""
     for step, (one, other) in enumerate(zip(first, second, strict=True)):
         if not bool(torch.isfinite(one).all()) or not bool(torch.isfinite(other).all()):
-            raise ProbeFailed(f"step {step} of the probe gave logits that are not finite")
+            raise SelfTestFailed(f"step {step} of the probe gave logits that are not finite")
         if not torch.allclose(one, other, rtol=CLOSE, atol=CLOSE):
-            raise ProbeFailed(f"step {step} of the probe gave other logits the second time")
+            raise SelfTestFailed(f"step {step} of the probe gave other logits the second time")
 
 
 def _logits(runner: Runner, layout: KVLayout) -> list[torch.Tensor]:

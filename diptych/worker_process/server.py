@@ -21,13 +21,13 @@ from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.process import announce_ready, incarnation, leave
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
+from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.drain_deadline import Grace
+from diptych.worker_process.drain_deadline import DrainDeadline
 from diptych.worker_process.engine_loader import LoadedEngine
 from diptych.worker_process.heartbeat import heartbeat
-from diptych.worker_process.worker_spec import WorkerKind
+from diptych.worker_process.worker_spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ CLOSE_S = 1.0
 """A step gets so long to end when everything else has; whoever waited for it is gone."""
 
 
-class WorkerShell:
+class WorkerServer:
     """Runs one worker from bound port to drained exit."""
 
-    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, kind: WorkerKind) -> None:
+    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, kind: WorkerSpec) -> None:
         self._settings = settings
         self._engine = engine
         self._kind = kind
@@ -69,7 +69,7 @@ class WorkerShell:
         port = bind(server, settings.host, settings.grpc_port, settings.insecure)
         await server.start()
         address = join_host_port(settings.advertise_host or settings.host, port)
-        door = LocalDoor(services)
+        door = UnixServer(services)
         if settings.links == "auto":
             await door.open(address)
         http = await HttpEdge.start(
@@ -146,7 +146,7 @@ class WorkerShell:
         The exit status: 1 where one of `tasks`, which should never end, did.
         """
         loop, handed_back = self._loop, False
-        grace = Grace(self._grace_s, time.monotonic())
+        grace = DrainDeadline(self._grace_s, time.monotonic())
         while loop.num_running + loop.num_waiting or self._kind.gateways.unsaid:
             if _ended(tasks):
                 return 1

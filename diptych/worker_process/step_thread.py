@@ -14,7 +14,7 @@ from diptych.engine.batch import AbortWords
 from diptych.engine.sampling import SampleFailure
 from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.failpoints import failpoint
-from diptych.worker_process.step_watchdog import StepClock
+from diptych.worker_process.step_watchdog import StepWatchdog
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class StepThread(Generic[Owner]):
         turns = take_long_turns if computes else take_short_turns
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=turns)
         self._flights: list[InFlight[Owner]] = []
-        self.clock = StepClock()
+        self.clock = StepWatchdog()
 
     @property
     def busy(self) -> bool:

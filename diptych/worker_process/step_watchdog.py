@@ -33,7 +33,7 @@ def size_class(tokens: int) -> int:
     return max(tokens, 1).bit_length() - 1
 
 
-class StepClock:
+class StepWatchdog:
     """Told of every step's begin and end; ``now`` is seconds on any monotonic clock."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from diptych.runtime.metrics import WorkerMetrics
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.gateway_link import GatewayLinks
-from diptych.worker_process.step_watchdog import StepClock
+from diptych.worker_process.step_watchdog import StepWatchdog
 
 
 class EngineLoop(Protocol):
@@ -28,7 +28,7 @@ class EngineLoop(Protocol):
         ...
 
     @property
-    def clock(self) -> StepClock:
+    def clock(self) -> StepWatchdog:
         """How long its steps take."""
         ...
 
@@ -48,7 +48,7 @@ class EngineLoop(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerKind:
+class WorkerSpec:
     """One worker's loop, edges and numbers."""
 
     role: Role

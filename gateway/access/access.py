@@ -10,9 +10,9 @@ from pathlib import Path
 
 from diptych.runtime.errors import PermissionDenied, Unauthenticated
 from diptych.runtime.file_watch import FileWatch
-from gateway.access.caller import Caller, Scope, anybody
+from gateway.access.caller import Caller, Scope, anonymous
 from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, digest_of, read_key_file
-from gateway.access.quota import Meter
+from gateway.access.quota import QuotaUsage
 
 _SCHEME = "bearer"  # RFC 6750; schemes are written in any case
 _INDEX_BYTES = 4
@@ -41,9 +41,9 @@ class Access:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._anybody = anybody()
+        self._anybody = anonymous()
         self._meters: dict[
-            str, Meter
+            str, QuotaUsage
         ] = {}  # by name: a quota is not used up anew when the file is read again
         self._known: dict[bytes, list[_Known]] = {}
         self._watch: FileWatch | None = None
@@ -92,7 +92,7 @@ class Access:
         for entry in entries:
             meter = self._meters.get(entry.name)
             if meter is None or meter.quota != entry.quota:
-                meter = Meter(entry.name, entry.quota)
+                meter = QuotaUsage(entry.name, entry.quota)
             meters[entry.name] = meter
             digest = bytes.fromhex(entry.sha256)
             caller = Caller(entry.tenant, frozenset(entry.scopes), meter)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gateway.access.quota import Meter
+from gateway.access.quota import QuotaUsage
 
 
-class ListMeter:
+class BatchQuota:
     """In the place of the key's meter for each of the prompts, whose tokens are not known before.
 
     All requests are taken at once, so that no part finds a quota used up by another part or by a request
@@ -15,7 +15,7 @@ class ListMeter:
         QuotaExceeded: there is no room for so many requests, or no token left. Nothing was counted.
     """
 
-    def __init__(self, meter: Meter, prompts: int, now: float) -> None:
+    def __init__(self, meter: QuotaUsage, prompts: int, now: float) -> None:
         meter.require(prompts, 0, now)
         self._meter = meter
         self._to_begin = prompts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from gateway.access.quota import Meter
+from gateway.access.quota import QuotaUsage
 
 DEFAULT_TENANT: Final = ""  # of all callers, where no keys are asked for
 
@@ -27,9 +27,9 @@ class Caller:
 
     tenant: str
     scopes: frozenset[Scope]
-    meter: Meter = field(repr=False)
+    meter: QuotaUsage = field(repr=False)
 
 
-def anybody() -> Caller:
+def anonymous() -> Caller:
     """The one tenant of a gateway without keys: it may do everything, without a quota."""
-    return Caller(DEFAULT_TENANT, frozenset(Scope), Meter("anybody"))
+    return Caller(DEFAULT_TENANT, frozenset(Scope), QuotaUsage("anybody"))

@@ -56,8 +56,8 @@ class _Bucket:
         self._level = min(self._level + amount, self._size)
 
 
-class Charges(Protocol):
-    """What one request does to its key's quotas: see `Meter`."""
+class Charge(Protocol):
+    """What one request does to its key's quotas: see `QuotaUsage`."""
 
     def require(self, requests: int, prompt_tokens: int, now: float) -> None: ...
     def begin(self, prompt_tokens: int, now: float) -> None: ...
@@ -65,7 +65,7 @@ class Charges(Protocol):
     def refused(self, prompt_tokens: int) -> None: ...
 
 
-class Meter:
+class QuotaUsage:
     """Of one key.
 
     Args:

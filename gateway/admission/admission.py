@@ -8,7 +8,7 @@ holds to the end (`gateway.admission.kv_budget`). The rest waits here, where ten
 a request still goes to the worker that is best when its turn comes.
 
 A request is refused at the door when those before it would take longer than its deadline allows, or longer
-than `Patience` does: under an overload those that are taken then wait about as long as at a high load, and
+than `MaxQueueDelay` does: under an overload those that are taken then wait about as long as at a high load, and
 the others know at once. The rates are measured, so whatever slows the workers down (blocks that run out,
 decode steps that share the machine) shortens the queue that is allowed.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from diptych.runtime.errors import DeadlineUnattainable, QueueFull
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.admission.fair_queue import FairQueue
-from gateway.admission.fair_shares import QueueShares
+from gateway.admission.fair_shares import FairShares
 from gateway.admission.kv_budget import KvBudget
-from gateway.admission.throughput_estimator import RateMeter
+from gateway.admission.throughput_estimator import ThroughputEstimator
 
 REQUEST_OVERHEAD_TOKENS = 16  # no request is free, however short its prompt
 WINDOW_REQUESTS = 2  # that a prefill worker has at least, however long: one runs, one is next
@@ -35,7 +35,7 @@ LONGEST_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class MaxQueueDelay:
     """How long a request may have to wait, as predicted at its arrival.
 
     ``seconds``, or without them ``services`` times what one prefill of average length takes. At 80% of its
@@ -68,7 +68,7 @@ class AdmissionQueue:
         max_running: sequences that may be with the workers at once; a request counts as many as it makes. One
             request is always let through when nothing runs, however many that are.
         max_waiting_tokens: prompt tokens that may wait for their prefill, here and at the workers; see
-            `QueueShares` for whose. One request is always taken when nothing waits, however long it is.
+            `FairShares` for whose. One request is always taken when nothing waits, however long it is.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class AdmissionQueue:
         max_running: int,
         max_waiting_tokens: int,
         *,
-        patience: Patience | None = None,
+        patience: MaxQueueDelay | None = None,
     ) -> None:
         self._limit = self._max_running = max_running
-        self._shares = QueueShares(max_waiting_tokens)
-        self._patience = patience or Patience(seconds=float("inf"))
+        self._shares = FairShares(max_waiting_tokens)
+        self._patience = patience or MaxQueueDelay(seconds=float("inf"))
         self._line: FairQueue[Ticket] = FairQueue()
         self._line_sequences = 0  # of those that wait here
         self._line_kv_tokens = 0  # likewise
         self._woken: list[Ticket] = []
         self._lines = 1  # prefill workers that compute side by side
         self._dead = False  # there are no workers at all
-        self.rate = RateMeter()  # tokens prefilled
+        self.rate = ThroughputEstimator()  # tokens prefilled
         self.kv = KvBudget()
         self._mean_tokens: float | None = None  # of a request
         self._mean_stay_s: float | None = None  # from admission to end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class QueueShares:
+class FairShares:
     """One tenant may fill the queue as long as it is alone. When it is full, who waits with less than an
     equal share of it still comes in, and who has more does not: so a flood keeps nobody else out. The
     overshoot that this makes is gone before anybody who has more than a share adds to the queue again.

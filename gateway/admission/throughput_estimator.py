@@ -13,7 +13,7 @@ MEMORY_S = 3.0  # what is older counts less than a third
 FIRST_S = 0.25  # prefills end in batches: a rate over less time than this means nothing
 
 
-class RateMeter:
+class ThroughputEstimator:
     """Units done, over the time in which some were waiting to be done."""
 
     def __init__(self) -> None:

@@ -26,13 +26,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall
 
 
-class UnusableTemplate(CannotStart, ValueError):
+class UnusableTemplate(StartupError, ValueError):
     """The model's chat template is too large or no valid Jinja2."""
 
 

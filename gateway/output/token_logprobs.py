@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
 from gateway.attempt.types import TokenScore
-from gateway.cooperative_yield import Turns
+from gateway.cooperative_yield import Yielder
 
 
 class TokenLogprobs:
@@ -21,7 +21,7 @@ class TokenLogprobs:
         self,
         message: pb.OutputDelta | pb.PromptInfo,
         scored: Iterable[tuple[int, TokenScore]],
-        turns: Turns,
+        turns: Yielder,
     ) -> None:
         """One record for each (token id, score)."""
         for token_id, score in scored:
@@ -29,7 +29,7 @@ class TokenLogprobs:
             await turns.done(1 + len(score.top))
 
     async def add_prompt(
-        self, info: pb.PromptInfo, prompt_ids: Sequence[int], scores: Sequence[TokenScore], turns: Turns
+        self, info: pb.PromptInfo, prompt_ids: Sequence[int], scores: Sequence[TokenScore], turns: Yielder
     ) -> None:
         """One record a token. The first has no logprob: nothing comes before it to judge it by."""
         text, utf8 = self._spelling(prompt_ids[0])

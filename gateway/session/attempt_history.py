@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from gateway.attempt.types import Cause, Role
-from gateway.session.request_limits import Tally
-from gateway.session.retry_policy import History, Retry
+from gateway.session.request_limits import RequestLimits
+from gateway.session.retry_policy import Retry, RetryContext
 
 
-class Setbacks:
+class AttemptHistory:
     """Of one choice.
 
     `failures`: of its attempts, by cause. `lost_by`: why its last one ended; None before the second one.
@@ -36,10 +36,10 @@ class Setbacks:
         """Workers that its next attempt should not go to."""
         return self._refused | self._shunned
 
-    def history(self, tally: Tally, attempts: int) -> History:
+    def history(self, tally: RequestLimits, attempts: int) -> RetryContext:
         """What `recovery` goes by, after ``attempts`` of them."""
         fruitless = self._fruitless
-        return History(
+        return RetryContext(
             tally.prompt_tokens,
             tally.max_tokens,
             delivered=tally.delivered,

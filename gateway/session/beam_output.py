@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.attempt.worker_events import DecodeFinished, TokensArrived
-from gateway.worker_pool.codec import News
+from gateway.worker_pool.codec import LinkEvent
 
 
-class WholeOutputs:
+class BeamOutput:
     """What came of outputs that are not complete."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[int, int], list[News]] = {}  # by attempt and choice
+        self._pieces: dict[tuple[int, int], list[LinkEvent]] = {}  # by attempt and choice
 
-    def complete(self, news: Sequence[News]) -> list[News]:
+    def complete(self, news: Sequence[LinkEvent]) -> list[LinkEvent]:
         """What there is to act on: pieces wait for the word that their output has finished."""
-        heard: list[News] = []
+        heard: list[LinkEvent] = []
         for item in news:
             name = item.attempt, item.choice
             if isinstance(item.event, TokensArrived):

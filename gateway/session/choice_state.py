@@ -9,7 +9,7 @@ The life of a choice (a request has one, or ``n``, see `gateway.session.request_
    The prefill worker may say the first token already, which changes nothing but what the client has.
 4. DECODING: the decode worker has said tokens of this attempt. Each goes to the client exactly once: what was
    delivered already is dropped by its index, and a gap is a bug that ends the request.
-5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt hand-over)
+5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt handoff)
    leads back to ROUTING when `recovery.decide` says so; the client sees nothing of it. If no worker can take
    the next attempt, or none may because it seems to have killed two, the choice stays there for a while.
 6. FINISHED, FAILED or ABANDONED: over. Whichever worker has not said its last word is told to cancel.
@@ -22,11 +22,11 @@ from __future__ import annotations
 from diptych.runtime.errors import DeadlineExceeded, DiptychError, Internal
 from gateway.attempt.types import Cause, FinishReason, Role
 from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.attempt_history import Setbacks
-from gateway.session.request_limits import Tally
+from gateway.session.attempt_history import AttemptHistory
+from gateway.session.request_limits import RequestLimits
 from gateway.session.retry_policy import (
     GiveUp,
-    History,
+    RetryContext,
     decide,
     no_route,
     nobody_came,
@@ -53,10 +53,10 @@ from gateway.session.session_events import (
     WorkerGone,
     WorkerUp,
 )
-from gateway.session.transitions import ENDS, LEGAL, IllegalMove, State
+from gateway.session.transitions import ENDS, TRANSITIONS, InvalidTransition, State
 
 
-class Session:
+class ChoiceState:
     """The state of one choice; see the module's docstring.
 
     Args:
@@ -65,12 +65,12 @@ class Session:
         choice: its index in the request.
     """
 
-    def __init__(self, tally: Tally, *, now: float, choice: int = 0) -> None:
+    def __init__(self, tally: RequestLimits, *, now: float, choice: int = 0) -> None:
         self.choice = choice
         self.output_ids: list[int] = []
         self.attempt = 0  # the one it is or was part of
         self.attempts: list[int] = []  # all of them
-        self.setbacks = Setbacks()
+        self.setbacks = AttemptHistory()
         self.transitions: list[tuple[State, float]] = [(State.QUEUED, now)]
         self.state = State.QUEUED
         self._tally = tally
@@ -88,7 +88,7 @@ class Session:
         return dict(self._working)
 
     @property
-    def history(self) -> History:
+    def history(self) -> RetryContext:
         """What `gateway.session.retry_policy` goes by."""
         return self.setbacks.history(self._tally, len(self.attempts))
 
@@ -105,7 +105,7 @@ class Session:
         match event:
             case Admitted():
                 if self.state is not State.QUEUED:
-                    raise IllegalMove("admitted twice")
+                    raise InvalidTransition("admitted twice")
                 return self._need_route(now)
             case Launched(attempt, prefill_id, decode_id):
                 return self._launch(attempt, prefill_id, decode_id, now)
@@ -153,8 +153,8 @@ class Session:
 
     def move(self, to: State, now: float) -> None:
         """The one place where the state changes: checks the table and stamps the time."""
-        if to not in LEGAL[self.state]:
-            raise IllegalMove(f"{self.state.name} → {to.name}")
+        if to not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"{self.state.name} → {to.name}")
         self.state = to
         self.transitions.append((to, now))
 
@@ -196,7 +196,7 @@ class Session:
 
     def _restore(self, token_ids: tuple[int, ...], reason: FinishReason | None, now: float) -> list[Action]:
         if self.state is not State.QUEUED or self.output_ids:
-            raise IllegalMove("what the client has is told at the beginning")
+            raise InvalidTransition("what the client has is told at the beginning")
         self.output_ids.extend(token_ids)
         return [] if reason is None else self._finish(reason, now)
 

@@ -12,7 +12,7 @@ Pure. Workers are named by their ids.
 from __future__ import annotations
 
 
-class Casualties:
+class FailedWorkers:
     """Of one request, over all its choices."""
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.runtime.errors import DuplicateRequest, PermissionDenied
-from gateway.session.request_driver import Conversation
+from gateway.session.request_driver import RequestDriver
 from gateway.session.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
-from gateway.worker_pool.codec import News
+from gateway.worker_pool.codec import LinkEvent
 
 
 class LiveRequests:
@@ -19,8 +19,8 @@ class LiveRequests:
     def __init__(self) -> None:
         self._reserved: set[tuple[str, str]] = set()
         """(tenant, id) that are alive, registered below or not yet."""
-        self._by_request: dict[str, dict[str, Conversation]] = {}  # by id, then by tenant
-        self._by_work: dict[str, Conversation] = {}
+        self._by_request: dict[str, dict[str, RequestDriver]] = {}  # by id, then by tenant
+        self._by_work: dict[str, RequestDriver] = {}
 
     def __len__(self) -> int:
         return len(self._reserved)
@@ -35,7 +35,7 @@ class LiveRequests:
             raise DuplicateRequest(request_id)
         self._reserved.add((tenant, request_id))
 
-    def add(self, conversation: Conversation) -> None:
+    def add(self, conversation: RequestDriver) -> None:
         job = conversation.job
         self._by_request.setdefault(job.request.request_id, {})[job.tenant] = conversation
         self._by_work[job.work_id] = conversation
@@ -64,12 +64,12 @@ class LiveRequests:
         conversation.feed(CancelAsked())
         return True
 
-    def deliver(self, news: Sequence[News]) -> None:
+    def deliver(self, news: Sequence[LinkEvent]) -> None:
         """Hand what a worker said to those it is about; nobody waits for news of a request that is over.
 
         What one message says about a request is heard together: choices that fail at once go on together.
         """
-        heard: dict[str, list[News]] = {}
+        heard: dict[str, list[LinkEvent]] = {}
         for item in news:
             heard.setdefault(item.work_id, []).append(item)
         for work_id, items in heard.items():

@@ -12,7 +12,7 @@ from diptych.runtime.errors import DiptychError
 from gateway.attempt.types import FinishReason
 
 
-class Outgoing:
+class OutputBuffer:
     """One request's. ``held``: nothing is ready before the end."""
 
     def __init__(self, *, held: bool = False) -> None:

@@ -37,7 +37,7 @@ class RouteChoice:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How far the gateway goes for a request that lost its worker; see `gateway.session.request_limits.Tally`."""
+    """How far the gateway goes for a request that lost its worker; see `gateway.session.request_limits.RequestLimits`."""
 
     budget: RetryBudget | None = None
     wait_s: float = WAIT_FOR_WORKER_S

@@ -21,10 +21,10 @@ from gateway.attempt.work import Job, build_work
 from gateway.attempt.worker_events import DecodeFinished, PrefillCommitted, TokensArrived
 from gateway.output.output_stream import OutputStream
 from gateway.output.prompt_scores import PromptScores
-from gateway.session.beam_output import WholeOutputs
-from gateway.session.output_buffer import Outgoing
+from gateway.session.beam_output import BeamOutput
+from gateway.session.output_buffer import OutputBuffer
 from gateway.session.ports import Recovery, RouteChoice, Workers
-from gateway.session.request_state import Choices
+from gateway.session.request_state import RequestState
 from gateway.session.session_actions import (
     Action,
     Attach,
@@ -49,14 +49,14 @@ from gateway.session.session_events import (
     WaitOver,
     WorkerGone,
 )
-from gateway.worker_pool.codec import News, PromptScored
+from gateway.worker_pool.codec import LinkEvent, PromptScored
 from gateway.worker_pool.links import LinkDown
 from gateway.worker_pool.router import NoWorker, RouteRequest
 
 _log = logging.getLogger(__name__)
 
 
-class Conversation:
+class RequestDriver:
     """One request from its arrival to its end.
 
     Args:
@@ -82,7 +82,7 @@ class Conversation:
         self.job = job
         self.outputs = outputs
         recovery = recovery or Recovery()
-        self.choices = Choices(
+        self.choices = RequestState(
             request.prompt_ids,
             job.max_tokens,
             len(outputs),
@@ -94,7 +94,7 @@ class Conversation:
         self.prompt_scores = PromptScores(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
-        self.outgoing = Outgoing(held=hold)
+        self.outgoing = OutputBuffer(held=hold)
         self.resume_token = ""  # for the first message; "" = none
         self.routes: list[RouteChoice] = []
         self.cached_tokens: int | None = None  # of the first attempt, which is what the client sent
@@ -108,7 +108,7 @@ class Conversation:
         self.clock = clock
         self.on_first_token: Callable[[], None] = lambda: None
         self._events: deque[Event] = deque()
-        self._whole = WholeOutputs() if request.beam_width else None
+        self._whole = BeamOutput() if request.beam_width else None
         self._early: list[Event] = []  # output that came before the scores of the prompt
         self._feeding = False
         self._timers: list[asyncio.TimerHandle] = []
@@ -164,7 +164,7 @@ class Conversation:
         self._events.append(event)
         self._run()
 
-    def hear(self, news: Sequence[News]) -> None:
+    def hear(self, news: Sequence[LinkEvent]) -> None:
         """What a worker said at one moment; likewise."""
         if self._whole is not None:
             news = self._whole.complete(news)

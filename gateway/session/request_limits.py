@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gateway.session.failed_workers import Casualties
+from gateway.session.failed_workers import FailedWorkers
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.retry_policy import WAIT_FOR_WORKER_S
 
 
-class Tally:
+class RequestLimits:
     """Of one request.
 
     Args:
@@ -32,7 +32,7 @@ class Tally:
         self.wait_s = wait_s
         self._constrained = constrained
         self.delivered = 0  # tokens that went to the client, over all choices
-        self.casualties = Casualties()
+        self.casualties = FailedWorkers()
 
     def cut_off(self, tokens: int) -> bool:
         """Whether an output of so many tokens has ended by its length, and by nothing else.

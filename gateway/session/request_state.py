@@ -1,6 +1,6 @@
 """All choices of one request, as a state machine without I/O and without a clock.
 
-Each choice is a `Session` of its own. Choices that need an attempt at the same moment and have the same
+Each choice is a `ChoiceState` of its own. Choices that need an attempt at the same moment and have the same
 tokens so far share it: at the start that is all of them, with the prompt. What one of them loses later (by a
 preemption, say) it alone computes again. One choice that gives up ends the request; it is complete when all
 are.
@@ -18,8 +18,8 @@ from diptych.runtime.errors import Internal
 from gateway.attempt.types import Cause, Role
 from gateway.attempt.work import Attempt
 from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, TokensArrived
-from gateway.session.choice_state import Session
-from gateway.session.request_limits import Tally
+from gateway.session.choice_state import ChoiceState
+from gateway.session.request_limits import RequestLimits
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.retry_policy import WAIT_FOR_WORKER_S
 from gateway.session.session_actions import (
@@ -46,7 +46,7 @@ from gateway.session.session_events import (
 from gateway.session.transitions import State
 
 
-class Choices:
+class RequestState:
     """The state of one request.
 
     Args:
@@ -54,7 +54,7 @@ class Choices:
         max_tokens: most output tokens of one choice, at least 1.
         count: how many choices, at least 1.
         now: seconds on a monotonic clock, as in every `handle`.
-        budget, wait_s, constrained: see `gateway.session.request_limits.Tally`.
+        budget, wait_s, constrained: see `gateway.session.request_limits.RequestLimits`.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class Choices:
         wait_s: float = WAIT_FOR_WORKER_S,
         constrained: bool = False,
     ) -> None:
-        self.tally = Tally(len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s, constrained=constrained)
-        self.sessions = tuple(Session(self.tally, now=now, choice=index) for index in range(count))
+        self.tally = RequestLimits(
+            len(prompt_ids), max_tokens, budget=budget, wait_s=wait_s, constrained=constrained
+        )
+        self.sessions = tuple(ChoiceState(self.tally, now=now, choice=index) for index in range(count))
         self.attempts = 0  # launched so far
         self.retries: Counter[Cause] = Counter()  # of these, why all after the first
         self.failed_in: State | None = None  # where the choice was that ended the request before its time
@@ -138,7 +140,7 @@ class Choices:
         having = {s.choice for s in self.sessions if worker_id in s.working.values()}
         return sorted(range(len(self.sessions)), key=lambda choice: choice not in having)
 
-    def _noted(self, session: Session, before: State, actions: list[Action]) -> list[Action]:
+    def _noted(self, session: ChoiceState, before: State, actions: list[Action]) -> list[Action]:
         """What is left to do at once; the rest waits for `settle`."""
         kept: list[Action] = []
         for action in actions:
@@ -202,7 +204,7 @@ class Choices:
 
     def _routes(self) -> list[Action]:
         needing, self._needing = self._needing, []
-        groups: dict[tuple[int, ...], list[Session]] = {}
+        groups: dict[tuple[int, ...], list[ChoiceState]] = {}
         for choice in needing:
             session = self.sessions[choice]
             if session.wants_route:
@@ -216,5 +218,5 @@ class Choices:
             for group in groups.values()
         ]
 
-    def _tokens_of(self, session: Session) -> tuple[int, ...]:
+    def _tokens_of(self, session: ChoiceState) -> tuple[int, ...]:
         return (*self._prompt_ids, *session.output_ids)

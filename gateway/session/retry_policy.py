@@ -30,7 +30,7 @@ from diptych.runtime.errors import (
 )
 from gateway.attempt.types import Cause
 
-TRANSFER_FAILURES_RECOMPUTED = 1  # a second corrupt hand-over is no accident
+TRANSFER_FAILURES_RECOMPUTED = 1  # a second corrupt handoff is no accident
 ROW_FAILURES_RECOMPUTED = 1  # nor is a second step that gives it no token
 DEATHS_SURVIVED = 1
 LOSSES_RECOVERED = 8  # without a token between them: the way to the workers is no good
@@ -40,7 +40,7 @@ WAIT_FOR_WORKER_S = 60.0  # a supervisor has a dead worker back in a few seconds
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class RetryContext:
     """What a request has been through, the failure at hand included."""
 
     prompt_tokens: int
@@ -83,7 +83,7 @@ class Wait:
     seconds: float
 
 
-def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
+def decide(cause: Cause, history: RetryContext, *, phase: str) -> Retry | GiveUp:
     """The rule for ``cause``; ``phase`` names where the request was, for the deadline's error."""
     reserve = history.preemptions >= PREEMPTIONS_BEFORE_RESERVE
     match cause:
@@ -115,37 +115,37 @@ def decide(cause: Cause, history: History, *, phase: str) -> Retry | GiveUp:
             return GiveUp(Internal())
 
 
-def suspect(history: History) -> bool:
+def suspect(history: RetryContext) -> bool:
     """Whether so many workers seem to have died under it that it must not get another one now."""
     return history.deaths > DEATHS_SURVIVED
 
 
-def poisonous(history: History) -> bool:
+def poisonous(history: RetryContext) -> bool:
     """Whether so many are known to have died under it that it never gets another one."""
     return history.deaths - history.unproven > DEATHS_SURVIVED
 
 
-def no_route(role: str, history: History, wait_s: float = WAIT_FOR_WORKER_S) -> Wait | GiveUp:
+def no_route(role: str, history: RetryContext, wait_s: float = WAIT_FOR_WORKER_S) -> Wait | GiveUp:
     """No worker can take the (next) attempt. Who has had one may wait for a worker to come back."""
     return Wait(wait_s) if history.attempts and wait_s else GiveUp(nobody_came(role, history))
 
 
-def nobody_came(role: str, history: History) -> DiptychError:
+def nobody_came(role: str, history: RetryContext) -> DiptychError:
     """No worker took it: replayable only while nothing was delivered."""
     return _lost_unless(history, NoReadyWorker(role))
 
 
-def over_budget(history: History, retry_after_s: float) -> DiptychError:
+def over_budget(history: RetryContext, retry_after_s: float) -> DiptychError:
     """Too much is being repeated already."""
     return WorkerLost(tokens_emitted=history.delivered, retry_after_s=retry_after_s)
 
 
-def shutting_down(history: History) -> DiptychError:
+def shutting_down(history: RetryContext) -> DiptychError:
     """This gateway cannot finish the request any more."""
     return ShutDown(tokens_emitted=history.delivered) if history.delivered else Draining()
 
 
-def _lost(cause: Cause, history: History, reserve: bool) -> Retry | GiveUp:
+def _lost(cause: Cause, history: RetryContext, reserve: bool) -> Retry | GiveUp:
     if poisonous(history):
         return GiveUp(Internal())
     if history.losses > LOSSES_RECOVERED:
@@ -153,12 +153,12 @@ def _lost(cause: Cause, history: History, reserve: bool) -> Retry | GiveUp:
     return Retry(reserve, elsewhere=cause is Cause.PEER_LOST, acquitted=not suspect(history))
 
 
-def _lost_unless(history: History, error: DiptychError) -> DiptychError:
+def _lost_unless(history: RetryContext, error: DiptychError) -> DiptychError:
     """UNAVAILABLE promises that nothing was delivered; once something was, the answer is ABORTED."""
     return WorkerLost(tokens_emitted=history.delivered) if history.delivered else error
 
 
-def _never_fits(history: History) -> DiptychError:
+def _never_fits(history: RetryContext) -> DiptychError:
     if history.delivered:
         return WorkerLost(tokens_emitted=history.delivered)
     total = history.prompt_tokens + history.max_tokens

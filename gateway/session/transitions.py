@@ -18,7 +18,7 @@ class State(Enum):
 
 
 ENDS = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
-LEGAL: dict[State, frozenset[State]] = {
+TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: ENDS | {State.ROUTING},
     State.ROUTING: ENDS | {State.PREFILLING},
     State.PREFILLING: ENDS | {State.DECODING, State.ROUTING},
@@ -29,5 +29,5 @@ LEGAL: dict[State, frozenset[State]] = {
 }
 
 
-class IllegalMove(Exception):
+class InvalidTransition(Exception):
     """The session was asked to do what its table forbids: a bug in the caller or in the table."""

@@ -42,7 +42,7 @@ _FINISHES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class WorkerHello:
     """Who answers at the other end."""
 
     worker_id: str
@@ -78,7 +78,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A sign of life, usually with the load. ``late_s``: how far its engine's running step is past the end
     that the worker itself had predicted.
     """
@@ -94,7 +94,7 @@ class PromptScored(NamedTuple):
     scores: tuple[TokenScore, ...]
 
 
-class News(NamedTuple):
+class LinkEvent(NamedTuple):
     """What a worker says about one attempt. (A NamedTuple: one is made for every token.)"""
 
     work_id: str
@@ -114,10 +114,10 @@ class Flushed(NamedTuple):
     blocks: int
 
 
-Heard = Greeting | Beat | Flushed | list[News]
+Heard = WorkerHello | Heartbeat | Flushed | list[LinkEvent]
 
 
-class Wire(Protocol):
+class WorkerCodec(Protocol):
     """One role's protocol. A `flush` is answered by `Flushed` with the same number."""
 
     @property
@@ -162,7 +162,7 @@ class _RoleWire:
         return _greeting(message.hello) if kind == "hello" else _beat(message.heartbeat)
 
 
-class PrefillWire(_RoleWire):
+class PrefillCodec(_RoleWire):
     """Gateway ↔ prefill worker."""
 
     role = Role.PREFILL
@@ -180,7 +180,7 @@ class PrefillWire(_RoleWire):
         return self._read_common(kind, message)
 
 
-class DecodeWire(_RoleWire):
+class DecodeCodec(_RoleWire):
     """Gateway ↔ decode worker."""
 
     role = Role.DECODE
@@ -206,11 +206,11 @@ def _drain(grace_s: float | None) -> work_pb2.Drain:
     return drain
 
 
-def _greeting(hello: work_pb2.WorkerHello) -> Greeting:
-    return Greeting(hello.worker_id, hello.incarnation)
+def _greeting(hello: work_pb2.WorkerHello) -> WorkerHello:
+    return WorkerHello(hello.worker_id, hello.incarnation)
 
 
-def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
+def _beat(heartbeat: work_pb2.Heartbeat) -> Heartbeat:
     load = None
     if heartbeat.HasField("load"):
         said = heartbeat.load
@@ -228,10 +228,10 @@ def _beat(heartbeat: work_pb2.Heartbeat) -> Beat:
             ),
             said.max_running,
         )
-    return Beat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
+    return Heartbeat(load, heartbeat.late.ToNanoseconds() / 1e9 if heartbeat.HasField("late") else 0.0)
 
 
-def _tokens(tokens: work_pb2.Tokens, early: bool = False) -> News:
+def _tokens(tokens: work_pb2.Tokens, early: bool = False) -> LinkEvent:
     name, ids, choice = tokens.id, tuple(tokens.token_ids), tokens.choice
     attempt = name.attempt
     phases = None
@@ -239,19 +239,19 @@ def _tokens(tokens: work_pb2.Tokens, early: bool = False) -> News:
         phases = replace(read_phases(tokens.times), decode=0.0)
     scores = tuple(map(_score, tokens.scores)) if tokens.scores else ()
     event = TokensArrived(attempt, tokens.index, ids, choice, scores, early)
-    return News(name.request_id, attempt, event, False, choice, tokens.cached_tokens, phases)
+    return LinkEvent(name.request_id, attempt, event, False, choice, tokens.cached_tokens, phases)
 
 
 def _score(score: work_pb2.Score) -> TokenScore:
     return TokenScore(score.logprob, score.rank, tuple((a.token_id, a.logprob) for a in score.top))
 
 
-def _prompt_scores(said: prefill_pb2.PromptScores) -> News:
+def _prompt_scores(said: prefill_pb2.PromptScores) -> LinkEvent:
     event = PromptScored(said.first_position, tuple(map(_score, said.scores)))
-    return News(said.id.request_id, said.id.attempt, event)
+    return LinkEvent(said.id.request_id, said.id.attempt, event)
 
 
-def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
+def _decode_ended(ended: decode_pb2.DecodeEnded) -> LinkEvent:
     attempt, outcome, choice = ended.id.attempt, ended.WhichOneof("outcome"), ended.choice
     event: WorkerEvent
     if outcome == "finished" and ended.finished in _FINISHES:
@@ -260,7 +260,7 @@ def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
         event = AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED, choice)
     else:
         event = AttemptFailed(attempt, Role.DECODE, _cause(ended.failure), choice)
-    return News(
+    return LinkEvent(
         ended.id.request_id,
         attempt,
         event,
@@ -271,14 +271,14 @@ def _decode_ended(ended: decode_pb2.DecodeEnded) -> News:
     )
 
 
-def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> News:
+def _prefill_ended(ended: prefill_pb2.PrefillEnded) -> LinkEvent:
     attempt = ended.id.attempt
     event: WorkerEvent
     if ended.WhichOneof("outcome") == "committed":
         event = PrefillCommitted(attempt)
     else:
         event = AttemptFailed(attempt, Role.PREFILL, _cause(ended.failure))
-    return News(ended.id.request_id, attempt, event, last_word=True, detail=ended.failure.message)
+    return LinkEvent(ended.id.request_id, attempt, event, last_word=True, detail=ended.failure.message)
 
 
 def _cause(failure: work_pb2.Failure) -> Cause:

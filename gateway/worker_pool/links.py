@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.stream import Stream, StreamLost
-from gateway.worker_pool.codec import Beat, Flushed, Greeting, Load, News, Wire
+from gateway.worker_pool.codec import Flushed, Heartbeat, LinkEvent, Load, WorkerCodec, WorkerHello
 
 _log = logging.getLogger(__name__)
 _LOSSES = (StreamLost, TimeoutError)
@@ -46,7 +46,7 @@ class LinkListener(Protocol):
     def on_up(self, worker_id: str) -> None: ...
     def on_down(self, worker_id: str) -> None: ...
     def on_load(self, worker_id: str, load: Load) -> None: ...
-    def on_news(self, worker_id: str, news: list[News]) -> None: ...
+    def on_news(self, worker_id: str, news: list[LinkEvent]) -> None: ...
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None: ...
 
 
@@ -63,7 +63,7 @@ class Link:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: WorkerCodec,
         listener: LinkListener,
         *,
         worker_id: str,
@@ -138,7 +138,7 @@ class Link:
     async def _check_greeting(self, stream: Stream) -> None:
         message = await stream.read()
         heard = None if message is None else self.wire.read(message)
-        if heard != Greeting(self.worker_id, self.incarnation):
+        if heard != WorkerHello(self.worker_id, self.incarnation):
             raise WrongWorker(f"another process answers at {self.address}")
 
     async def _check_that_it_moves(self, stream: Stream) -> None:
@@ -146,7 +146,7 @@ class Link:
         while self._late_s >= self._timing.late_s:
             message = await stream.read()
             heard = None if message is None else self.wire.read(message)
-            if isinstance(heard, Beat):
+            if isinstance(heard, Heartbeat):
                 self._late_s = heard.late_s
             if heard is None or self._late_s >= self._timing.late_s:
                 raise WrongWorker("its engine is stuck")
@@ -183,7 +183,7 @@ class Link:
             heard = self.wire.read(message)
             if isinstance(heard, list):
                 self._listener.on_news(self.worker_id, heard)
-            elif isinstance(heard, Beat):
+            elif isinstance(heard, Heartbeat):
                 self._late_s = heard.late_s
                 if heard.load is not None:
                     self._listener.on_load(self.worker_id, heard.load)

@@ -1,7 +1,7 @@
 """The load of each linked worker on the gateway's /metrics, as the worker last reported it.
 
 Workers that `diptych up` starts listen on any free port; here all of them are in one place that stays. Their
-own pages have what only they know: steps, hand-overs, hits in the prefix cache.
+own pages have what only they know: steps, handoffs, hits in the prefix cache.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import itertools
 from gateway.worker_pool.codec import Flushed
 
 
-class Flushes:
+class PendingFlushes:
     """Matches answers to questions. A worker that is lost meanwhile has no cache any more: it answers 0."""
 
     def __init__(self) -> None:

@@ -11,20 +11,20 @@ from gateway.attempt.work import Job
 from gateway.worker_pool.worker import Worker
 
 
-class PrefixLookup(Protocol):
+class PrefixMatch(Protocol):
     """Leading keys by worker id; does no I/O."""
 
     def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]: ...
 
 
-class Prefixes:
+class PrefixIndexReader:
     """
     Args:
         secret: of the block hashes; only who has it can make a key.
         model_digest: of the model that all workers serve.
     """
 
-    def __init__(self, index: PrefixLookup, secret: bytes, model_digest: str) -> None:
+    def __init__(self, index: PrefixMatch, secret: bytes, model_digest: str) -> None:
         self._index = index
         self._secret = secret
         self._model_digest = model_digest

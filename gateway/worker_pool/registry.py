@@ -13,7 +13,7 @@ PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
 UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit
 
 
-class Roster:
+class WorkerRegistry:
     """Workers by id, linked or not."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
 
 
 @dataclass(slots=True)
-class Given:
+class AssignedWork:
     """An attempt that a worker has: tokens to compute, and which of its choices had no last word yet."""
 
     tokens: int
@@ -36,8 +36,10 @@ class Worker:
     load: Load
     leased: bool = True
     leaving: bool = False  # it said that it drains: when its link ends, it has not died
-    outstanding: dict[tuple[str, int], Given] = field(default_factory=dict)
-    fresh: dict[tuple[str, int], Given] = field(default_factory=dict)  # of these, since the last load report
+    outstanding: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
+    fresh: dict[tuple[str, int], AssignedWork] = field(
+        default_factory=dict
+    )  # of these, since the last load report
 
     @property
     def welcome(self) -> bool:
@@ -61,7 +63,7 @@ class Worker:
 
     def given(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
         """An attempt went to this worker; ``tokens`` is what it costs there."""
-        self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = Given(tokens, set(choices))
+        self.outstanding[work_id, attempt] = self.fresh[work_id, attempt] = AssignedWork(tokens, set(choices))
 
     def done(self, work_id: str, attempt: int, choices: Collection[int] = ()) -> None:
         """These choices of the attempt had their last word, or were cancelled, or both; none named: all."""

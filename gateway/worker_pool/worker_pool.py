@@ -18,13 +18,13 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.attempt.types import Role
 from gateway.attempt.work import Job
-from gateway.worker_pool.codec import DecodeWire, Flushed, Load, News, PrefillWire, Wire
+from gateway.worker_pool.codec import DecodeCodec, Flushed, LinkEvent, Load, PrefillCodec, WorkerCodec
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming
-from gateway.worker_pool.pending_flushes import Flushes
+from gateway.worker_pool.pending_flushes import PendingFlushes
 from gateway.worker_pool.placement import BY_COST, WITHOUT_INDEX, Placement
-from gateway.worker_pool.prefix_lookup import Prefixes, PrefixLookup
-from gateway.worker_pool.registry import Roster
+from gateway.worker_pool.prefix_lookup import PrefixIndexReader, PrefixMatch
+from gateway.worker_pool.registry import WorkerRegistry
 from gateway.worker_pool.router import NoWorker, Route, RouteRequest, choose
 from gateway.worker_pool.worker import Worker, new_worker
 
@@ -32,7 +32,7 @@ RECONCILE_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-class Directory(PrefixLookup, Protocol):
+class Directory(PrefixMatch, Protocol):
     """The local mirror of the Redis directory; its lookups do no I/O."""
 
     @property
@@ -40,17 +40,17 @@ class Directory(PrefixLookup, Protocol):
     def workers(self) -> list[WorkerRecord]: ...
 
 
-class FleetListener(Protocol):
+class WorkerPoolListener(Protocol):
     """Who handles what the workers say."""
 
-    def deliver(self, news: Sequence[News]) -> None: ...
+    def deliver(self, news: Sequence[LinkEvent]) -> None: ...
     def worker_gone(self, worker_id: str, left: bool) -> None: ...
     def worker_up(self, worker_id: str, returned: bool) -> None:
         """It is linked again, the very process if it `returned`, or another one is in its place."""
 
 
 @dataclass(frozen=True, slots=True)
-class FleetIdentity:
+class GatewayIdentity:
     """Who we are to the workers, and which of them are ours."""
 
     gateway_id: str
@@ -59,14 +59,14 @@ class FleetIdentity:
     secret: bytes = field(repr=False)
 
 
-class Fleet:
+class WorkerPool:
     """Implements `gateway.session.request_driver.Workers` and `gateway.worker_pool.links.LinkListener`."""
 
     def __init__(
         self,
         directory: Directory,
-        listener: FleetListener,
-        identity: FleetIdentity,
+        listener: WorkerPoolListener,
+        identity: GatewayIdentity,
         *,
         clock: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
@@ -78,18 +78,18 @@ class Fleet:
         self._on_change = on_change
         self._timing = timing
         self._clock = clock
-        self._wires: dict[str, Wire] = {
-            "prefill": PrefillWire(identity.gateway_id, identity.incarnation),
-            "decode": DecodeWire(identity.gateway_id, identity.incarnation),
+        self._wires: dict[str, WorkerCodec] = {
+            "prefill": PrefillCodec(identity.gateway_id, identity.incarnation),
+            "decode": DecodeCodec(identity.gateway_id, identity.incarnation),
         }
-        self.roster = Roster()
+        self.roster = WorkerRegistry()
         self._met: dict[str, int] = {}  # by name, the incarnation that was linked last
         self._refused: set[tuple[str, int]] = set()  # said once in the log
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self.flushes = Flushes()
+        self.flushes = PendingFlushes()
         self.ejections = Ejections()
-        self._prefixes = Prefixes(directory, identity.secret, identity.model_digest)
+        self._prefixes = PrefixIndexReader(directory, identity.secret, identity.model_digest)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Fleet:
         if load.capacity != before.capacity:
             self._on_change()
 
-    def on_news(self, worker_id: str, news: list[News]) -> None:
+    def on_news(self, worker_id: str, news: list[LinkEvent]) -> None:
         worker = self.roster.get(worker_id)
         for item in news:
             if item.last_word and worker is not None:

@@ -1,4 +1,4 @@
-"""The prefill worker's end of the hand-over: one Peer a decode process, linked when it is needed."""
+"""The prefill worker's end of the handoff: one Peer a decode process, linked when it is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtransfer.drivers.events import Beat
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.peer_link import PeerLink
 from kvtransfer.drivers.scratch import Scratch
-from kvtransfer.protocol.errors import HandoffRefused, PeerReplaced
+from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
 from kvtransfer.protocol.fingerprint import Fingerprint
 from kvtransfer.protocol.lease import Lease, LeaseTimes, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
@@ -104,12 +104,12 @@ class HandoffClient:
             last = self._tried.get(address)
             if last is not None and last is not tried and last.incarnation == expected_incarnation:
                 # While we waited, and each try may take seconds.
-                raise HandoffRefused(last.reason, last.message)
+                raise HandoffDenied(last.reason, last.message)
             try:
                 return await self._link(address, expected_incarnation)
             except PeerReplaced:
                 raise
-            except HandoffRefused as refused:
+            except HandoffDenied as refused:
                 failure = refused.failure
                 self._tried[address] = _Refusal(expected_incarnation, failure.reason, failure.message)
                 raise
@@ -127,7 +127,7 @@ class HandoffClient:
 
     async def _link(self, address: str, expected_incarnation: int) -> Peer:
         if self._closed:
-            raise HandoffRefused(_PEER_LOST, "this worker is closing")
+            raise HandoffDenied(_PEER_LOST, "this worker is closing")
         link = await PeerLink.connect(
             address, self._me, self._fingerprint, self._transports, gpu_uuid(self._device)
         )
@@ -135,7 +135,7 @@ class HandoffClient:
         self._opening.add(link)
         try:
             if self._closed:
-                raise HandoffRefused(_PEER_LOST, "this worker is closing")
+                raise HandoffDenied(_PEER_LOST, "this worker is closing")
             if self._ticking is None:
                 self._ticking = asyncio.create_task(self._tick())
             if link.welcome.incarnation != expected_incarnation:
@@ -175,7 +175,7 @@ class HandoffClient:
                 memory, scratch = None, self._own_scratch()
                 copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
         except TransportError as error:
-            raise HandoffRefused(_PEER_LOST, str(error)) from error
+            raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
         lease = Lease(now, self._lease_times)
         progress = Progress(now, self._lease_times.interval_s, self._stall_s)
@@ -222,7 +222,7 @@ class HandoffClient:
                 return
             except PeerReplaced:
                 break
-            except HandoffRefused:
+            except HandoffDenied:
                 pass  # not yet, or never again
             if gone_for > _UNMAP_AFTER_S and not peer.linked:
                 peer.release()
@@ -237,7 +237,7 @@ class HandoffClient:
             try:
                 self._tick_once(time.monotonic())
             except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
-                _log.exception("a tick of the hand-over failed")
+                _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:
         message = Request(heartbeat=self._beat().message())

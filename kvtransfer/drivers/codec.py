@@ -1,4 +1,4 @@
-"""The hand-over's words as protobuf messages. A generation of 0, which no grant has, means: none yet."""
+"""The handoff's words as protobuf messages. A generation of 0, which no grant has, means: none yet."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """The decode side of the hand-over in numbers."""
+    """The decode side of the handoff in numbers."""
 
     writers: int
     """Prefill processes with a link, or with blocks that they may still write."""

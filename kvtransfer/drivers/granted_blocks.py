@@ -11,7 +11,7 @@ from kvtransfer.protocol.messages import GrantRef, Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Granted:
+class GrantedBlocks:
     """Blocks to compute into. Keep it until `commit` or `stop`: it keeps the memory mapped."""
 
     key: Key

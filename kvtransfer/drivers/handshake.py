@@ -11,7 +11,7 @@ from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import Place, ReceivingTransport
 
 
-class Reception:
+class Handshake:
     """Answers hellos in the name of `me`."""
 
     def __init__(

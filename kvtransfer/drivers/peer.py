@@ -16,12 +16,20 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Response, key_of, ref_of, request_of
-from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.drivers.peer_link import PeerLink
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.drivers.scratch import Scratch, ScratchBlocks
-from kvtransfer.protocol.errors import AttemptOver, GrantRefused, PeerLost
-from kvtransfer.protocol.messages import GrantRef, Key, Lost, Offer, Refused, Revoked, SenderAction
+from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, PeerLost
+from kvtransfer.protocol.messages import (
+    GrantDenied,
+    GrantReceived,
+    GrantRef,
+    GrantRevoked,
+    Key,
+    LinkLost,
+    SenderAction,
+)
 from kvtransfer.protocol.progress import Progress
 from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
@@ -58,7 +66,7 @@ class Peer:
         self._transport = ""
         self._sender = Sender()
         self._pump: ActionPump[SenderAction] = ActionPump(self._perform)
-        self._asks: dict[Key, asyncio.Future[Offer]] = {}
+        self._asks: dict[Key, asyncio.Future[GrantReceived]] = {}
         self._progress: dict[GrantRef, _Progress] = {}
 
     @property
@@ -73,7 +81,9 @@ class Peer:
 
     # -- what the prefill worker does
 
-    async def ask(self, key: Key, num_tokens: int, keys: Sequence[bytes], *, keep: bool = True) -> Granted:
+    async def ask(
+        self, key: Key, num_tokens: int, keys: Sequence[bytes], *, keep: bool = True
+    ) -> GrantedBlocks:
         """Wait for blocks for `num_tokens` tokens; `keys` are those of their full blocks.
 
         Where blocks are copied, `keep` lets those that were computed here enter the cache of this worker.
@@ -83,7 +93,7 @@ class Peer:
         if key in self._asks:
             raise ValueError("blocks for this attempt were asked for already")
         # Taken before the first await, so that the second of two asks fails and not the first.
-        offered: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        offered: asyncio.Future[GrantReceived] = asyncio.get_running_loop().create_future()
         self._asks[key] = offered
         blocks: ScratchBlocks | None = None
         try:
@@ -104,13 +114,13 @@ class Peer:
             del self._asks[key]
         return self._granted(offer, blocks, keep)
 
-    async def push(self, granted: Granted, upto_tokens: int) -> None:
+    async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """The first `upto_tokens` tokens are computed: their full blocks may go. Returns at once."""
         self._push(granted, upto_tokens // granted.memory.layout.block_size)
 
     async def commit(
         self,
-        granted: Granted,
+        granted: GrantedBlocks,
         num_tokens: int,
         first_tokens: Sequence[work_pb2.SampledToken],
         times: work_pb2.PhaseTimes,
@@ -135,7 +145,7 @@ class Peer:
         self._give_back(granted, keep=committed and granted.keep)
         return committed
 
-    async def stop(self, granted: Granted, failure: work_pb2.Failure | None = None) -> None:
+    async def stop(self, granted: GrantedBlocks, failure: work_pb2.Failure | None = None) -> None:
         """Promise that nothing more is written to this grant. Needed after on_abort and on_peer_lost too.
 
         Call it only when the engine has left the blocks. `failure` says why the prefill gave up by itself.
@@ -214,12 +224,12 @@ class Peer:
 
     # -- inner workings
 
-    def _granted(self, offer: Offer, blocks: ScratchBlocks | None, keep: bool) -> Granted:
+    def _granted(self, offer: GrantReceived, blocks: ScratchBlocks | None, keep: bool) -> GrantedBlocks:
         memory = self.memory if self._scratch is None else self._scratch.memory
         if memory is None:
             raise RuntimeError("granted without memory")
         self._progress[offer.ref] = _Progress(offer.cached_tokens // memory.layout.block_size)
-        return Granted(
+        return GrantedBlocks(
             key=offer.ref.key,
             memory=memory,
             block_table=list(offer.block_ids) if blocks is None else blocks.block_ids,
@@ -232,7 +242,7 @@ class Peer:
             keep=keep,
         )
 
-    def _push(self, granted: Granted, upto_block: int) -> None:
+    def _push(self, granted: GrantedBlocks, upto_block: int) -> None:
         progress = self._progress.get(granted.ref)
         if progress is None or upto_block <= progress.next_block:
             return
@@ -249,7 +259,7 @@ class Peer:
     def _sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
         self._pump.run(self._sender.push(ref, first, len(digests), digests))
 
-    def _give_back(self, granted: Granted, *, keep: bool) -> None:
+    def _give_back(self, granted: GrantedBlocks, *, keep: bool) -> None:
         if granted.scratch is not None and self._scratch is not None:
             self._scratch.give_back(granted.scratch, keep=keep)
 
@@ -270,15 +280,15 @@ class Peer:
 
     def _perform(self, action: SenderAction) -> None:
         match action:
-            case Offer(ref, _, _):
+            case GrantReceived(ref, _, _):
                 waiting = self._asks.get(ref.key)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(action)
-            case Refused(key, reason, message):
-                self._refuse(key, AttemptOver() if reason is None else GrantRefused(reason, message))
-            case Revoked(ref):
+            case GrantDenied(key, reason, message):
+                self._refuse(key, AttemptOver() if reason is None else GrantDeniedError(reason, message))
+            case GrantRevoked(ref):
                 self._on_abort(ref.key)
-            case Lost(asking, writing):
+            case LinkLost(asking, writing):
                 for key in asking:
                     self._refuse(key, PeerLost())
                 self._on_lost(self, [ref.key for ref in writing])
@@ -286,7 +296,7 @@ class Peer:
                 if self._link is not None:
                     self._link.put(request_of(action))
 
-    def _refuse(self, key: Key, error: GrantRefused | PeerLost) -> None:
+    def _refuse(self, key: Key, error: GrantDeniedError | PeerLost) -> None:
         waiting = self._asks.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)

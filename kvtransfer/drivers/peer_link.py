@@ -12,10 +12,10 @@ import grpc
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
-from diptych.runtime.send_queue import Outbox
+from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.drivers.codec import Request, Response
-from kvtransfer.protocol.errors import HandoffRefused
+from kvtransfer.protocol.errors import HandoffDenied
 from kvtransfer.protocol.fingerprint import Fingerprint, incompatible_field
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.shared_memory_domain import host_id
@@ -31,7 +31,7 @@ class PeerLink:
     def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
         self.welcome = welcome
         self._stream = stream
-        self._outbox: Outbox[Request] = Outbox()
+        self._outbox: SendQueue[Request] = SendQueue()
         # From the hello on: what is heard of us then does not wait until we read.
         self._writing = asyncio.create_task(self._write())
         self._task: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class PeerLink:
             welcome = await _exchange_hello(stream, hello)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
             if field is not None:
-                raise HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {field}")
+                raise HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {field}")
         except BaseException:
             await stream.close()
             raise
@@ -127,13 +127,13 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
     except StreamLost as error:
         raise _refused(error) from error
     except TimeoutError as error:
-        raise HandoffRefused(_PEER_LOST, "the decode worker does not answer") from error
+        raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
     if first is None or first.WhichOneof("message") != "welcome":
-        raise HandoffRefused(_PEER_LOST, "the decode worker did not say welcome")
+        raise HandoffDenied(_PEER_LOST, "the decode worker did not say welcome")
     return first.welcome
 
 
-def _refused(error: StreamLost) -> HandoffRefused:
+def _refused(error: StreamLost) -> HandoffDenied:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
-        return HandoffRefused(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
-    return HandoffRefused(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
+        return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
+    return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from diptych.runtime.send_queue import Outbox
+from diptych.runtime.send_queue import SendQueue
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.protocol.progress import Progress
 from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
@@ -28,7 +28,7 @@ class PushQueue:
     ) -> None:
         self._channel, self._progress = channel, progress
         self._wanted, self._sent, self._broken = wanted, sent, broken
-        self._runs: Outbox[Run] = Outbox()
+        self._runs: SendQueue[Run] = SendQueue()
         self._pending: Counter[GrantRef] = Counter()
         self._idle: dict[GrantRef, list[Callable[[], None]]] = {}
         self._ended = False

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.errors import GrantRefused
+from kvtransfer.protocol.errors import GrantDeniedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,9 @@ class Scratch:
         needed = self.memory.layout.blocks_for(num_tokens)
         if needed > self._pool.total:
             reason = work_pb2.FailureReason.FAILURE_REASON_NEVER_FITS
-            raise GrantRefused(reason, f"{needed} blocks are needed, the scratch pool has {self._pool.total}")
+            raise GrantDeniedError(
+                reason, f"{needed} blocks are needed, the scratch pool has {self._pool.total}"
+            )
         waiting = _Waiting(num_tokens, keys, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._serve()

@@ -1,4 +1,4 @@
-"""The decode worker's end of the hand-over: grants blocks, fences writers, hands blocks over.
+"""The decode worker's end of the handoff: grants blocks, fences writers, hands blocks over.
 
 Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with links, the
 transports and a clock. All of it runs on one event loop and never blocks it.
@@ -22,18 +22,18 @@ from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
 from kvtransfer.drivers.events import Beat, HandoffStats, Ready
-from kvtransfer.drivers.handshake import Reception
+from kvtransfer.drivers.handshake import Handshake
 from kvtransfer.drivers.server_link import ServerLink, read_hello
-from kvtransfer.drivers.writer_registry import Writers
+from kvtransfer.drivers.writer_registry import WriterRegistry
 from kvtransfer.protocol.fingerprint import Fingerprint
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import (
-    Expected,
     Fail,
-    Fence,
+    FenceWriter,
     GrantRef,
-    HandOver,
+    Handoff,
     Key,
+    PendingTransfer,
     ReceiverAction,
     SendAbort,
     SendDenied,
@@ -80,7 +80,7 @@ class HandoffServer:
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._receiver = Receiver(pool, self._memory.layout.block_size, running, patience)
         self._pump: ActionPump[ReceiverAction] = ActionPump(self._perform)
-        self._writers = Writers(self._receiver, self._pump, self._lease_times)
+        self._writers = WriterRegistry(self._receiver, self._pump, self._lease_times)
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
@@ -92,7 +92,7 @@ class HandoffServer:
             corrupt=self._corrupt,
         )
         made = [make_receiver(name, memory, host, hooks) for name in transports]
-        self._reception = Reception(
+        self._reception = Handshake(
             WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
         )
         self.service = LinkService(HANDOFF, self.serve_link)
@@ -115,7 +115,7 @@ class HandoffServer:
 
     # -- the owner's side
 
-    def expect(self, expected: Expected) -> None:
+    def expect(self, expected: PendingTransfer) -> None:
         """The gateway attached an attempt. ValueError if it is attached already."""
         self._pump.run(self._receiver.expect(expected))
 
@@ -239,7 +239,7 @@ class HandoffServer:
             try:
                 self._tick_once(time.monotonic())
             except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
-                _log.exception("a tick of the hand-over failed")
+                _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:
         message = Response(heartbeat=self._beat().message())
@@ -252,15 +252,15 @@ class HandoffServer:
         match action:
             case SendGrant() | SendDenied() | SendAbort():
                 self._writers.send(action.writer, response_of(action))
-            case HandOver():
-                self._hand_over(action)
+            case Handoff():
+                self._handoff(action)
             case Fail(key, reason, message):
                 if not self._closed:
                     self._on_failed(key, reason, message)
-            case Fence(writer_id, why):
+            case FenceWriter(writer_id, why):
                 self._writers.fence(writer_id, why)
 
-    def _hand_over(self, done: HandOver) -> None:
+    def _handoff(self, done: Handoff) -> None:
         if not isinstance(done.note, _CommitNote):
             raise TypeError("a commit without times")
         times = done.note.times

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from diptych.runtime.rpc_streams.stream import Stream, StreamLost
-from diptych.runtime.send_queue import Outbox
+from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Request, Response
 from kvtransfer.protocol.messages import WriterId
@@ -19,7 +19,7 @@ class ServerLink:
     def __init__(self, writer: WriterId, stream: Stream) -> None:
         self.writer = writer
         self._stream = stream
-        self._outbox: Outbox[Response] = Outbox()
+        self._outbox: SendQueue[Response] = SendQueue()
         self._task = asyncio.current_task()
         self._closed = False
 

@@ -31,7 +31,7 @@ class Writer:
     link: ServerLink | None
 
 
-class Writers:
+class WriterRegistry:
     """Tells `receiver` who comes, goes and is proven dead; what follows of that is done by `pump`."""
 
     def __init__(self, receiver: Receiver, pump: ActionPump[ReceiverAction], lease_times: LeaseTimes) -> None:

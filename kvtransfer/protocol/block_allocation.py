@@ -11,20 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diptych.engine.kv.block_pool import BlockPool
-from kvtransfer.protocol.messages import Expected
+from kvtransfer.protocol.messages import PendingTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Allocation:
     """Blocks taken from the pool, cached prefix first."""
 
     block_ids: list[int]
     cached_blocks: int
-    told_blocks: int
+    writable_blocks: int
     """How many of them the writer needs; the rest is reserved for growth."""
 
 
-class Credit:
+class BlockAllocator:
     """Draws on `pool`; `running()` is the number of sequences that decode now."""
 
     def __init__(self, pool: BlockPool, block_size: int, running: Callable[[], int]) -> None:
@@ -36,11 +36,11 @@ class Credit:
         """Tokens in full blocks."""
         return num_blocks * self._block_size
 
-    def blocks(self, expected: Expected) -> int:
+    def blocks(self, expected: PendingTransfer) -> int:
         """Blocks to hold for it, the reserve included."""
         return max(self._blocks_for(expected.num_tokens), expected.reserve_blocks or 0)
 
-    def draw(self, expected: Expected) -> Drawn | None:
+    def draw(self, expected: PendingTransfer) -> Allocation | None:
         """Pin the cached prefix and allocate the rest; None: not enough room now, nothing changed."""
         # At least one token has to be computed: its logits give the first token.
         pins = self._pool.acquire_prefix(expected.keys[: (expected.num_tokens - 1) // self._block_size])
@@ -52,7 +52,7 @@ class Credit:
         if self._pool.available() - fresh < spare:
             self._pool.release(pins)
             return None
-        return Drawn(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(expected.num_tokens))
+        return Allocation(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(expected.num_tokens))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -1,4 +1,4 @@
-"""How a hand-over can fail for the prefill worker.
+"""How a handoff can fail for the prefill worker.
 
 HandoffError
 ├── HandoffRefused   the two workers cannot work together (or not now)
@@ -23,11 +23,11 @@ class HandoffError(Exception):
         self.failure = work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
 
 
-class HandoffRefused(HandoffError):
+class HandoffDenied(HandoffError):
     """No link to this decode worker: not reachable, restarted, draining or incompatible."""
 
 
-class PeerReplaced(HandoffRefused):
+class PeerReplaced(HandoffDenied):
     """Another decode process answers at this address."""
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class PeerReplaced(HandoffRefused):
         super().__init__(reason, "another decode process has this address now")
 
 
-class GrantRefused(HandoffError):
+class GrantDeniedError(HandoffError):
     """The decode worker denied the ask."""
 
 
-class AttemptOver(GrantRefused):
+class AttemptOver(GrantDeniedError):
     """The attempt ended at the decode worker before its blocks were used.
 
     It was cancelled, preempted or late, and the gateway hears that from there: a second voice, which calls
-    it a failed hand-over, might arrive first and count against the request.
+    it a failed handoff, might arrive first and count against the request.
     """
 
     def __init__(self) -> None:

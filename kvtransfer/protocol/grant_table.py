@@ -27,7 +27,7 @@ class Grant:
     first_tokens: FirstTokens = ()
     """Set by the commit."""
     note: object = None
-    """The driver's; goes with the commit to the hand-over."""
+    """The driver's; goes with the commit to the handoff."""
     declared: dict[int, bytes] = field(default_factory=dict)
     """Digest of each block that the writer announced, by place in the table."""
     received: dict[int, bytes] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvtransfer.protocol.stall_clock import OwnStalls
+from kvtransfer.protocol.stall_clock import StallClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Lease:
         self.phase = LeasePhase.ALIVE
         self._heard_at = now
         self._moved_at = now
-        self._stalls = OwnStalls(now, self.times.interval_s)
+        self._stalls = StallClock(now, self.times.interval_s)
         self._unlinked_at = now
         self._progress: int | None = None
         self._busy = False

@@ -1,4 +1,4 @@
-"""The words of the hand-over: who, which grant, and what the state machines ask their drivers to do.
+"""The words of the handoff: who, which grant, and what the state machines ask their drivers to do.
 
 Plain values. Protobuf and sockets are the drivers' business, so that a simulator can stand in for them.
 """
@@ -32,7 +32,7 @@ class GrantRef(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class PendingTransfer:
     """What the gateway's attach says of an attempt before its prefill asks for blocks."""
 
     key: Key
@@ -83,7 +83,7 @@ class SendAbort:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class Handoff:
     """The blocks are complete and verified: they belong to the driver's owner now, references included."""
 
     writer: WriterId
@@ -99,7 +99,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The attempt's hand-over is over without blocks; `reason` is a FailureReason of the protocol."""
+    """The attempt's handoff is over without blocks; `reason` is a FailureReason of the protocol."""
 
     key: Key
     reason: int
@@ -107,14 +107,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class FenceWriter:
     """Make sure that this writer can write no more, and report it dead when that is proven."""
 
     writer: WriterId
     why: str
 
 
-ReceiverAction = SendGrant | SendDenied | SendAbort | HandOver | Fail | Fence
+ReceiverAction = SendGrant | SendDenied | SendAbort | Handoff | Fail | FenceWriter
 
 
 # -- what the sending side asks of its driver
@@ -155,7 +155,7 @@ class SendPushed:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """End the hand-over and promise that no further write comes."""
+    """End the handoff and promise that no further write comes."""
 
     ref: GrantRef
     num_tokens: int
@@ -165,7 +165,7 @@ class SendCommit:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class GrantReceived:
     """Blocks were granted; `take` them, or they are given back when the link or the ask ends."""
 
     ref: GrantRef
@@ -174,7 +174,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class GrantDenied:
     """An ask is over without blocks; no `reason` when the attempt ended at the decode worker."""
 
     key: Key
@@ -183,14 +183,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Revoked:
+class GrantRevoked:
     """Stop computing this attempt, then say `stop`."""
 
     ref: GrantRef
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LinkLost:
     """The link is gone: asks of `asking` are over; the grants of `writing` are void, `stop` each in time."""
 
     asking: tuple[Key, ...]
@@ -198,5 +198,13 @@ class Lost:
 
 
 SenderAction = (
-    SendAsk | SendWithdrawal | SendStopped | SendPushed | SendCommit | Offer | Refused | Revoked | Lost
+    SendAsk
+    | SendWithdrawal
+    | SendStopped
+    | SendPushed
+    | SendCommit
+    | GrantReceived
+    | GrantDenied
+    | GrantRevoked
+    | LinkLost
 )

@@ -6,7 +6,7 @@ connections, or a communicator that hangs, leaves a commit waiting for blocks th
 
 from __future__ import annotations
 
-from kvtransfer.protocol.stall_clock import OwnStalls
+from kvtransfer.protocol.stall_clock import StallClock
 
 STALL_S = 10.0
 """A link on which nothing was acknowledged for so long, with blocks under way, is given up."""
@@ -17,7 +17,7 @@ class Progress:
 
     def __init__(self, now: float, interval_s: float, stall_s: float = STALL_S) -> None:
         """`interval_s` is how often `stalled` will be asked."""
-        self._stalls, self._stall_s = OwnStalls(now, interval_s), stall_s
+        self._stalls, self._stall_s = StallClock(now, interval_s), stall_s
         self._moved_at = now
         self._acknowledged = 0
 

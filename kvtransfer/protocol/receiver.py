@@ -1,4 +1,4 @@
-"""The decode side of the hand-over as a state machine: events in, actions out, no I/O, no clock.
+"""The decode side of the handoff as a state machine: events in, actions out, no I/O, no clock.
 
 Blocks have two lifetimes, the attempt's and the writer's, and go back to the pool at the end of the later
 one. Pins on the cached prefix end with the attempt: no writer touches those blocks. A message is believed
@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.worker.v1.work_pb2 import FailureReason
-from kvtransfer.protocol.block_allocation import Credit
+from kvtransfer.protocol.block_allocation import BlockAllocator
 from kvtransfer.protocol.grant_table import Grant
 from kvtransfer.protocol.messages import (
-    Expected,
     Fail,
-    Fence,
+    FenceWriter,
     FirstTokens,
     GrantRef,
-    HandOver,
+    Handoff,
     Key,
+    PendingTransfer,
     ReceiverAction,
     SendAbort,
     SendDenied,
     WriterId,
 )
 from kvtransfer.protocol.receiving_attempt import Patience, Phase, ReceiverStats, ReceivingAttempt
-from kvtransfer.protocol.transfer_table import AttemptBook
+from kvtransfer.protocol.transfer_table import TransferTable
 
 
 class Receiver:
@@ -38,16 +38,16 @@ class Receiver:
         self, pool: BlockPool, block_size: int, running: Callable[[], int], patience: Patience | None = None
     ) -> None:
         self._pool = pool
-        self._credit = Credit(pool, block_size, running)
+        self._credit = BlockAllocator(pool, block_size, running)
         self._patience = patience if patience is not None else Patience()
-        self._book = AttemptBook(pool, self._credit)
+        self._book = TransferTable(pool, self._credit)
         # Writers with a stream, True when they write in place.
         self._links: dict[WriterId, bool] = {}
         self._now = 0.0
 
     # -- the gateway's side
 
-    def expect(self, expected: Expected) -> list[ReceiverAction]:
+    def expect(self, expected: PendingTransfer) -> list[ReceiverAction]:
         """The attempt was attached. ValueError if it already is."""
         if expected.num_tokens < 1:
             raise ValueError("an attempt needs at least one token")
@@ -116,7 +116,7 @@ class Receiver:
         if writer not in self._links:
             self._book.stale += 1
             return []
-        attempt = self._book.open.setdefault(key, ReceivingAttempt(key, Phase.EARLY))
+        attempt = self._book.open.setdefault(key, ReceivingAttempt(key, Phase.ASKED_BEFORE_ATTACH))
         if attempt.writer is not None:
             self._book.stale += 1
             text = "blocks for this attempt were asked for already"
@@ -173,7 +173,7 @@ class Receiver:
             return []
         attempt.held.received.update(zip(places, digests, strict=True))
         attempt.since = None  # more may follow
-        return self._hand_over_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
+        return self._handoff_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
 
     def corrupt(self, writer: WriterId, ref: GrantRef) -> list[ReceiverAction]:
         """A block arrived whose bytes do not match its digest."""
@@ -199,7 +199,7 @@ class Receiver:
             return self._corrupt(attempt, text)
         if not self._links[writer] and not grant.all_declared():
             return self._corrupt(attempt, "blocks were committed that were never pushed")
-        return self._hand_over_if_complete(attempt)
+        return self._handoff_if_complete(attempt)
 
     def stopped(
         self, writer: WriterId, ref: GrantRef, reason: int | None = None, message: str = ""
@@ -222,7 +222,7 @@ class Receiver:
         """Escalate what has waited too long. Waits are counted from the first tick that sees them."""
         self._now = now
         actions: list[ReceiverAction] = []
-        for attempt in self._book.in_phase(Phase.EARLY):
+        for attempt in self._book.in_phase(Phase.ASKED_BEFORE_ATTACH):
             if self._waited(attempt) >= self._patience.early_ask_s:
                 reason = FailureReason.FAILURE_REASON_PEER_LOST
                 actions += self._deny(attempt, reason, "the gateway did not attach this attempt")
@@ -234,7 +234,7 @@ class Receiver:
         for attempt in self._book.table:
             if attempt.phase is Phase.QUARANTINED and self._waited(attempt) >= self._patience.stopping_s:
                 overdue[attempt.asker] = None
-        actions += [Fence(writer, "it does not stop writing an aborted grant") for writer in overdue]
+        actions += [FenceWriter(writer, "it does not stop writing an aborted grant") for writer in overdue]
         return actions
 
     def holds_unproven(self, writer: WriterId) -> bool:
@@ -264,7 +264,7 @@ class Receiver:
             return self._deny(attempt, FailureReason.FAILURE_REASON_NEVER_FITS, text)
         return self.blocks_freed()
 
-    def _hand_over_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
+    def _handoff_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
         grant, writer = attempt.held, attempt.asker
         in_place = self._links[writer]
         if not in_place:
@@ -274,7 +274,7 @@ class Receiver:
                 return self._corrupt(attempt, "a block differs from what was pushed")
         self._book.give_away(attempt)
         cached_tokens = self._credit.tokens(grant.cached_blocks)
-        done = HandOver(
+        done = Handoff(
             writer,
             grant.ref,
             grant.block_ids,
@@ -313,7 +313,7 @@ class Receiver:
         actions: list[ReceiverAction] = []
         if attempt.phase is Phase.GRANTED:
             actions.append(SendAbort(attempt.asker, attempt.held.ref))
-        elif attempt.phase in (Phase.EARLY, Phase.WAITING):
+        elif attempt.phase in (Phase.ASKED_BEFORE_ATTACH, Phase.WAITING):
             actions.append(SendDenied(attempt.asker, attempt.key, None, message))
         self._fail(attempt, FailureReason.FAILURE_REASON_UNSPECIFIED, message)
         return actions + self.blocks_freed()

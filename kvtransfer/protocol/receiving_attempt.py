@@ -17,14 +17,14 @@ import enum
 from dataclasses import dataclass
 
 from kvtransfer.protocol.grant_table import Grant
-from kvtransfer.protocol.messages import Expected, Key, WriterId
+from kvtransfer.protocol.messages import Key, PendingTransfer, WriterId
 
 
 class Phase(enum.Enum):
     """Where an attempt is; the head of this file tells the story."""
 
     EXPECTED = "expected"
-    EARLY = "early"
+    ASKED_BEFORE_ATTACH = "early"
     WAITING = "waiting"
     GRANTED = "granted"
     COMMITTED = "committed"
@@ -34,7 +34,7 @@ class Phase(enum.Enum):
 
 _LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.EXPECTED: frozenset({Phase.WAITING, Phase.OVER}),
-    Phase.EARLY: frozenset({Phase.WAITING, Phase.OVER}),
+    Phase.ASKED_BEFORE_ATTACH: frozenset({Phase.WAITING, Phase.OVER}),
     Phase.WAITING: frozenset({Phase.GRANTED, Phase.OVER}),
     Phase.GRANTED: frozenset({Phase.COMMITTED, Phase.QUARANTINED, Phase.OVER}),
     Phase.COMMITTED: frozenset({Phase.OVER}),
@@ -49,14 +49,14 @@ class ReceivingAttempt:
 
     key: Key
     phase: Phase
-    expected: Expected | None = None
+    expected: PendingTransfer | None = None
     writer: WriterId | None = None
     grant: Grant | None = None
     since: float | None = None
     """The tick that first saw it EARLY, QUARANTINED, or COMMITTED and without news; None before."""
 
     @property
-    def wanted(self) -> Expected:
+    def wanted(self) -> PendingTransfer:
         """What the gateway attached. RuntimeError before that."""
         if self.expected is None:
             raise RuntimeError(f"an attempt that is {self.phase.value} was not attached")

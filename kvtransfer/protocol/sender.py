@@ -1,4 +1,4 @@
-"""The prefill side of the hand-over with one decode process, as a state machine: events in, actions out.
+"""The prefill side of the handoff with one decode process, as a state machine: events in, actions out.
 
 The life of an attempt here:
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 from kvtransfer.protocol.messages import (
     FirstTokens,
+    GrantDenied,
+    GrantReceived,
     GrantRef,
+    GrantRevoked,
     Key,
-    Lost,
-    Offer,
-    Refused,
-    Revoked,
+    LinkLost,
     SendAsk,
     SendCommit,
     SenderAction,
@@ -92,7 +92,7 @@ class Sender:
             self._forget(attempt)
         for attempt in writing:
             attempt.move(Phase.ORPHANED)
-        return [Lost(tuple(a.key for a in asking), tuple(_granted(a) for a in writing))]
+        return [LinkLost(tuple(a.key for a in asking), tuple(_granted(a) for a in writing))]
 
     # -- the owner's side
 
@@ -156,7 +156,7 @@ class Sender:
             return [SendStopped(ref)]
         attempt.ref = ref
         attempt.move(Phase.OFFERED)
-        return [Offer(ref, tuple(block_ids), cached_tokens)]
+        return [GrantReceived(ref, tuple(block_ids), cached_tokens)]
 
     def denied(self, key: Key, reason: int | None, message: str) -> list[SenderAction]:
         """The ask was refused."""
@@ -164,7 +164,7 @@ class Sender:
         if attempt is None or attempt.phase is not Phase.ASKED:
             return []
         self._forget(attempt)
-        return [Refused(key, reason, message)]
+        return [GrantDenied(key, reason, message)]
 
     def abort(self, ref: GrantRef) -> list[SenderAction]:
         """The decode worker wants the blocks back; an owner who did not take them yet is refused them."""
@@ -173,10 +173,10 @@ class Sender:
             return [SendStopped(ref)]
         if attempt.phase is Phase.OFFERED:
             self._forget(attempt)
-            return [SendStopped(ref), Refused(ref.key, None, "the blocks were taken back")]
+            return [SendStopped(ref), GrantDenied(ref.key, None, "the blocks were taken back")]
         if attempt.phase is Phase.WRITING:
             attempt.move(Phase.REVOKED)
-            return [Revoked(ref)]
+            return [GrantRevoked(ref)]
         return []
 
     def held(self) -> list[GrantRef]:

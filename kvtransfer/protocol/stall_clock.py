@@ -7,7 +7,7 @@ and is heard first: that time is no fault of the peer's. `now` is seconds on any
 from __future__ import annotations
 
 
-class OwnStalls:
+class StallClock:
     """Looks at the clock are to be `interval_s` apart."""
 
     def __init__(self, now: float, interval_s: float) -> None:
@@ -29,12 +29,12 @@ class RunningTime:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._stalls: OwnStalls | None = None
+        self._stalls: StallClock | None = None
         self._not_run_s = 0.0
 
     def at(self, now: float) -> float:
         """The time at `now`, from the first look on."""
         if self._stalls is None:
-            self._stalls, self._not_run_s = OwnStalls(now, self._interval_s), now
+            self._stalls, self._not_run_s = StallClock(now, self._interval_s), now
         self._not_run_s += self._stalls.lost_s(now)
         return now - self._not_run_s

@@ -1,22 +1,22 @@
 """Every attempt on the decode side with the blocks that it holds: one place for phases and pool.
 
-The rules of the hand-over (`receiver`) decide; here a decision changes an attempt's phase, its grant and its
+The rules of the handoff (`receiver`) decide; here a decision changes an attempt's phase, its grant and its
 blocks together, so that none can be forgotten.
 """
 
 from __future__ import annotations
 
 from diptych.engine.kv.block_pool import BlockPool
-from kvtransfer.protocol.block_allocation import Credit
+from kvtransfer.protocol.block_allocation import BlockAllocator
 from kvtransfer.protocol.grant_table import Grant, GrantTable
 from kvtransfer.protocol.messages import GrantRef, Key, SendGrant, WriterId
 from kvtransfer.protocol.receiving_attempt import Phase, ReceiverStats, ReceivingAttempt
 
 
-class AttemptBook:
+class TransferTable:
     """Attempts and grants over one pool, with what is drawn on its `credit`."""
 
-    def __init__(self, pool: BlockPool, credit: Credit) -> None:
+    def __init__(self, pool: BlockPool, credit: BlockAllocator) -> None:
         self._pool = pool
         self._credit = credit
         self.open: dict[Key, ReceivingAttempt] = {}
@@ -46,7 +46,9 @@ class AttemptBook:
         if drawn is None:
             return None
         ref = self.table.open(attempt.key, attempt)
-        grant = Grant(ref, drawn.block_ids, drawn.cached_blocks, drawn.told_blocks, attempt.wanted.num_tokens)
+        grant = Grant(
+            ref, drawn.block_ids, drawn.cached_blocks, drawn.writable_blocks, attempt.wanted.num_tokens
+        )
         attempt.grant = grant
         del self.queue[attempt.key]
         attempt.move(Phase.GRANTED)

@@ -1,4 +1,4 @@
-"""The two ends of a transport, and what its receiving end tells the hand-over.
+"""The two ends of a transport, and what its receiving end tells the handoff.
 
 A transport registers writers, brings (or maps) bytes, and fences. What may be written, and when a block may
 be used again, is decided by the state machines alone.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class PairThread:
+class BlockingThread:
     """Runs one call after another. A daemon: a call that never returns does not keep the process alive."""
 
     def __init__(self, name: str) -> None:

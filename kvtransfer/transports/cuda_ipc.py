@@ -18,9 +18,9 @@ from typing import Any
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
-from kvtransfer.transports.blocking_thread import PairThread
-from kvtransfer.transports.fd_passing import PoolSocket, register
-from kvtransfer.transports.memory_mapping import DevicePort, Exported, Flags
+from kvtransfer.transports.blocking_thread import BlockingThread
+from kvtransfer.transports.fd_passing import PoolFdSocket, register
+from kvtransfer.transports.memory_mapping import Exported, Flags, PoolPort
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "cuda_ipc"
@@ -28,18 +28,18 @@ _NOBODY = GrantRef(("", 0), 0, 0)
 _log = logging.getLogger(__name__)
 
 
-class PushReceiver:
+class CudaIpcReceiver:
     """The decode worker's end: gives its pool to admitted writers, and checks what they announce."""
 
     name = NAME
     in_place = False
 
-    def __init__(self, pool: PoolMemory, port: DevicePort, hooks: ReceiverHooks) -> None:
+    def __init__(self, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
         self._pool, self._port, self._hooks = pool, port, hooks
         # A grant has at least one block, so that its slot is below their number.
         self._flags = Flags.create(pool.memory.num_blocks)
-        self._socket = PoolSocket(self._export, hooks.dead)
-        self._thread = PairThread("verify-pushed")
+        self._socket = PoolFdSocket(self._export, hooks.dead)
+        self._thread = BlockingThread("verify-pushed")
         self._checks: set[asyncio.Task[object]] = set()
 
     def unreachable(self, writer: Place) -> str | None:
@@ -120,14 +120,14 @@ class PushReceiver:
 class PushChannel:
     """The prefill worker's end: the mapped pool, and a thread that waits for copies into it."""
 
-    def __init__(self, target: KVMemory, flags: Flags, port: DevicePort) -> None:
+    def __init__(self, target: KVMemory, flags: Flags, port: PoolPort) -> None:
         self._target, self._flags, self._port = target, flags, port
-        self._thread = PairThread("push")
+        self._thread = BlockingThread("push")
         self._sent = self._acknowledged = 0
         self._closed = False
 
     @classmethod
-    async def open(cls, welcome: Welcome, port: DevicePort) -> PushChannel:
+    async def open(cls, welcome: Welcome, port: PoolPort) -> PushChannel:
         """Register with a decode worker and map its pool. Raises TransportError."""
 
         def mapped(pool: Exported) -> tuple[KVMemory, Flags]:

@@ -1,6 +1,6 @@
-"""Deliberate damage for tests that must see it. Its names: `handover.swap_blocks`, `handover.drop_block`,
-`handover.corrupt_push`; of frames on a data socket `handover.swap_push`, `handover.replay_push` and
-`handover.truncate_push`.
+"""Deliberate damage for tests that must see it. Its names: `handoff.swap_blocks`, `handoff.drop_block`,
+`handoff.corrupt_push`; of frames on a data socket `handoff.swap_push`, `handoff.replay_push` and
+`handoff.truncate_push`.
 
 Off unless armed by the environment of the process.
 """
@@ -17,16 +17,16 @@ from kvtransfer.protocol.messages import GrantRef
 def damage_blocks(memory: KVMemory, block_ids: Sequence[int], num_tokens: int) -> None:
     """After verification: swap the contents of two blocks of a sequence, or blank one of them."""
     full = memory.layout.blocks_for(num_tokens)
-    if failpoint("handover.swap_blocks") and full >= 2:
+    if failpoint("handoff.swap_blocks") and full >= 2:
         first, second = memory.block_bytes(block_ids[0]), memory.block_bytes(block_ids[full - 1])
         first[:], second[:] = bytes(second), bytes(first)
-    if failpoint("handover.drop_block"):
+    if failpoint("handoff.drop_block"):
         memory.block_bytes(block_ids[0])[:] = bytes(memory.layout.bytes_per_block)
 
 
 def damage_payload(payload: memoryview) -> memoryview:
     """After the digest was taken: flip one bit."""
-    if not failpoint("handover.corrupt_push"):
+    if not failpoint("handoff.corrupt_push"):
         return payload
     damaged = bytearray(payload)
     damaged[len(damaged) // 2] ^= 1
@@ -35,13 +35,13 @@ def damage_payload(payload: memoryview) -> memoryview:
 
 def damage_place(ref: GrantRef, index: int) -> tuple[GrantRef, int]:
     """What a frame says of itself: its neighbour's place, or an earlier grant of the same slot."""
-    if failpoint("handover.swap_push"):
+    if failpoint("handoff.swap_push"):
         return ref, index ^ 1
-    if failpoint("handover.replay_push"):
+    if failpoint("handoff.replay_push"):
         return ref._replace(generation=max(ref.generation - 1, 0)), index
     return ref, index
 
 
 def truncate_payload(payload: memoryview) -> memoryview:
     """What of a frame's bytes is sent, after a header that promises all of them."""
-    return payload[: len(payload) // 2] if failpoint("handover.truncate_push") else payload
+    return payload[: len(payload) // 2] if failpoint("handoff.truncate_push") else payload

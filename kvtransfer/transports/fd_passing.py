@@ -42,7 +42,7 @@ class _Admission:
     pid: int
 
 
-class PoolSocket:
+class PoolFdSocket:
     """Gives what `export` returns to admitted writers, and keeps a pidfd of each."""
 
     def __init__(self, export: Callable[[], Exported], dead: Callable[[WriterId], None]) -> None:

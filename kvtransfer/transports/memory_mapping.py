@@ -33,7 +33,7 @@ class Exported:
     fds: Sequence[int]
 
 
-class DevicePort(Protocol):
+class PoolPort(Protocol):
     """Pools of one kind of memory; may block, and is called off the event loop unless it says otherwise."""
 
     def unreachable(self, writer: Place, *, in_place: bool) -> str | None:

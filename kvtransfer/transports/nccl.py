@@ -30,7 +30,7 @@ from kvtransfer.protocol.digest import DIGEST_BYTES
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import process_group as worlds
 from kvtransfer.transports.base import Place, ReceiverHooks, TransportError
-from kvtransfer.transports.blocking_thread import PairThread
+from kvtransfer.transports.blocking_thread import BlockingThread
 from kvtransfer.transports.data_listener import DataSocket
 from kvtransfer.transports.device_staging import DeviceStaging
 from kvtransfer.transports.socket_receiver import SocketReceiver
@@ -87,8 +87,8 @@ class _Frames:
         self._reading_digests = False
         self._frames: asyncio.Queue[_Frame] = asyncio.Queue()
         self._received: asyncio.Queue[tuple[int, _Frame]] = asyncio.Queue()
-        self._thread = PairThread(f"{name}-receive")
-        self._world: worlds.World | None = None
+        self._thread = BlockingThread(f"{name}-receive")
+        self._world: worlds.ProcessGroup | None = None
         self._task = asyncio.create_task(self._serve())
 
     def greeting(self) -> bytes:
@@ -133,7 +133,7 @@ class _Frames:
         finally:
             self._connection.end()
 
-    async def _join(self) -> worlds.World:
+    async def _join(self) -> worlds.ProcessGroup:
         """The world, if it is built in time; else the end of this side ends the other one's wait."""
         try:
             async with asyncio.timeout(worlds.BUILD_S + worlds.TRANSFER_S):
@@ -141,7 +141,7 @@ class _Frames:
         except TimeoutError as error:
             raise TransportError(f"the {self._name} world of two was not built in time") from error
 
-    def _build(self) -> worlds.World:
+    def _build(self) -> worlds.ProcessGroup:
         store = worlds.open_store(self._host, self._port, self._listener)
         world = worlds.build(self._name, store, worlds.DECODE_RANK, self._host, self._device)
         self._staging.prepare()
@@ -151,7 +151,7 @@ class _Frames:
             raise TransportError("another process than the one of the data connection joined the world")
         return world
 
-    async def _receive(self, world: worlds.World) -> None:
+    async def _receive(self, world: worlds.ProcessGroup) -> None:
         """One message after another, each into the next slot: that it is free is what the counts say."""
         for slot in itertools.cycle(range(SLOTS)):
             frame = await self._frames.get()

@@ -14,7 +14,7 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.transports import process_group as worlds
 from kvtransfer.transports.base import Run, TransportError, Wanted, Welcome
-from kvtransfer.transports.blocking_thread import PairThread
+from kvtransfer.transports.blocking_thread import BlockingThread
 from kvtransfer.transports.data_connection import DataConnection, endpoint_of
 from kvtransfer.transports.nccl import GREETING, HEADER, make_staging
 from kvtransfer.transports.staging import SLOTS
@@ -22,7 +22,7 @@ from kvtransfer.transports.staging import SLOTS
 _log = logging.getLogger(__name__)
 
 
-class PairedChannel:
+class NcclChannel:
     """The prefill worker's end: one world with one decode worker."""
 
     def __init__(self, name: str, connection: DataConnection, host: str, scratch: KVMemory) -> None:
@@ -30,8 +30,8 @@ class PairedChannel:
         self._staging = make_staging(name, scratch)
         self._device = scratch.data.device
         self._store_host = host
-        self._packer = PairThread(f"{name}-pack")
-        self._thread = PairThread(f"{name}-send")
+        self._packer = BlockingThread(f"{name}-pack")
+        self._thread = BlockingThread(f"{name}-send")
         self._building = asyncio.create_task(self._thread.run(self._build))
         self._building.add_done_callback(self._built)
         self._slot = self._sent = 0
@@ -40,7 +40,7 @@ class PairedChannel:
         self._failed = self._closed = False
 
     @classmethod
-    async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> PairedChannel:
+    async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> NcclChannel:
         """Connect and register; the world is built meanwhile. Raises TransportError."""
         if name == worlds.NCCL and (why := worlds.nccl_unusable(scratch.data.device)) is not None:
             raise TransportError(f"nccl: {why}")
@@ -73,7 +73,7 @@ class PairedChannel:
             digests += await self._send_slot(world, run, at, min(size, len(run.block_ids) - at))
         return digests
 
-    async def _send_slot(self, world: worlds.World, run: Run, at: int, count: int) -> list[bytes]:
+    async def _send_slot(self, world: worlds.ProcessGroup, run: Run, at: int, count: int) -> list[bytes]:
         if len(self._under_way) == SLOTS:  # the slot is free when what it held was taken at the other end
             await self._connection.until_acknowledged(self._under_way.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
@@ -113,7 +113,7 @@ class PairedChannel:
         self._packer.stop()
         self._thread.stop()
 
-    def _build(self) -> worlds.World:
+    def _build(self) -> worlds.ProcessGroup:
         port, secret = GREETING.unpack(self._connection.greeting)
         store = worlds.open_store(self._store_host, port, None)
         host = self._connection.local_host()
@@ -123,7 +123,7 @@ class PairedChannel:
         world.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
         return world
 
-    def _built(self, building: asyncio.Task[worlds.World]) -> None:
+    def _built(self, building: asyncio.Task[worlds.ProcessGroup]) -> None:
         if building.cancelled():
             return
         if (error := building.exception()) is not None:

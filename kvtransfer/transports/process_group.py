@@ -39,7 +39,7 @@ ONE_GPU_SINCE = (2, 30)
 _LOOK_S = 0.0005
 
 
-class World(Protocol):
+class ProcessGroup(Protocol):
     """One end of a pair."""
 
     def send(self, data: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ def open_store(host: str, port: int, listener: socket.socket | None) -> c10d.Sto
         raise TransportError(f"no store for the pair: {error}") from error
 
 
-def build(name: str, store: c10d.Store, rank: int, host: str, device: torch.device) -> World:
+def build(name: str, store: c10d.Store, rank: int, host: str, device: torch.device) -> ProcessGroup:
     """Join the other process of the pair, from `host`, this end's own address. Raises TransportError."""
     try:
         return _NcclWorld(store, rank, device) if name == NCCL else _GlooWorld(store, rank, host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 from kvtransfer.transports import cuda_ipc as pushing
 from kvtransfer.transports import nccl as paired
 from kvtransfer.transports import nccl_channel as paired_channel
@@ -19,7 +19,7 @@ from kvtransfer.transports.base import (
     Welcome,
 )
 from kvtransfer.transports.cuda_mapping import CudaPort
-from kvtransfer.transports.memory_mapping import DevicePort, HostPort
+from kvtransfer.transports.memory_mapping import HostPort, PoolPort
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.shared_memory_domain import host_id
 
@@ -30,7 +30,7 @@ _ON_GPU = (shared_memory.ON_GPU, pushing.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, pushing.NAME, worlds.NCCL})
 
 
-class UnusableTransport(CannotStart, ValueError):
+class UnusableTransport(StartupError, ValueError):
     """It moves no blocks of such a worker."""
 
 
@@ -57,7 +57,7 @@ def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) 
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, port_of(pool.memory.data.device), hooks)
         case pushing.NAME:
-            return pushing.PushReceiver(pool, port_of(pool.memory.data.device), hooks)
+            return pushing.CudaIpcReceiver(pool, port_of(pool.memory.data.device), hooks)
         case tcp.NAME:
             return tcp.tcp_receiver(host, pool.memory, hooks)
         case worlds.GLOO | worlds.NCCL:
@@ -79,12 +79,12 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
         case tcp.NAME:
             return await tcp.TcpChannel.open(welcome)
         case worlds.GLOO | worlds.NCCL:
-            return await paired_channel.PairedChannel.open(name, welcome, scratch)
+            return await paired_channel.NcclChannel.open(name, welcome, scratch)
         case pushing.NAME:
             return await pushing.PushChannel.open(welcome, port_of(scratch.data.device))
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")
 
 
-def port_of(device: torch.device) -> DevicePort:
+def port_of(device: torch.device) -> PoolPort:
     """How pools on such a device are mapped."""
     return HostPort(host_id()) if device.type == "cpu" else CudaPort(device, host_id())

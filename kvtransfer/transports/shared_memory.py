@@ -9,8 +9,8 @@ from __future__ import annotations
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Welcome
-from kvtransfer.transports.fd_passing import PoolSocket, register
-from kvtransfer.transports.memory_mapping import DevicePort
+from kvtransfer.transports.fd_passing import PoolFdSocket, register
+from kvtransfer.transports.memory_mapping import PoolPort
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "shared_memory"
@@ -22,10 +22,10 @@ class SharedMemoryReceiver:
 
     in_place = True
 
-    def __init__(self, name: str, pool: PoolMemory, port: DevicePort, hooks: ReceiverHooks) -> None:
+    def __init__(self, name: str, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
         self.name = name
         self._port = port
-        self._socket = PoolSocket(lambda: port.export(pool), hooks.dead)
+        self._socket = PoolFdSocket(lambda: port.export(pool), hooks.dead)
 
     def unreachable(self, writer: Place) -> str | None:
         """It has to be where our memory can be mapped and computed in."""
@@ -63,6 +63,6 @@ class SharedMemoryReceiver:
         await self._socket.close()
 
 
-async def open_shared_memory(welcome: Welcome, port: DevicePort) -> KVMemory:
+async def open_shared_memory(welcome: Welcome, port: PoolPort) -> KVMemory:
     """Register with a decode worker and map its pool. Raises TransportError."""
     return await register(welcome, lambda pool: port.map(pool, welcome.layout, welcome.num_blocks))

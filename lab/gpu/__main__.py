@@ -23,7 +23,7 @@ def sections() -> dict[str, Section]:
     """All sections by name, in the order in which later ones need earlier ones."""
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
-    from lab.gpu.handoff import handover
+    from lab.gpu.handoff import handoff
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
     from lab.gpu.service import service
@@ -33,7 +33,7 @@ def sections() -> dict[str, Section]:
         "attention": attention,
         "operators": operators,
         "model step": model_step,
-        "hand-over": handover,
+        "handoff": handoff,
         "service": service,
     }
 

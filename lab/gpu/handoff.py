@@ -1,8 +1,8 @@
-"""The hand-over between blocks on a GPU: the copy kernel beside a plain device copy, and the tax of the rest.
+"""The handoff between blocks on a GPU: the copy kernel beside a plain device copy, and the tax of the rest.
 
 Blocks have the shape of an 8B model's (32 layers, 8 KV heads x 128, 16 tokens, bf16: 2 MiB over all layers).
 The kernel runs within one pool pair of this process. The tax is that of two processes with the real ends of
-the hand-over (lab/handoff.py): all that is beyond the bytes over this machine's copy bandwidth.
+the handoff (lab/handoff.py): all that is beyond the bytes over this machine's copy bandwidth.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lab.gpu.ceilings import COPY
 from lab.gpu.section import Context, Figure, device_of, figure
 from lab.gpu.timing import Timing, measure
 from lab.handoff import SHAPES
-from lab.handoff import measure as hand_over
+from lab.handoff import measure as measure_handoff
 
-SECTION = "hand-over"
+SECTION = "handoff"
 _LAYOUT = SHAPES["8b"]
 _CHUNK_TOKENS = 8192
 _TAX_TOKENS = (2048, 8192)
@@ -37,7 +37,7 @@ _SPREAD_AT_MOST = 0.05
 _TAX_MS_AT_MOST = 3.0
 
 
-def handover(context: Context) -> Iterator[Figure]:
+def handoff(context: Context) -> Iterator[Figure]:
     """Needs the ceilings."""
     device = device_of(context)
     yield from _kernel(context, device)
@@ -152,11 +152,11 @@ def _copy(source: KVMemory, target: KVMemory, table: list[int], *, digest: bool)
 
 def _tax(context: Context, device: torch.device) -> Iterator[Figure]:
     bandwidth = context.needs(COPY)
-    context.say("hand-over between two processes")
+    context.say("handoff between two processes")
     rounds = context.pick(30, 5, 1)
     names = context.pick(_ON_GPU, _ON_GPU, _ON_CPU)
     lengths = context.pick(_TAX_TOKENS, _TAX_TOKENS, (40,))
-    taken = asyncio.run(hand_over(names, lengths, rounds, shape="8b", device=str(device)))
+    taken = asyncio.run(measure_handoff(names, lengths, rounds, shape="8b", device=str(device)))
     for (name, tokens), times in taken.items():
         size = _LAYOUT.blocks_for(tokens) * _LAYOUT.bytes_per_block
         least_ms = 0.0 if name in IN_PLACE else 2 * size / bandwidth * 1e3

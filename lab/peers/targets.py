@@ -68,7 +68,7 @@ def targets(servers: Sequence[Server], summary: Summary, limits: Limits | None, 
         *_one_and_eight(servers, summary, path),
         *_prefill(servers, summary, limits, path),
         *_streams(servers, summary, path),
-        *_hand_over(summary, path),
+        *_handoff(summary, path),
         *_start(summary, path),
     ]
 
@@ -139,10 +139,10 @@ def _streams(servers: Sequence[Server], summary: Summary, path: str) -> Iterator
         )
 
 
-def _hand_over(summary: Summary, path: str) -> Iterator[Target]:
+def _handoff(summary: Summary, path: str) -> Iterator[Target]:
     for figure, limit in (("median", 3.0), ("p99", 10.0)):
-        ours = _of(summary, path, closed_loop(16), f"{figure}_handover_ms")
-        what = f"C=16 hand-over {figure} of ours / {limit:.0f} ms"
+        ours = _of(summary, path, closed_loop(16), f"{figure}_handoff_ms")
+        what = f"C=16 handoff {figure} of ours / {limit:.0f} ms"
         yield Target(what, "at most", 1.0, ours, Best("limit", limit))
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.max_blocks import worst_case
-from decode_worker.prefix_publisher import Prefixes
+from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.sequence import DecodeSequence
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
@@ -40,7 +40,7 @@ class Blocks(RuleBasedStateMachine):
         super().__init__()
         layout = KVLayout(1, 1, 1, SIZE, torch.float32)
         self.memory, self.pool = KVMemory(layout, TOTAL), BlockPool(TOTAL)
-        self.prefixes = Prefixes(self.pool, SIZE, lambda added, removed: None)
+        self.prefixes = PrefixPublisher(self.pool, SIZE, lambda added, removed: None)
         self.groups: list[Group] = []
         self.others: list[int] = []
         self.written = 0
@@ -49,7 +49,7 @@ class Blocks(RuleBasedStateMachine):
         return self.memory.data[block, 0, 1, 0, position % SIZE : position % SIZE + 1]
 
     @rule(tokens=st.integers(1, 11), sequences=st.integers(1, 4), reserve=st.booleans(), cache=st.booleans())
-    def hand_over(self, tokens: int, sequences: int, reserve: bool, cache: bool) -> None:
+    def handoff(self, tokens: int, sequences: int, reserve: bool, cache: bool) -> None:
         room = 6
         name = f"r{self.written}"
         message = work((name, 1), range(self.written, self.written + tokens), room, choices=range(sequences))
@@ -182,7 +182,7 @@ def test_the_worst_case_counts_what_is_shared_once():
 def test_what_was_found_bad_stays_forgotten_whoever_else_holds_it():
     """An attempt that was granted cached blocks before they were found bad would enter them again."""
     memory, pool = KVMemory(KVLayout(1, 1, 1, SIZE, torch.float32), TOTAL), BlockPool(TOTAL)
-    prefixes = Prefixes(pool, SIZE, lambda added, removed: None)
+    prefixes = PrefixPublisher(pool, SIZE, lambda added, removed: None)
 
     def attach(name: str) -> tuple[Attempt, AttemptBlocks]:
         attempt = Attempt.from_work(work((name, 1), range(9), 3), max_context=999)

@@ -1,4 +1,4 @@
-"""Several choices of one attempt: one hand-over, shared blocks, each the answer that it would be alone."""
+"""Several choices of one attempt: one handoff, shared blocks, each the answer that it would be alone."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
         await gateway.close()
 
 
-async def test_a_choice_cancelled_before_the_hand_over_never_speaks():
+async def test_a_choice_cancelled_before_the_handoff_never_speaks():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED)
@@ -130,7 +130,7 @@ async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
         await gateway.close()
 
 
-async def test_what_ends_before_the_hand_over_ends_every_choice():
+async def test_what_ends_before_the_handoff_ends_every_choice():
     async with house("shared_memory", blocks=4) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), tuple(range(30)), 6, choices=range(3)))

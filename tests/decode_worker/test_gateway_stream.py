@@ -7,13 +7,13 @@ from typing import Any
 
 from decode_worker.gateway_stream import MESSAGE_BYTES, PIECE_TOKENS, GatewayStream
 from decode_worker.request import DecodeRequest
-from diptych.engine.sampling import Sampled, Score
+from diptych.engine.sampling import Sampled, TokenLogprob
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from kvtransfer.drivers.codec import attempt_id
 from tests.diptych.worker_process.scripted_gateway import work
 
-SCORE = Score(-1.5, 3, tuple((40_000 + n, -2.5 - n) for n in range(20)))
+SCORE = TokenLogprob(-1.5, 3, tuple((40_000 + n, -2.5 - n) for n in range(20)))
 LENGTH = work_pb2.FINISH_REASON_LENGTH
 
 
@@ -38,7 +38,7 @@ def say(
     asking: DecodeRequest,
     rank: int,
     output: Sequence[int],
-    scores: Sequence[Score | None],
+    scores: Sequence[TokenLogprob | None],
 ) -> None:
     gateway.output(asking.key, rank, output, scores, LENGTH, asking.times_now())
 

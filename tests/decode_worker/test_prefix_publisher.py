@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_worker.prefix_publisher import Prefixes
+from decode_worker.prefix_publisher import PrefixPublisher
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.block_hash import block_keys
 from diptych.worker_process.attempt import Attempt
@@ -26,7 +26,10 @@ def test_the_keys_are_those_of_prompt_and_output_in_whatever_pieces_they_come(pr
     expected = block_keys(NAMESPACE, prompt + output, SIZE)
     for stride in (1, 7, SIZE, 2 * SIZE + 1, 5 * SIZE):
         pool = BlockPool(len(expected))
-        prefixes, blocks = Prefixes(pool, SIZE, lambda added, removed: None), pool.allocate(len(expected))
+        prefixes, blocks = (
+            PrefixPublisher(pool, SIZE, lambda added, removed: None),
+            pool.allocate(len(expected)),
+        )
         attempt, keys = attempt_of(prompt), []
         for said in [*range(stride, len(output), stride), len(output)]:
             prefixes.publish(attempt, prompt_tokens + said, blocks, output_ids=output[:said], keys=keys)
@@ -38,7 +41,10 @@ def test_a_block_more_costs_a_long_sequence_what_it_costs_a_short_one() -> None:
 
     def seconds(tokens: int) -> float:
         pool = BlockPool(1)
-        prefixes, attempt = Prefixes(pool, SIZE, lambda added, removed: None), attempt_of(range(tokens))
+        prefixes, attempt = (
+            PrefixPublisher(pool, SIZE, lambda added, removed: None),
+            attempt_of(range(tokens)),
+        )
         done = tokens // SIZE
         blocks, output = [0] * done + pool.allocate(1), list(range(SIZE))
         taken = []

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_worker.step_events import Completions
-from diptych.engine.step_output import Drawn
+from decode_worker.step_events import StepEvents
+from diptych.engine.step_output import StepOutput
 
 ROUNDS = 10  # of the event loop: more than a wakeup takes
 
@@ -24,7 +24,7 @@ class Step:
     def over(self) -> bool:
         return self.done
 
-    def collect(self) -> Drawn:
+    def collect(self) -> StepOutput:
         raise AssertionError("waiting is not collecting")
 
 
@@ -60,7 +60,7 @@ async def turns() -> None:
 
 def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
     async def run() -> None:
-        completions, step = Completions(backend.heard), Step()
+        completions, step = StepEvents(backend.heard), Step()
         waiting = asyncio.create_task(completions.over(step))
         await turns()
         assert not waiting.done()
@@ -75,7 +75,7 @@ def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
 
 def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
     async def run() -> None:
-        completions, step = Completions(backend.heard), Step()
+        completions, step = StepEvents(backend.heard), Step()
         waiting = asyncio.create_task(completions.over(step))
         for _ in range(3):
             backend.tell(2)
@@ -93,7 +93,7 @@ def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
     """Steps that are shorter than the work between them would else keep the loop to themselves."""
 
     async def run() -> None:
-        completions, step = Completions(backend.heard), Step(done=True)
+        completions, step = StepEvents(backend.heard), Step(done=True)
         others = asyncio.create_task(asyncio.sleep(0))
         for _ in range(3):
             await completions.over(step)
@@ -104,7 +104,7 @@ def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
 
 
 def test_after_close_nobody_listens_and_another_loop_can(backend: Backend) -> None:
-    completions = Completions(backend.heard)
+    completions = StepEvents(backend.heard)
 
     async def run() -> None:
         await completions.over(Step(done=True))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.step_pacing import Pace
+from decode_worker.step_pacing import StepPacing
 
 
 def test_the_cores_are_left_for_a_part_of_the_step_that_is_over() -> None:
-    pace = Pace(1.5)
+    pace = StepPacing(1.5)
     pace.begin(10.0)
     pace.end(10.020)
     assert pace.pause_s(10.020, 0.0) == pytest.approx(0.010)
@@ -19,7 +19,7 @@ def test_the_cores_are_left_for_a_part_of_the_step_that_is_over() -> None:
 
 
 def test_a_step_that_follows_without_a_gap_is_measured_by_itself() -> None:
-    pace = Pace(1.5)
+    pace = StepPacing(1.5)
     pace.begin(10.0)
     pace.end(10.020)
     pace.begin(10.020)  # of the one that was launched ahead
@@ -29,7 +29,7 @@ def test_a_step_that_follows_without_a_gap_is_measured_by_itself() -> None:
 
 
 def test_a_step_that_is_due_waits_for_nobody() -> None:
-    pace = Pace(1.5)
+    pace = StepPacing(1.5)
     assert pace.pause_s(0.0, 0.0) == 0  # the first one
     pace.begin(10.0)
     pace.end(10.020)
@@ -37,7 +37,7 @@ def test_a_step_that_is_due_waits_for_nobody() -> None:
 
 
 def test_without_a_stretch_steps_follow_each_other() -> None:
-    pace = Pace(1.0)
+    pace = StepPacing(1.0)
     pace.begin(10.0)
     pace.end(10.020)
     assert pace.pause_s(10.020, 60.0) == 0
@@ -47,7 +47,7 @@ def test_without_a_stretch_steps_follow_each_other() -> None:
     ("waited", "stretch"), [(0.0, 1.3), (0.5, 1.3), (0.75, 1.9), (1.0, 2.5), (60.0, 2.5)]
 )
 def test_who_waits_long_gets_more_of_the_cores(waited: float, stretch: float) -> None:
-    pace = Pace(1.3, 2.5)
+    pace = StepPacing(1.3, 2.5)
     pace.begin(10.0)
     pace.end(10.020)
     assert pace.stretch(waited) == pytest.approx(stretch)
@@ -55,4 +55,4 @@ def test_who_waits_long_gets_more_of_the_cores(waited: float, stretch: float) ->
 
 
 def test_a_stretch_above_the_most_stays_what_it_is() -> None:
-    assert Pace(3.0, 2.5).stretch(0.0) == Pace(3.0, 2.5).stretch(60.0) == 3.0
+    assert StepPacing(3.0, 2.5).stretch(0.0) == StepPacing(3.0, 2.5).stretch(60.0) == 3.0

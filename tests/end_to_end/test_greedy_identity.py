@@ -96,7 +96,7 @@ def test_chats_equal_transformers_and_answer_the_question(bundled: Stack) -> Non
 
 
 @pytest.mark.parametrize(
-    "failpoint", ["handover.swap_blocks", pytest.param("handover.drop_block", marks=pytest.mark.full)]
+    "failpoint", ["handoff.swap_blocks", pytest.param("handoff.drop_block", marks=pytest.mark.full)]
 )
 def test_one_block_swapped_or_dropped_is_noticed(failpoint: str) -> None:
     """The control: the comparison above is worth something because it fails here."""

@@ -33,10 +33,10 @@ from tests.faults.figures import Figure, Result, add_output, count, tell
 from tests.faults.system import breakable_system
 
 KINDS = {
-    "flipped bit": "handover.corrupt_push",
-    "other place": "handover.swap_push",
-    "earlier grant": "handover.replay_push",
-    "truncated": "handover.truncate_push",
+    "flipped bit": "handoff.corrupt_push",
+    "other place": "handoff.swap_push",
+    "earlier grant": "handoff.replay_push",
+    "truncated": "handoff.truncate_push",
 }
 LENGTH = 100
 BLOCKS = 7  # of 16 tokens

@@ -150,7 +150,7 @@ ROWS = {
         metadata={"tokens_emitted": "0"},
         script=failing(work_pb2.FAILURE_REASON_PEER_LOST),
     ),
-    "the hand-over fails twice": Row(
+    "the handoff fails twice": Row(
         Code.UNAVAILABLE,
         "KV_TRANSFER_FAILED",
         503,

@@ -112,7 +112,7 @@ async def test_generate_gives_one_message(bundled: ServedModel, redis_url: str, 
     assert response.timings.HasField("total")
 
 
-async def test_the_first_token_need_not_wait_for_the_hand_over(
+async def test_the_first_token_need_not_wait_for_the_handoff(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
@@ -261,7 +261,7 @@ async def test_silent_worker_is_lost_in_seconds(bundled: ServedModel, redis_url:
         await stack.until_ready()  # linked again
 
 
-async def test_failed_hand_over_is_recomputed_once(
+async def test_failed_handoff_is_recomputed_once(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     failures = 1

@@ -14,7 +14,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.access.caller import DEFAULT_TENANT
 from gateway.limits import INLINE_PARSE_BYTES
 from gateway.model.served_model import ServedModel
-from gateway.tokenizer_pool import MAX_WAITING, THREADS, LongTexts
+from gateway.tokenizer_pool import MAX_WAITING, THREADS, TokenizerPool
 from tests.gateway.running_gateway import running
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
 
@@ -23,8 +23,8 @@ LONG = pb.TokenizeRequest(text="a" * INLINE_PARSE_BYTES)
 
 
 @pytest.fixture
-async def texts() -> AsyncIterator[LongTexts]:
-    made = LongTexts()
+async def texts() -> AsyncIterator[TokenizerPool]:
+    made = TokenizerPool()
     yield made
     made.close()
 
@@ -53,13 +53,13 @@ async def idle(turns: int = 50) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_short_text_is_read_at_once_and_a_long_one_beside_the_loop(texts: LongTexts) -> None:
+async def test_a_short_text_is_read_at_once_and_a_long_one_beside_the_loop(texts: TokenizerPool) -> None:
     here = threading.get_ident()
     assert await texts.read(SHORT, "a", threading.get_ident) == here
     assert await texts.read(LONG, "a", threading.get_ident) != here
 
 
-async def test_a_tenant_with_many_long_texts_waits_for_itself(texts: LongTexts) -> None:
+async def test_a_tenant_with_many_long_texts_waits_for_itself(texts: TokenizerPool) -> None:
     works = [Held() for _ in range(THREADS + 2)]
     greedy = [asyncio.create_task(texts.read(LONG, "greedy", work)) for work in works]
     assert await begun(works[0])
@@ -71,7 +71,7 @@ async def test_a_tenant_with_many_long_texts_waits_for_itself(texts: LongTexts) 
     assert await asyncio.gather(*greedy) == ["done"] * len(works)
 
 
-async def test_who_leaves_gives_the_turn_back_when_the_text_is_read(texts: LongTexts) -> None:
+async def test_who_leaves_gives_the_turn_back_when_the_text_is_read(texts: TokenizerPool) -> None:
     """Else one could have any number in work by leaving again and again."""
     first, second = Held(), Held()
     leaving = asyncio.create_task(texts.read(LONG, "a", first))
@@ -86,7 +86,7 @@ async def test_who_leaves_gives_the_turn_back_when_the_text_is_read(texts: LongT
     assert await staying == "done"
 
 
-async def test_who_leaves_while_waiting_keeps_nobody(texts: LongTexts) -> None:
+async def test_who_leaves_while_waiting_keeps_nobody(texts: TokenizerPool) -> None:
     first, last = Held(), Held()
     reading = asyncio.create_task(texts.read(LONG, "a", first))
     assert await begun(first)
@@ -100,7 +100,7 @@ async def test_who_leaves_while_waiting_keeps_nobody(texts: LongTexts) -> None:
         assert await texts.read(LONG, "a", last) == "done"
 
 
-async def test_what_goes_wrong_comes_out_and_ends_the_turn(texts: LongTexts) -> None:
+async def test_what_goes_wrong_comes_out_and_ends_the_turn(texts: TokenizerPool) -> None:
     def fails() -> str:
         raise ValueError("no")
 
@@ -130,7 +130,7 @@ async def test_a_long_text_waits_for_its_turn_no_longer_than_the_deadline(
         await before_it
 
 
-async def test_so_many_of_a_tenant_may_wait(texts: LongTexts) -> None:
+async def test_so_many_of_a_tenant_may_wait(texts: TokenizerPool) -> None:
     held = Held()
     first = asyncio.create_task(texts.read(LONG, "a", held))
     assert await begun(held)
@@ -144,7 +144,7 @@ async def test_so_many_of_a_tenant_may_wait(texts: LongTexts) -> None:
 
 
 async def test_at_the_end_those_that_wait_are_told() -> None:
-    texts, held = LongTexts(), Held()
+    texts, held = TokenizerPool(), Held()
     first = asyncio.create_task(texts.read(LONG, "a", held))
     assert await begun(held)
     waiting = asyncio.create_task(texts.read(LONG, "a", threading.get_ident))

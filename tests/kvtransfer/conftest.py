@@ -1,4 +1,4 @@
-"""Both ends of the hand-over without engines, with real gRPC and real transports between them."""
+"""Both ends of the handoff without engines, with real gRPC and real transports between them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.events import Ready
-from kvtransfer.drivers.granted_blocks import Granted
+from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.fingerprint import Fingerprint
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.protocol.messages import Expected, Key
+from kvtransfer.protocol.messages import Key, PendingTransfer
 from kvtransfer.protocol.receiving_attempt import Patience
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
@@ -72,7 +72,7 @@ class DecodeEnd:
 
     def expect(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> Key:
         key = (request, 1)
-        self.server.expect(Expected(key, num_tokens, keys or []))
+        self.server.expect(PendingTransfer(key, num_tokens, keys or []))
         return key
 
     def settled(self) -> bool:
@@ -103,7 +103,7 @@ class Pair:
     async def peer(self) -> Peer:
         return await self.prefill.client.peer(self.decode.address, INCARNATION)
 
-    async def grant(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> Granted:
+    async def grant(self, request: str, num_tokens: int, keys: list[bytes] | None = None) -> GrantedBlocks:
         peer = await self.peer()
         key = self.decode.expect(request, num_tokens, keys)
         return await peer.ask(key, num_tokens, keys or [])
@@ -114,7 +114,7 @@ def sampled(token_id: int) -> tuple[work_pb2.SampledToken]:
     return (work_pb2.SampledToken(token_id=token_id),)
 
 
-def fill(granted: Granted, num_tokens: int, seed: int) -> None:
+def fill(granted: GrantedBlocks, num_tokens: int, seed: int) -> None:
     """Stand in for the model: write recognisable numbers into the blocks that are not computed yet."""
     first = granted.computed_tokens // LAYOUT.block_size
     for place in range(first, LAYOUT.blocks_for(num_tokens)):

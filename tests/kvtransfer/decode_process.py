@@ -12,7 +12,7 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from kvtransfer.drivers.server import HandoffServer
-from kvtransfer.protocol.messages import Expected
+from kvtransfer.protocol.messages import PendingTransfer
 from kvtransfer.transports.pool_memory import allocate_pool
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT
 
@@ -35,7 +35,7 @@ async def main(transport: str) -> None:
     port = bind(edge, "127.0.0.1", 0, False)
     await edge.start()
     for request in ("r", "waiting"):
-        server.expect(Expected((request, 1), 50 if request == "r" else 60, []))
+        server.expect(PendingTransfer((request, 1), 50 if request == "r" else 60, []))
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.sleep(120)
 

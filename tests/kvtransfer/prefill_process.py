@@ -44,13 +44,13 @@ async def main(address: str, incarnation: int, transport: str, device: torch.dev
     while line := await asyncio.to_thread(sys.stdin.readline):
         request, tokens, seed = line.split()
         try:
-            await hand_over(client, (address, incarnation), request, int(tokens), int(seed))
+            await handoff(client, (address, incarnation), request, int(tokens), int(seed))
         except HandoffError as error:
             say(f"failed {error}")
     await client.close()
 
 
-async def hand_over(
+async def handoff(
     client: HandoffClient, at: tuple[str, int], request: str, num_tokens: int, seed: int
 ) -> None:
     """Computed in three chunks, each pushed while the next one is written."""

@@ -10,7 +10,7 @@ import torch
 import uvloop
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.errors import AttemptOver, GrantRefused, HandoffRefused, PeerLost
+from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, HandoffDenied, PeerLost
 from kvtransfer.protocol.lease import LeaseTimes
 from tests.kvtransfer.conftest import INCARNATION, LAYOUT, fill, pairs, pattern, sampled, until
 
@@ -18,7 +18,7 @@ BLOCK = LAYOUT.block_size
 KEYS = [bytes([i]) * 16 for i in range(32)]
 
 
-async def hand_over(pair, request, num_tokens, seed, times, keys=None):
+async def handoff(pair, request, num_tokens, seed, times, keys=None):
     granted = await pair.grant(request, num_tokens, keys)
     peer = await pair.peer()
     fill(granted, num_tokens, seed)
@@ -35,7 +35,7 @@ async def test_blocks_arrive_as_written(make_pair, transport, times, num_tokens)
     taken = pair.decode.pool.allocate(16)
     random.Random(num_tokens).shuffle(taken)
     pair.decode.pool.release(taken)
-    ready = await hand_over(pair, "r", num_tokens, 3, times)
+    ready = await handoff(pair, "r", num_tokens, 3, times)
     assert ready.num_tokens == num_tokens
     assert ready.first_tokens == sampled(42)
     assert ready.cached_tokens == 0
@@ -54,7 +54,7 @@ async def test_blocks_arrive_as_written(make_pair, transport, times, num_tokens)
 
 async def test_a_cached_prefix_is_not_computed_again(make_pair, transport, times):
     pair = await make_pair(transport)
-    first = await hand_over(pair, "a", 10, 1, times, KEYS[:2])
+    first = await handoff(pair, "a", 10, 1, times, KEYS[:2])
     parent = b""
     for block, key in zip(first.block_ids, KEYS[:2], strict=False):
         assert pair.decode.pool.insert(block, key, parent)
@@ -75,7 +75,7 @@ async def test_a_cached_prefix_is_not_computed_again(make_pair, transport, times
 
 async def test_the_last_token_is_always_computed(make_pair, transport, times):
     pair = await make_pair(transport)
-    first = await hand_over(pair, "a", 8, 1, times, KEYS[:2])
+    first = await handoff(pair, "a", 8, 1, times, KEYS[:2])
     pair.decode.pool.insert(first.block_ids[0], KEYS[0], b"")
     pair.decode.pool.insert(first.block_ids[1], KEYS[1], KEYS[0])
     granted = await pair.grant("b", 8, KEYS[:2])
@@ -94,7 +94,7 @@ async def test_an_ask_may_come_before_its_attach(make_pair, transport):
 
 async def test_an_ask_without_attach_is_denied(make_pair, transport):
     pair = await make_pair(transport)
-    with pytest.raises(GrantRefused) as refused:
+    with pytest.raises(GrantDeniedError) as refused:
         await (await pair.peer()).ask(("nobody", 1), 5, [])
     assert refused.value.failure.reason == work_pb2.FAILURE_REASON_PEER_LOST
     assert pair.decode.settled()
@@ -102,7 +102,7 @@ async def test_an_ask_without_attach_is_denied(make_pair, transport):
 
 async def test_what_can_never_fit_is_denied_at_once(make_pair, transport):
     pair = await make_pair(transport, scratch_blocks=64)
-    with pytest.raises(GrantRefused) as refused:
+    with pytest.raises(GrantDeniedError) as refused:
         await pair.grant("r", 17 * BLOCK)
     assert refused.value.failure.reason == work_pb2.FAILURE_REASON_NEVER_FITS
     assert [(key, reason) for key, reason, _ in pair.decode.failed] == [
@@ -226,14 +226,14 @@ async def test_a_wrong_token_count_is_caught(make_pair, transport, times):
 )
 async def test_an_incompatible_peer_is_named_and_refused(make_pair, transport, field, value):
     pair = await make_pair(transport, **{field: value})
-    with pytest.raises(HandoffRefused, match=field) as refused:
+    with pytest.raises(HandoffDenied, match=field) as refused:
         await pair.peer()
     assert refused.value.failure.reason == work_pb2.FAILURE_REASON_INCOMPATIBLE
 
 
 async def test_a_restarted_decode_worker_is_another_peer(make_pair, transport):
     pair = await make_pair(transport)
-    with pytest.raises(HandoffRefused):
+    with pytest.raises(HandoffDenied):
         await pair.prefill.client.peer(pair.decode.address, INCARNATION + 1)
     assert (await pair.peer()).linked
 
@@ -241,7 +241,7 @@ async def test_a_restarted_decode_worker_is_another_peer(make_pair, transport):
 async def test_a_late_request_for_an_earlier_process_leaves_the_good_link_alone(make_pair, transport, times):
     pair = await make_pair(transport)
     granted = await pair.grant("r", 10)
-    with pytest.raises(HandoffRefused):
+    with pytest.raises(HandoffDenied):
         await pair.prefill.client.peer(pair.decode.address, INCARNATION - 1)
     fill(granted, 10, 1)
     assert await (await pair.peer()).commit(granted, 10, sampled(1), times)
@@ -292,7 +292,7 @@ def test_all_of_it_on_the_loop_that_the_workers_run_on(transport):
     async def scenario() -> None:
         async with pairs() as make:
             pair = await make(transport)
-            ready = await hand_over(pair, "r", 30, 3, work_pb2.PhaseTimes())
+            ready = await handoff(pair, "r", 30, 3, work_pb2.PhaseTimes())
             for place, block in enumerate(ready.block_ids):
                 assert torch.equal(pair.decode.memory.memory.data[block], pattern(3, place))
             pair.decode.pool.release(ready.block_ids)
@@ -361,7 +361,7 @@ async def test_a_late_writer_touches_nothing_after_its_promise(make_pair, times,
     await peer.push(late, 8)
     await peer.stop(late)
     await until(pair.decode.settled)
-    ready = await hand_over(pair, "next", 16 * BLOCK, 7, times)
+    ready = await handoff(pair, "next", 16 * BLOCK, 7, times)
     await peer.push(late, 10)
     await asyncio.sleep(0.05)
     for place, block in enumerate(ready.block_ids):

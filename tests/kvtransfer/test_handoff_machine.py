@@ -19,16 +19,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from diptych.engine.kv.block_pool import BlockPool
 from kvtransfer.protocol.messages import (
-    Expected,
     Fail,
-    Fence,
+    FenceWriter,
+    GrantDenied,
+    GrantReceived,
     GrantRef,
-    HandOver,
+    GrantRevoked,
+    Handoff,
     Key,
-    Lost,
-    Offer,
-    Refused,
-    Revoked,
+    LinkLost,
+    PendingTransfer,
     SendAbort,
     SendAsk,
     SendCommit,
@@ -58,25 +58,25 @@ class Process:
     up: deque[Any] = field(default_factory=deque)
     down: deque[Any] = field(default_factory=deque)
     data: deque[tuple[GrantRef, int]] = field(default_factory=deque)
-    offers: dict[Key, Offer] = field(default_factory=dict)
-    held: dict[GrantRef, Offer] = field(default_factory=dict)
+    offers: dict[Key, GrantReceived] = field(default_factory=dict)
+    held: dict[GrantRef, GrantReceived] = field(default_factory=dict)
     pushed: dict[GrantRef, int] = field(default_factory=dict)
     linked_there: bool = False
     """Whether the decode side knows of a link."""
 
 
-class Handoff(RuleBasedStateMachine):
+class HandoffMachine(RuleBasedStateMachine):
     @initialize()
     def build(self) -> None:
         self.pool = BlockPool(POOL)
         self.running = 0
         self.receiver = Receiver(self.pool, BLOCK_SIZE, lambda: self.running)
         self.processes = [Process(WriterId("a", 1), True), Process(WriterId("b", 1), False)]
-        self.attempts: dict[Key, Expected] = {}
+        self.attempts: dict[Key, PendingTransfer] = {}
         self.unasked: list[Key] = []
         self.past: list[Any] = []
         self.outcome: dict[Key, str] = {}
-        self.owned: dict[Key, HandOver] = {}
+        self.owned: dict[Key, Handoff] = {}
         self.now = 0.0
         for process in self.processes:
             self.link(process)
@@ -90,12 +90,12 @@ class Handoff(RuleBasedStateMachine):
                     for process in self.processes:
                         if process.id == action.writer and process.linked_there:
                             process.down.append(action)
-                case HandOver():
+                case Handoff():
                     self.conclude(action.ref.key, "ready")
                     self.owned[action.ref.key] = action
                 case Fail():
                     self.conclude(action.key, "failed")
-                case Fence():
+                case FenceWriter():
                     for process in self.processes:
                         if process.id == action.writer:
                             self.kill(process)
@@ -107,9 +107,9 @@ class Handoff(RuleBasedStateMachine):
     def send(self, process: Process, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case Offer():
+                case GrantReceived():
                     process.offers[action.ref.key] = action
-                case Lost() | Refused() | Revoked():
+                case LinkLost() | GrantDenied() | GrantRevoked():
                     pass  # the owner stops in its own time: rule `stop`
                 case _:
                     if process.sender.linked and process.linked_there:
@@ -189,7 +189,7 @@ class Handoff(RuleBasedStateMachine):
         """`reserve` is in blocks beyond those of the tokens."""
         key = (f"r{len(self.attempts)}", 1)
         keys = PREFIXES[family][: num_tokens // BLOCK_SIZE] if cached else []
-        expected = Expected(
+        expected = PendingTransfer(
             key, num_tokens, keys, -(-num_tokens // BLOCK_SIZE) + reserve if reserve else None
         )
         self.attempts[key] = expected
@@ -229,7 +229,7 @@ class Handoff(RuleBasedStateMachine):
         key = self.pick(data, list(self.owned))
         self.release(self.owned.pop(key))
 
-    def release(self, done: HandOver) -> None:
+    def release(self, done: Handoff) -> None:
         keys = self.attempts[done.ref.key].keys
         parent = b""
         for block, block_key in zip(done.block_ids, keys, strict=False):
@@ -474,11 +474,11 @@ def digest(ref: GrantRef, index: int) -> bytes:
     return f"{ref.generation}/{index}".encode()
 
 
-TestHandoff = Handoff.TestCase
+TestHandoff = HandoffMachine.TestCase
 TestHandoff.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 
 
-def walk(machine: Handoff, rng: random.Random, steps: int) -> None:
+def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
     """Long random walks reach what is many steps deep, where hypothesis' short programs seldom come."""
     for _ in range(steps):
         writing = machine.writing()
@@ -528,7 +528,7 @@ def test_random_walks(seed: int) -> None:
     rng = random.Random(seed)
     ways: set[str] = set()
     for _ in range(60):
-        machine = Handoff()
+        machine = HandoffMachine()
         machine.build()
         walk(machine, rng, 120)
         ways |= set(machine.outcome.values())

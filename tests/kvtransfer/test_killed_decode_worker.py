@@ -14,7 +14,7 @@ import pytest
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.protocol.errors import HandoffRefused, PeerLost
+from kvtransfer.protocol.errors import HandoffDenied, PeerLost
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, fill, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ async def test_its_grants_and_asks_are_over(transport, how):
             await peer.stop(granted)
             await until(lambda: scratch.available() == 64)
         if how is signal.SIGKILL:
-            with pytest.raises(HandoffRefused):
+            with pytest.raises(HandoffDenied):
                 await client.peer(address, INCARNATION)
     finally:
         await client.close()

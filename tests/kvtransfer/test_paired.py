@@ -19,7 +19,7 @@ from kvtransfer.transports import staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
 from kvtransfer.transports.nccl import GREETING, paired_receiver
-from kvtransfer.transports.nccl_channel import PairedChannel
+from kvtransfer.transports.nccl_channel import NcclChannel
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)
@@ -90,7 +90,7 @@ def scratch() -> KVMemory:
 
 @pytest.fixture
 async def channel(sink, scratch):
-    channel = await PairedChannel.open(worlds.GLOO, sink.welcome(), scratch)
+    channel = await NcclChannel.open(worlds.GLOO, sink.welcome(), scratch)
     yield channel
     channel.close()
 
@@ -150,7 +150,7 @@ async def test_after_the_fence_nothing_is_copied(sink, channel, scratch):
     assert sink.dead == 1
 
 
-async def _keep_sending(channel: PairedChannel, scratch: KVMemory) -> None:
+async def _keep_sending(channel: NcclChannel, scratch: KVMemory) -> None:
     while True:
         await channel.send(Run(REF, 1, scratch, range(1, BLOCKS)), wanted)
 
@@ -165,7 +165,7 @@ async def test_who_joins_without_the_secret_is_not_listened_to(sink, scratch):
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     port, secret = GREETING.unpack(connection.greeting)
     connection.greeting = GREETING.pack(port, bytes(len(secret)))
-    stranger = PairedChannel(worlds.GLOO, connection, "127.0.0.1", scratch)
+    stranger = NcclChannel(worlds.GLOO, connection, "127.0.0.1", scratch)
     await until(lambda: sink.dead == 1, 10.0)
     stranger.close()
 

@@ -16,7 +16,7 @@ from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import registry
 from kvtransfer.transports.base import Place
-from kvtransfer.transports.cuda_ipc import PushReceiver
+from kvtransfer.transports.cuda_ipc import CudaIpcReceiver
 from kvtransfer.transports.cuda_mapping import CudaPort
 from kvtransfer.transports.memory_mapping import Exported, Flags, HostPort
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
@@ -150,7 +150,7 @@ async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monk
 async def test_a_pool_of_another_kind_is_refused(make_pair):
     pair = await make_pair("cuda_ipc")
     (receiver,) = pair.decode.server._reception.transports
-    assert isinstance(receiver, PushReceiver)
+    assert isinstance(receiver, CudaIpcReceiver)
     assert receiver.unreachable(Place("elsewhere")) == "on another host"
     assert "GPU" in (HostPort("here").unreachable(Place("here", "GPU-1"), in_place=False) or "")
     assert HostPort("here").unreachable(Place("here"), in_place=False) is None

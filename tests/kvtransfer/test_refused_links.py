@@ -10,7 +10,7 @@ import pytest
 
 from diptych.runtime.rpc_streams.unix_stream import socket_name
 from kvtransfer.drivers import peer_link
-from kvtransfer.protocol.errors import HandoffRefused
+from kvtransfer.protocol.errors import HandoffDenied
 from tests.kvtransfer.conftest import INCARNATION, pairs
 
 ADDRESS = "127.0.0.1:9"
@@ -41,9 +41,9 @@ async def test_all_that_wait_for_a_link_are_refused_with_it(monkeypatch: pytest.
         found = await asyncio.gather(
             *(client.peer(ADDRESS, INCARNATION) for _ in range(5)), return_exceptions=True
         )
-        assert [type(one) for one in found] == [HandoffRefused] * 5
+        assert [type(one) for one in found] == [HandoffDenied] * 5
         assert len({str(one) for one in found}) == 1
         assert tries == 1
-        with pytest.raises(HandoffRefused):
+        with pytest.raises(HandoffDenied):
             await client.peer(ADDRESS, INCARNATION)
         assert tries == 2  # who comes later tries anew

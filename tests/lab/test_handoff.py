@@ -1,11 +1,11 @@
-"""The hand-over's benchmark runs: two processes, real ends, and every round answered."""
+"""The handoff's benchmark runs: two processes, real ends, and every round answered."""
 
 from __future__ import annotations
 
 from lab.handoff import SHAPES, measure, table
 
 
-async def test_two_processes_hand_over_and_say_when():
+async def test_two_processes_handoff_and_say_when():
     taken = await measure(["cuda_ipc"], [40], rounds=2)
     assert list(taken) == [("cuda_ipc", 40)]
     times = taken["cuda_ipc", 40]

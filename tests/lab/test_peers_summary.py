@@ -46,7 +46,7 @@ MEASURED = [
     one(VLLM, STREAMS, p99_itl_beside_ms=300),
     one(OTHER, QUEUED, p99_itl_beside_ms=20),
     one(VLLM, QUEUED, p99_itl_beside_ms=1000),
-    one(OTHER, closed_loop(16), median_handover_ms=2.7, p99_handover_ms=11),
+    one(OTHER, closed_loop(16), median_handoff_ms=2.7, p99_handoff_ms=11),
     one(OTHER, START, start_s=7),
 ]
 LIMITS = Limits(bf16_flops=512e9, prompt_flops=128e9)  # 4 prompts, 2048 tokens a second
@@ -97,8 +97,8 @@ def test_best_is_the_highest_or_the_lowest_and_says_whose() -> None:
         ),
         ("ITL p99 of 8 streams beside prompts that queue, ours / vLLM's at its best throughput", 0.02, True),
         ("start-up of ours / 10 s", 0.7, True),
-        ("C=16 hand-over median of ours / 3 ms", 0.9, True),
-        ("C=16 hand-over p99 of ours / 10 ms", 1.1, False),
+        ("C=16 handoff median of ours / 3 ms", 0.9, True),
+        ("C=16 handoff p99 of ours / 10 ms", 1.1, False),
     ],
 )
 def test_judges_every_target(what: str, ratio: float, met: bool) -> None:

@@ -20,7 +20,7 @@ from decode_worker.sequence import DecodeSequence
 from diptych.engine.batch import AbortWords, SequenceStep, check_batch
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
-from diptych.engine.step_output import Drawn
+from diptych.engine.step_output import StepOutput
 from diptych.runtime.block_hash import HASH_VERSION
 from kvtransfer.protocol.fingerprint import Fingerprint
 from kvtransfer.transports.device_order import CPU
@@ -87,12 +87,12 @@ class SimulatedRunner:
 
     def step_and_draw(
         self, sequences: Sequence[SequenceStep], draws: object, abort: AbortWords | None = None
-    ) -> Drawn:
+    ) -> StepOutput:
         """Nothing is drawn here: the rows come back as logits."""
         rows = self.step(sequences, abort)
-        return Drawn([None] * len(rows), rows)
+        return StepOutput([None] * len(rows), rows)
 
-    def draws_itself(self, row: object) -> bool:
+    def samples_on_device(self, row: object) -> bool:
         """Nothing is launched here."""
         return False
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import gateway.session.choice_state as session_module
 from diptych.runtime.errors import DiptychError
-from gateway.session.retry_policy import GiveUp, History, Retry
+from gateway.session.retry_policy import GiveUp, Retry, RetryContext
 from tests.simulation.clients import Client
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults
@@ -84,7 +84,7 @@ class Run:
             self.suspected |= not verdict.acquitted
         if rule == "suspect":
             self.suspected |= verdict
-        if any(isinstance(arg, History) and arg.deaths - arg.unproven > DEATHS for arg in args):
+        if any(isinstance(arg, RetryContext) and arg.deaths - arg.unproven > DEATHS for arg in args):
             self.violated(f"a request met its death number {DEATHS + 1}")
 
     def run(self) -> Outcome:

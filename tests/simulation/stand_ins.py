@@ -95,9 +95,11 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "prefill_worker.chunk_step.sample": model.sample,
         "diptych.worker_process.server.leave": _leave,
         "diptych.worker_process.server.announce_ready": lambda settings, ports: None,
-        "gateway.program.AdminDoor": SimpleNamespace(start=_nothing_started),
-        "gateway.program.OpenAIDoor": lambda *args, **options: None,
-        "gateway.program.KServeDoor": lambda *args, **options: SimpleNamespace(register=lambda server: None),
+        "gateway.program.AdminServicer": SimpleNamespace(start=_nothing_started),
+        "gateway.program.OpenAIRoutes": lambda *args, **options: None,
+        "gateway.program.KServeServicer": lambda *args, **options: SimpleNamespace(
+            register=lambda server: None
+        ),
     }
     for module in (
         "gateway.program",
@@ -121,7 +123,7 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
             f"{module}.add_health_and_reflection": _health,
             f"{module}.HttpEdge": SimpleNamespace(start=_nothing_started),
         }
-    found["diptych.worker_process.server.LocalDoor"] = lambda services: SimpleNamespace(
+    found["diptych.worker_process.server.UnixServer"] = lambda services: SimpleNamespace(
         open=_nothing, close=_nothing
     )
     SimulatedSocket.network = cluster.sockets

@@ -9,18 +9,18 @@ import pytest
 
 from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.choices import Choice
-from decode_worker.request_manager import Attempts
+from decode_worker.request_manager import RequestManager
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
 from gateway.admission.admission import AdmissionQueue
 from gateway.attempt.work import build_work
 from gateway.attempt.worker_events import TokensArrived
-from gateway.session.choice_state import Session
+from gateway.session.choice_state import ChoiceState
 from gateway.session.session_actions import Emit
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.transfer_table import AttemptBook
+from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import tcp
-from prefill_worker.request_manager import Attempts as PrefillAttempts
+from prefill_worker.request_manager import RequestManager as PrefillAttempts
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -30,12 +30,12 @@ Patch = pytest.MonkeyPatch
 def quarantine_ends_by_itself(patch: Patch) -> None:
     """Blocks are freed under a writer that was only asked to stop."""
 
-    def quarantine(self: AttemptBook, attempt: Any) -> None:
+    def quarantine(self: TransferTable, attempt: Any) -> None:
         real(self, attempt)
         self.end(attempt)
 
-    real = AttemptBook.quarantine
-    patch.setattr(AttemptBook, "quarantine", quarantine)
+    real = TransferTable.quarantine
+    patch.setattr(TransferTable, "quarantine", quarantine)
 
 
 def quarantine_ends_by_the_clock(patch: Patch) -> None:
@@ -87,7 +87,7 @@ def drafts_are_believed(patch: Patch) -> None:
 def tokens_come_twice(patch: Patch) -> None:
     """What was delivered before is delivered again."""
 
-    def tokens(self: Session, event: TokensArrived, now: float) -> list[Any]:
+    def tokens(self: ChoiceState, event: TokensArrived, now: float) -> list[Any]:
         if event.position > len(self.output_ids):
             return real(self, event, now)
         before = len(self.output_ids)
@@ -95,20 +95,20 @@ def tokens_come_twice(patch: Patch) -> None:
         again = event.token_ids[: before - event.position]
         return [Emit(event.position, again, self.choice), *actions] if again else actions
 
-    real = Session._tokens
-    patch.setattr(Session, "_tokens", tokens)
+    real = ChoiceState._tokens
+    patch.setattr(ChoiceState, "_tokens", tokens)
 
 
 def a_gap_is_passed_over(patch: Patch) -> None:
     """A step batch that is lost goes unnoticed."""
 
-    def tokens(self: Session, event: TokensArrived, now: float) -> list[Any]:
+    def tokens(self: ChoiceState, event: TokensArrived, now: float) -> list[Any]:
         if event.position and event.position % 5 == 0:
             return []
         return real(self, event._replace(position=min(event.position, len(self.output_ids))), now)
 
-    real = Session._tokens
-    patch.setattr(Session, "_tokens", tokens)
+    real = ChoiceState._tokens
+    patch.setattr(ChoiceState, "_tokens", tokens)
 
 
 def a_retry_takes_output_for_prompt(patch: Patch) -> None:
@@ -124,7 +124,7 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
 
 def a_lost_gateway_leaks(patch: Patch) -> None:
     """Attempts outlive the gateway that attached them, for as long as their grants are not asked for."""
-    patch.setattr(Attempts, "gateway_lost", lambda self, gateway: gateway.close())
+    patch.setattr(RequestManager, "gateway_lost", lambda self, gateway: gateway.close())
     patch.setattr(PrefillAttempts, "gateway_lost", lambda self, gateway: gateway.close())
 
 
@@ -136,7 +136,7 @@ def shared_blocks_are_written(patch: Patch) -> None:
 def blocks_are_released_during_the_step(patch: Patch) -> None:
     """The blocks of a sequence that ends are free while a step still writes them."""
 
-    def leave(self: Attempts, gang: Any, outcome: Any) -> None:
+    def leave(self: RequestManager, gang: Any, outcome: Any) -> None:
         writes = self._step.writes
         self._step.writes = lambda owner: False  # type: ignore[method-assign]
         real_release, gang.release = gang.release, lambda: None
@@ -151,14 +151,14 @@ def blocks_are_released_during_the_step(patch: Patch) -> None:
         finally:
             self._step.writes = writes  # type: ignore[method-assign]
 
-    real = Attempts.leave
-    patch.setattr(Attempts, "leave", leave)
+    real = RequestManager.leave
+    patch.setattr(RequestManager, "leave", leave)
 
 
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     """Blocks enter the prefix cache when they are granted, before anybody has verified them."""
 
-    def try_grant(self: AttemptBook, attempt: Any) -> Any:
+    def try_grant(self: TransferTable, attempt: Any) -> Any:
         grant = real(self, attempt)
         if grant is not None:
             parent = b""
@@ -167,8 +167,8 @@ def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
                 parent = key
         return grant
 
-    real = AttemptBook.try_grant
-    patch.setattr(AttemptBook, "try_grant", try_grant)
+    real = TransferTable.try_grant
+    patch.setattr(TransferTable, "try_grant", try_grant)
 
 
 def a_release_is_forgotten(patch: Patch) -> None:

@@ -108,6 +108,6 @@ def _server_times(timings: Timings) -> ServerTimes:
     return ServerTimes(
         queue=timings.queue,
         prefill=timings.prefill,
-        handover=timings.time_to_first_token - timings.queue - timings.prefill,
+        handoff=timings.time_to_first_token - timings.queue - timings.prefill,
         kv_transfer=timings.kv_transfer,
     )

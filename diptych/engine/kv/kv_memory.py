@@ -1,6 +1,6 @@
 """The memory that holds keys and values, in blocks of tokens.
 
-Block-major: one block is one contiguous region over all layers, so that a hand-over moves (or grants) one
+Block-major: one block is one contiguous region over all layers, so that a handoff moves (or grants) one
 region per block whatever the depth of the model. Inside it, per layer and KV head, keys lie transposed
 `[head_dim, block_size]` (the lanes of a dot product over the head are tokens, so a score kernel reads them
 contiguously) and values lie `[block_size, head_dim]`.

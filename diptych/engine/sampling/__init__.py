@@ -12,7 +12,7 @@ A row goes through these stations in this order; one that its request does not a
     mask                   what a grammar lets come now
     temperature, top-k, top-p, min-p, the draw
 
-Forbidden is minus infinity, which no later station lifts. Scores that are told (`Score`) are those of the
+Forbidden is minus infinity, which no later station lifts. Scores that are told (`TokenLogprob`) are those of the
 model itself: they know nothing of any station.
 
 The draw is counter-based: its one random number is a hash of (seed, index of the output token). A request
@@ -23,7 +23,14 @@ around it.
 from diptych.engine.sampling.params import SamplingParams
 from diptych.engine.sampling.random import choice_seed, distribution, uniform
 from diptych.engine.sampling.sample import candidates, sample
-from diptych.engine.sampling.sample_row import Candidate, Sampled, SampleFailure, SampleRow, Score, TokenMask
+from diptych.engine.sampling.sample_row import (
+    Candidate,
+    Sampled,
+    SampleFailure,
+    SampleRow,
+    TokenLogprob,
+    TokenMask,
+)
 from diptych.engine.sampling.token_logprobs import score_tokens
 from diptych.engine.sampling.topk import likeliest
 
@@ -33,7 +40,7 @@ __all__ = [
     "SampleRow",
     "Sampled",
     "SamplingParams",
-    "Score",
+    "TokenLogprob",
     "TokenMask",
     "candidates",
     "choice_seed",

@@ -35,7 +35,7 @@ class SampleRow:
         return bool(self.params.rules) or bool(self.suppress) or self.mask is not None
 
 
-class Score(NamedTuple):
+class TokenLogprob(NamedTuple):
     """What the model itself thought of a token: before biases, penalties, masks and temperature."""
 
     logprob: float
@@ -51,7 +51,7 @@ class Sampled:
     """The token of a row; its score if the row's parameters ask for scores."""
 
     token_id: int
-    score: Score | None = None
+    score: TokenLogprob | None = None
 
 
 class Candidate(NamedTuple):
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     token_id: int
     logprob: float
     """After the rules: what the score of the beam grows by."""
-    score: Score | None = None
+    score: TokenLogprob | None = None
     """If the row's parameters ask for scores."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from diptych.runtime.discovery import store
-from diptych.runtime.discovery.outage_log import Outages
+from diptych.runtime.discovery.outage_log import OutageLog
 from diptych.runtime.discovery.prefix_index import PrefixIndex, PrefixSnapshot
 from diptych.runtime.discovery.records import Identity, Lease, WorkerRecord
 from diptych.runtime.task_cancellation import end_task
@@ -38,7 +38,7 @@ class DirectoryMirror:
     def __init__(self, redis_url: str) -> None:
         """Raises ValueError for a malformed URL."""
         self._redis: Redis = store.connect(redis_url)
-        self._outages = Outages(redis_url)
+        self._outages = OutageLog(redis_url)
         self._leases: dict[str, Lease] = {}
         self._index = PrefixIndex()
         # Workers whose lease named more than we had at the last poll, and what we had then.

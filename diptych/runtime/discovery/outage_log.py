@@ -14,7 +14,7 @@ _SAY_AGAIN_S = 60.0
 _LONG_S = 5.0  # such an outage is told however lately there was another one
 
 
-class Outages:
+class OutageLog:
     """Of one client of the directory. Times are seconds on a clock that does not go back."""
 
     def __init__(self, url: str) -> None:

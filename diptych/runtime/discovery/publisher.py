@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from diptych.runtime.discovery import store
-from diptych.runtime.discovery.outage_log import Outages
+from diptych.runtime.discovery.outage_log import OutageLog
 from diptych.runtime.discovery.prefix_index import PrefixEvent
 from diptych.runtime.discovery.records import Lease, WorkerLoad, WorkerRecord
 from diptych.runtime.task_cancellation import end_task
@@ -57,7 +57,7 @@ class DirectoryPublisher:
         Raises ValueError for a malformed URL.
         """
         self._redis: Redis = store.connect(redis_url)
-        self._outages = Outages(redis_url)
+        self._outages = OutageLog(redis_url)
         self._record = record
         self._owned_keys = owned_keys
         self._load = WorkerLoad()

@@ -13,7 +13,7 @@ from diptych.runtime.rpc_streams.stream import LinkService, Refused, StreamLost
 from diptych.runtime.rpc_streams.unix_stream import (
     READ_AHEAD_BYTES,
     Kind,
-    LocalStream,
+    UnixStream,
     read_frame,
     same_user,
     socket_name,
@@ -23,7 +23,7 @@ _OPEN_WITHIN_S = 3.0
 _log = logging.getLogger(__name__)
 
 
-class LocalDoor:
+class UnixServer:
     """Listens on an abstract Unix socket that is named after the worker's address: no file is left behind."""
 
     def __init__(self, services: Sequence[LinkService]) -> None:
@@ -63,7 +63,7 @@ class LocalDoor:
         try:
             service = await self._wanted(reader) if same_user(writer.get_extra_info("socket")) else None
             if service is not None:
-                await _serve(service, LocalStream(reader, writer, service.method.request))
+                await _serve(service, UnixStream(reader, writer, service.method.request))
         except asyncio.CancelledError:
             pass  # by `close`; asyncio's streams take a handler that ends cancelled for a fault, and log it
         finally:
@@ -79,7 +79,7 @@ class LocalDoor:
         return self._services.get(frame.body.decode(errors="replace")) if frame.kind == Kind.OPEN else None
 
 
-async def _serve(service: LinkService, stream: LocalStream) -> None:
+async def _serve(service: LinkService, stream: UnixStream) -> None:
     """One stream from its first message to its end, which the other end is told of."""
     try:
         await service.serve(stream)

@@ -57,7 +57,7 @@ def socket_name(address: str) -> str:
     return f"\0diptych-links-{address}"
 
 
-class LocalStream:
+class UnixStream:
     """One end of a stream; `incoming` is what the other end says."""
 
     def __init__(
@@ -129,7 +129,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
         raise StreamLost(_UNAVAILABLE, "the connection broke") from error
 
 
-async def connect(address: str, method: LinkMethod) -> LocalStream | None:
+async def connect(address: str, method: LinkMethod) -> UnixStream | None:
     """A stream to the worker at host:port; None where none of this user listens there within this host."""
     try:
         connection = _connected(address)
@@ -143,7 +143,7 @@ async def connect(address: str, method: LinkMethod) -> LocalStream | None:
     except BaseException:
         connection.close()  # as long as it is nobody's
         raise
-    stream = LocalStream(reader, writer, method.response)
+    stream = UnixStream(reader, writer, method.response)
     await stream.open(method)
     return stream
 

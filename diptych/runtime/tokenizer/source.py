@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 import tokenizers
 
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.startup_error import StartupError
 
 
-class UnusableTokenizer(CannotStart, ValueError):
+class UnusableTokenizer(StartupError, ValueError):
     """The model's tokenizer is missing, malformed, or of a kind that this build does not have."""
 
 

@@ -18,7 +18,7 @@ from gateway.frontends.admin.worker_status import survey
 from gateway.frontends.grpc.grpc_call import GrpcCall
 from gateway.model.model_card import ModelCard
 from gateway.worker_pool.worker import Worker
-from gateway.worker_pool.worker_pool import Fleet
+from gateway.worker_pool.worker_pool import WorkerPool
 
 FLUSH_TIMEOUT_S = 5.0
 DEFAULT_INTERVAL_S = 1.0
@@ -42,7 +42,7 @@ class Operations:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WorkerPool,
         queue: AdmissionQueue,
         identity: Identity,
         state: Callable[[], tuple[bool, bool, bool]],

@@ -14,7 +14,7 @@ DESCRIPTOR = pb.DESCRIPTOR.services_by_name["AdminService"]
 MAX_REQUEST_BYTES = 64 * 1024
 
 
-class AdminDoor:
+class AdminServicer:
     """Serves operators until closed. It is ready as long as it is there: they come when things go wrong."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
@@ -32,7 +32,7 @@ class AdminDoor:
         insecure: bool,
         credentials: grpc.ServerCredentials | None = None,
         share_port: bool = False,
-    ) -> AdminDoor:
+    ) -> AdminServicer:
         """Bind (0 = any free port) and serve. Raises OSError or UnsafeBindError."""
         server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES, share_port=share_port)
         add_service(server, calls, DESCRIPTOR, bodies(operations))

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from gateway.access.caller import Caller, anybody
+from gateway.access.caller import Caller, anonymous
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_call import Context, GrpcCall, serve
 from gateway.request.validation import parse_message
@@ -47,7 +47,7 @@ def add_service(
     """
     declared = {method.name: method for method in service.methods}
     handlers = {
-        name: _handler(declared[name], calls, body, anybody() if name in without_key else None)
+        name: _handler(declared[name], calls, body, anonymous() if name in without_key else None)
         for name, body in bodies.items()
     }
     for name, stream in (streams or {}).items():

@@ -13,7 +13,7 @@ from typing import Final
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
-from gateway.frontends.kserve.request import VERSION, Asked
+from gateway.frontends.kserve.request import VERSION, InferGenerateRequest
 from gateway.frontends.kserve.tensors import add_output
 
 _REASONS: Final = {
@@ -27,14 +27,16 @@ _REASONS: Final = {
 }
 
 
-def whole(message: pb.GenerateResponse, asked: Asked) -> oip.ModelInferResponse:
+def whole(message: pb.GenerateResponse, asked: InferGenerateRequest) -> oip.ModelInferResponse:
     """All choices in one response."""
     response = _response(message.outputs, asked, message.request_id)
     _add_usage(response, message)
     return response
 
 
-def pieces(message: pb.GenerateResponse, asked: Asked, request_id: str) -> Iterator[oip.ModelInferResponse]:
+def pieces(
+    message: pb.GenerateResponse, asked: InferGenerateRequest, request_id: str
+) -> Iterator[oip.ModelInferResponse]:
     """One response for each choice with something new."""
     last = len(message.outputs) - 1
     for position, output in enumerate(message.outputs):
@@ -47,7 +49,9 @@ def pieces(message: pb.GenerateResponse, asked: Asked, request_id: str) -> Itera
         yield response
 
 
-def _response(outputs: Sequence[pb.OutputDelta], asked: Asked, request_id: str) -> oip.ModelInferResponse:
+def _response(
+    outputs: Sequence[pb.OutputDelta], asked: InferGenerateRequest, request_id: str
+) -> oip.ModelInferResponse:
     response = oip.ModelInferResponse(model_name=asked.request.model, model_version=VERSION, id=request_id)
     if "text_output" in asked.outputs:
         add_output(response, "text_output", "BYTES", [o.text.encode() for o in outputs], raw=asked.raw)

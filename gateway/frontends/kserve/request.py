@@ -27,7 +27,7 @@ _PATHS: Final = {"model": "model_name", "request_id": "id"}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferGenerateRequest:
     """What one request wants.
 
     Args:
@@ -47,7 +47,7 @@ class Asked:
     names: dict[str, str]
 
 
-def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
+def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> InferGenerateRequest:
     """``streaming``: whether the RPC can carry pieces. Raises DiptychError that names the client's field."""
     check_version(message.model_name, message.model_version)
     inputs = read_inputs(message)
@@ -74,7 +74,7 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> Asked:
     request.response.text = "text_output" in outputs
     request.response.token_ids = "token_ids" in outputs
     raw = bool(message.raw_input_contents)
-    return Asked(request, stream, outputs, timeout_us / 1e6 or None, raw, names)
+    return InferGenerateRequest(request, stream, outputs, timeout_us / 1e6 or None, raw, names)
 
 
 def check_version(name: str, version: str) -> None:

@@ -27,7 +27,7 @@ from gateway.frontends.kserve import answer
 from gateway.frontends.kserve.request import (
     OUTPUTS,
     VERSION,
-    Asked,
+    InferGenerateRequest,
     check_version,
     in_the_clients_words,
     read_request,
@@ -44,7 +44,7 @@ MAX_RUNNING: Final = 256  # requests of one stream; a client that sends more wai
 _INPUTS: Final = (("text_input", "BYTES", 1), ("token_ids", "INT64", -1), ("sampling_parameters", "BYTES", 1))
 
 
-class KServeDoor:
+class KServeServicer:
     """One object serves all calls. ``ready`` tells whether a request that comes now has workers."""
 
     def __init__(
@@ -149,7 +149,7 @@ class KServeDoor:
             await call.fail(in_the_clients_words(error, names))
 
 
-def _limit_time(call: GrpcCall, asked: Asked) -> None:
+def _limit_time(call: GrpcCall, asked: InferGenerateRequest) -> None:
     """The request's own timeout, where it is shorter than what the RPC has left."""
     if asked.timeout_s is not None:
         deadline = call.received_at + asked.timeout_s
@@ -181,7 +181,7 @@ class StreamedCall(GrpcCall):
         super().__init__(STREAM_INFER, shared.context, received_at)
         self.header_request_id = ""  # the header is the stream's
         self.request_id = ""
-        self.asked: Asked | None = None
+        self.asked: InferGenerateRequest | None = None
         self._shared = shared
         self._rpc_deadline = self.deadline
 

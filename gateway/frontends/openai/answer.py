@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Turns
+from gateway.cooperative_yield import Yielder
 from gateway.frontends.openai.json_text import inside
-from gateway.frontends.openai.request_builder import Asked
+from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
 DONE: Final = "data: [DONE]\n\n"
 # OpenAI has the first two and tool_calls; the others are the words of its neighbours.
@@ -42,7 +42,7 @@ class Answer(ABC):
     whole_object: ClassVar[str]
     event_object: ClassVar[str]
 
-    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+    def __init__(self, asked: HttpGenerateRequest, *, model: str, fingerprint: str, created: int) -> None:
         self._asked = asked
         self._model = model
         self._fingerprint = fingerprint
@@ -59,7 +59,7 @@ class Answer(ABC):
         """
         if message.HasField("usage"):
             self._add(message.usage)
-        turns = Turns()
+        turns = Yielder()
         events = []
         if message.HasField("prompt"):
             for choice in await self.opening(prompt, message.prompt, turns):
@@ -83,7 +83,7 @@ class Answer(ABC):
 
     async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
         """The one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
-        turns = Turns()
+        turns = Yielder()
         pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
         between = ""
         for prompt, message in enumerate(messages):
@@ -97,16 +97,16 @@ class Answer(ABC):
         return pieces
 
     @abstractmethod
-    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
         """JSON of what comes ahead of a prompt's first output, by choice and in pieces."""
 
     @abstractmethod
-    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
         """JSON of one choice in an event: what is new of it."""
 
     @abstractmethod
     async def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
         """JSON of one choice of a whole answer, in pieces."""
 

@@ -6,11 +6,11 @@ import json
 from typing import Any, ClassVar
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Turns
+from gateway.cooperative_yield import Yielder
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.json_text import ids_inside, inside
 from gateway.frontends.openai.logprobs import chat_logprobs_json
-from gateway.frontends.openai.request_builder import Asked
+from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
 
 class ChatAnswer(Answer):
@@ -20,16 +20,16 @@ class ChatAnswer(Answer):
     whole_object: ClassVar[str] = "chat.completion"
     event_object: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(self, asked: Asked, *, model: str, fingerprint: str, created: int) -> None:
+    def __init__(self, asked: HttpGenerateRequest, *, model: str, fingerprint: str, created: int) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
         self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry says that it was opened
         self._prompt_ids = ""  # as JSON, without the brackets
 
-    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
         self._prompt_ids = await ids_inside(info.token_ids, turns)
         return []
 
-    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
         opens = number not in self._calls
         extra = ""
         if self._asked.token_ids:
@@ -43,7 +43,7 @@ class ChatAnswer(Answer):
         )
 
     async def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
         # With calls and no words of its own the content is null, as OpenAI has it.
         content = output.text if output.text or not output.tool_calls else None

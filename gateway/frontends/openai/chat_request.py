@@ -9,7 +9,7 @@ from google.protobuf.struct_pb2 import Struct
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.chat_messages import read_messages, read_tools
-from gateway.frontends.openai.request_builder import Asked, Draft
+from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder
 from gateway.frontends.openai.response_format import read_structure
 from gateway.frontends.openai.sampling_fields import read_knobs, read_output_limit, read_stream
 from gateway.request.json_members import UINT32, Members, string
@@ -29,10 +29,10 @@ _ABSENT: Final[dict[str, tuple[object, ...]]] = {
 }
 
 
-def read_chat(members: dict[str, object]) -> Asked:
+def read_chat(members: dict[str, object]) -> HttpGenerateRequest:
     """Raises `InvalidParameter` or `UnsupportedFeature`, with OpenAI's name of the field."""
     body = Members(members)
-    draft = Draft(pb.GenerateRequest())
+    draft = RequestBuilder(pb.GenerateRequest())
     request = draft.request
     read_knobs(body, draft)
     read_structure(body, draft)
@@ -52,10 +52,10 @@ def read_chat(members: dict[str, object]) -> Asked:
     for name, harmless in _ABSENT.items():
         body.only(name, *harmless)
     body.finish()
-    return Asked((draft,), stream, with_usage, logprobs, token_ids=token_ids)
+    return HttpGenerateRequest((draft,), stream, with_usage, logprobs, token_ids=token_ids)
 
 
-def _logprobs(body: Members, draft: Draft) -> bool:
+def _logprobs(body: Members, draft: RequestBuilder) -> bool:
     wanted = bool(body.flag("logprobs"))
     top = body.integer("top_logprobs", UINT32)
     if top is not None and not wanted:
@@ -68,7 +68,7 @@ def _logprobs(body: Members, draft: Draft) -> bool:
     return wanted
 
 
-def _template(body: Members, draft: Draft) -> None:
+def _template(body: Members, draft: RequestBuilder) -> None:
     """What the model's chat template is told besides the messages."""
     chat = draft.request.chat
     if (add := body.flag("add_generation_prompt")) is not None:

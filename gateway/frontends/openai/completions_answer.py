@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Turns
+from gateway.cooperative_yield import Yielder
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.json_text import ids_inside, inside
 from gateway.frontends.openai.logprobs import LISTS, completion_lists, prompt_offsets
-from gateway.frontends.openai.request_builder import Asked
+from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.utf8_text import Utf8Text
 from gateway.request.validation import skips_special
@@ -46,7 +46,7 @@ class CompletionsAnswer(Answer):
 
     def __init__(
         self,
-        asked: Asked,
+        asked: HttpGenerateRequest,
         *,
         model: str,
         fingerprint: str,
@@ -62,7 +62,7 @@ class CompletionsAnswer(Answer):
         self._offsets: dict[int, TextOffsets] = {}  # by choice; what comes of it in pieces is one text
         self._echoes: dict[int, _Echo] = {}  # by prompt; of whole answers, whose choices come one by one
 
-    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> list[list[str]]:
+    async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
         asked = self._asked
         echo = await self._echo(prompt, info, turns)
         for index in range(asked.choices if asked.logprobs else 0):
@@ -78,7 +78,7 @@ class CompletionsAnswer(Answer):
             events.append([*opened, ',"finish_reason":null', *ids, "}"])
         return events
 
-    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Turns) -> str:
+    async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
         output, logprobs = self._shown(output), "null"
         if self._asked.logprobs and not self._asked.prompt_only:
             lists = await completion_lists(output.logprobs, self._offsets[number], turns)
@@ -90,7 +90,7 @@ class CompletionsAnswer(Answer):
         return f'{{"index":{number},{said},{self._event_ending(output)}{ids}}}'
 
     async def whole_choice(
-        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Turns
+        self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
         asked, output = self._asked, self._shown(output)
         echo = self._echoes.get(prompt) or await self._echo(prompt, info, turns)
@@ -113,7 +113,7 @@ class CompletionsAnswer(Answer):
             return output
         return pb.OutputDelta(finish_reason=pb.FINISH_REASON_LENGTH if output.finish_reason else None)
 
-    async def _echo(self, prompt: int, info: pb.PromptInfo, turns: Turns) -> _Echo:
+    async def _echo(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> _Echo:
         """To be made once for all choices of a prompt."""
         asked, echo = self._asked, _Echo()
         if asked.echo:

@@ -11,7 +11,7 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.frontends.openai.request_builder import Asked, Draft
+from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder
 from gateway.frontends.openai.response_format import read_structure
 from gateway.frontends.openai.sampling_fields import read_knobs, read_output_limit, read_stream
 from gateway.request.json_members import UINT32, Members, array, string, token_ids
@@ -19,10 +19,10 @@ from gateway.request.json_members import UINT32, Members, array, string, token_i
 _DEFAULT_MAX_TOKENS: Final = 16
 
 
-def read_completions(members: dict[str, object]) -> Asked:
+def read_completions(members: dict[str, object]) -> HttpGenerateRequest:
     """Raises `InvalidParameter` or `UnsupportedFeature`, with OpenAI's name of the field."""
     body = Members(members)
-    draft = Draft(pb.GenerateRequest())
+    draft = RequestBuilder(pb.GenerateRequest())
     read_knobs(body, draft)
     read_structure(body, draft)
     stream, with_usage = read_stream(body)
@@ -43,7 +43,9 @@ def read_completions(members: dict[str, object]) -> Asked:
         for one in prompts:  # ids are known already; with the prompt the output's text might be another
             one.request.response.echo_prompt |= one.request.WhichOneof("prompt") == "text"
     body.finish()
-    return Asked(prompts, stream, with_usage, logprobs is not None, echo, max_tokens == 0, token_ids_too)
+    return HttpGenerateRequest(
+        prompts, stream, with_usage, logprobs is not None, echo, max_tokens == 0, token_ids_too
+    )
 
 
 def _response(response: pb.ResponseOptions, logprobs: int | None, echo: bool) -> None:
@@ -55,7 +57,7 @@ def _response(response: pb.ResponseOptions, logprobs: int | None, echo: bool) ->
             response.prompt_logprobs = logprobs
 
 
-def _prompts(body: Members, draft: Draft) -> tuple[Draft, ...]:
+def _prompts(body: Members, draft: RequestBuilder) -> tuple[RequestBuilder, ...]:
     """A string, token ids, or a list of either."""
     value = body.required("prompt", body.take("prompt"))
     if isinstance(value, str):
@@ -77,11 +79,11 @@ def _prompts(body: Members, draft: Draft) -> tuple[Draft, ...]:
     return tuple(_one_of_many(index, prompt, shared, draft.names) for index, prompt in enumerate(value))
 
 
-def _one_of_many(index: int, prompt: object, shared: bytes, names: dict[str, str]) -> Draft:
+def _one_of_many(index: int, prompt: object, shared: bytes, names: dict[str, str]) -> RequestBuilder:
     path = f"prompt[{index}]"
     request = pb.GenerateRequest.FromString(shared)
     if isinstance(prompt, str):
         request.text = string(path, prompt)
     else:
         request.token_ids.ids.extend(token_ids(path, array(path, prompt, limits.MAX_JSON_IDS)))
-    return Draft(request, {**names, "text": path, "token_ids.ids": path})
+    return RequestBuilder(request, {**names, "text": path, "token_ids.ids": path})

@@ -21,7 +21,7 @@ from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.access.quota import Charges
+from gateway.access.quota import Charge
 from gateway.call import Call
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.errors import error_object, http_error, status_of
@@ -184,7 +184,7 @@ class PromptCall(Call):
 
     counts: ClassVar[bool] = False
 
-    def __init__(self, outer: HttpCall, prompt: int, charges: Charges, now: float) -> None:
+    def __init__(self, outer: HttpCall, prompt: int, charges: Charge, now: float) -> None:
         super().__init__(
             "completion of one prompt of several",
             received_at=now,
@@ -198,7 +198,7 @@ class PromptCall(Call):
         self.prompt = prompt
 
     @property
-    def charges(self) -> Charges:
+    def charges(self) -> Charge:
         return self._charges
 
     async def write(self, message: pb.GenerateResponse) -> None:

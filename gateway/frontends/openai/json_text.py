@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from gateway.cooperative_yield import PORTION, Turns, slices
+from gateway.cooperative_yield import PORTION, Yielder, slices
 
 BLOCK: Final = 64 * 1024  # bytes that go out in one write, as long as pieces are small
 _IDS_AS_ITEMS: Final = 16  # a token id is written in 60 ns
@@ -26,7 +26,7 @@ def joined(parts: Iterable[str]) -> str:
     return ",".join(filter(None, parts))
 
 
-async def ids_inside(ids: Sequence[int], turns: Turns) -> str:
+async def ids_inside(ids: Sequence[int], turns: Yielder) -> str:
     """The inside of a list of token ids."""
     parts = []
     for some in slices(ids, PORTION * _IDS_AS_ITEMS):

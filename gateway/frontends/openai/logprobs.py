@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Turns, slices
+from gateway.cooperative_yield import Yielder, slices
 from gateway.frontends.openai.json_text import inside, joined
 from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.utf8_text import Utf8Text
@@ -22,7 +22,9 @@ LISTS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _SLICE: Final = 64  # tokens, with up to 20 others each
 
 
-async def completion_lists(items: Sequence[pb.TokenLogprob], offsets: TextOffsets, turns: Turns) -> list[str]:
+async def completion_lists(
+    items: Sequence[pb.TokenLogprob], offsets: TextOffsets, turns: Yielder
+) -> list[str]:
     """`completion_logprobs` as JSON: the inside of each of the `LISTS`."""
     parts: list[list[str]] = [[] for _ in LISTS]
     for some in slices(items, _SLICE):
@@ -33,7 +35,7 @@ async def completion_lists(items: Sequence[pb.TokenLogprob], offsets: TextOffset
     return [joined(part) for part in parts]
 
 
-async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Turns) -> str:
+async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Yielder) -> str:
     parts = []
     for some in slices(items, _SLICE):
         parts.append(inside(chat_logprobs(some)["content"]))

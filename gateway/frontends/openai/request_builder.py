@@ -30,7 +30,7 @@ _PARTS: Final[Mapping[str, str]] = {
 
 
 @dataclass(slots=True)
-class Draft:
+class RequestBuilder:
     """One ``pb.GenerateRequest`` on its way, and ``names``: path of a field there → what the client wrote."""
 
     request: pb.GenerateRequest
@@ -38,7 +38,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HttpGenerateRequest:
     """A whole HTTP request after parsing.
 
     Args:
@@ -51,7 +51,7 @@ class Asked:
         token_ids: show them too (an extension of vLLM's).
     """
 
-    drafts: tuple[Draft, ...]
+    drafts: tuple[RequestBuilder, ...]
     stream: bool
     with_usage: bool
     logprobs: bool

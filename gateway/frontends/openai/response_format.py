@@ -13,13 +13,13 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.frontends.openai.request_builder import Draft
+from gateway.frontends.openai.request_builder import RequestBuilder
 from gateway.request.json_members import Members, array, string
 
 Put = Callable[[pb.StructuredOutput, str, object], None]
 
 
-def read_structure(body: Members, draft: Draft) -> None:
+def read_structure(body: Members, draft: RequestBuilder) -> None:
     """At most one constraint. Raises `InvalidParameter` for two."""
     found: list[str] = []
     _response_format(body, draft, found)
@@ -34,7 +34,7 @@ def read_structure(body: Members, draft: Draft) -> None:
         raise InvalidParameter(found[1], f"excludes {found[0]}")
 
 
-def _response_format(body: Members, draft: Draft, found: list[str]) -> None:
+def _response_format(body: Members, draft: RequestBuilder, found: list[str]) -> None:
     wanted = body.nested("response_format")
     if wanted is None:
         return
@@ -59,7 +59,7 @@ def _response_format(body: Members, draft: Draft, found: list[str]) -> None:
         found.append("response_format")
 
 
-def _field(body: Members, name: str, field: str, put: Put, draft: Draft, found: list[str]) -> None:
+def _field(body: Members, name: str, field: str, put: Put, draft: RequestBuilder, found: list[str]) -> None:
     value = body.take(name)
     if value is None or value is False:
         return

@@ -22,8 +22,8 @@ from diptych.runtime.errors import DiptychError, InvalidParameter
 from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.access.batch_quota import ListMeter
-from gateway.access.quota import Meter
+from gateway.access.batch_quota import BatchQuota
+from gateway.access.quota import QuotaUsage
 from gateway.call import REJECTIONS, Calls
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
@@ -32,7 +32,7 @@ from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
-from gateway.frontends.openai.request_builder import Asked
+from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
@@ -50,11 +50,11 @@ Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class _Kind:
     """One of the two ways to generate."""
 
-    read: Callable[[dict[str, object]], Asked]
-    answer: Callable[[Asked], Answer]
+    read: Callable[[dict[str, object]], HttpGenerateRequest]
+    answer: Callable[[HttpGenerateRequest], Answer]
 
 
-class OpenAIDoor:
+class OpenAIRoutes:
     """Handles what is no operator's path. One object serves all requests.
 
     Args:
@@ -111,7 +111,7 @@ class OpenAIDoor:
             return await call.fail(error)
 
     async def _answer(
-        self, request: web.BaseRequest, call: HttpCall, asked: Asked, answer: Answer
+        self, request: web.BaseRequest, call: HttpCall, asked: HttpGenerateRequest, answer: Answer
     ) -> web.StreamResponse:
         if asked.stream:
             call.stream = EventStream(request, answer)
@@ -120,7 +120,7 @@ class OpenAIDoor:
             return await call.stream.end()
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
 
-    async def _one(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
+    async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """The whole answer; empty for a stream, as with several."""
         draft = asked.drafts[0]
         call.names = draft.names
@@ -129,7 +129,7 @@ class OpenAIDoor:
             return []
         return [await self._generator.whole(draft.request, call)]
 
-    async def _several(self, call: HttpCall, asked: Asked) -> list[pb.GenerateResponse]:
+    async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """All prompts at once; the first that fails ends the others. Empty for a stream."""
         meter = self._meter(call.caller.meter, len(asked.drafts))
         served = True
@@ -141,7 +141,9 @@ class OpenAIDoor:
         finally:
             meter.close(served=served)
 
-    async def _parts(self, call: HttpCall, asked: Asked, meter: ListMeter) -> list[pb.GenerateResponse]:
+    async def _parts(
+        self, call: HttpCall, asked: HttpGenerateRequest, meter: BatchQuota
+    ) -> list[pb.GenerateResponse]:
         call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
@@ -164,15 +166,15 @@ class OpenAIDoor:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]
 
-    def _meter(self, meter: Meter, prompts: int) -> ListMeter:
+    def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
         """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
         most = meter.quota.most_together
         if most is not None and prompts > most:
             why = "each is a request, and this API key may begin no more at once"
             raise InvalidParameter("prompt", f"must be at most {most} prompts: {why}")
-        return ListMeter(meter, prompts, self._calls.clock())
+        return BatchQuota(meter, prompts, self._calls.clock())
 
-    def _completions_answer(self, asked: Asked) -> Answer:
+    def _completions_answer(self, asked: HttpGenerateRequest) -> Answer:
         return CompletionsAnswer(
             asked,
             model=self._model.card.name,
@@ -183,7 +185,7 @@ class OpenAIDoor:
             special=self._model.tokenizer.is_special,
         )
 
-    def _chat_answer(self, asked: Asked) -> Answer:
+    def _chat_answer(self, asked: HttpGenerateRequest) -> Answer:
         return ChatAnswer(
             asked, model=self._model.card.name, fingerprint=self._fingerprint, created=int(time.time())
         )

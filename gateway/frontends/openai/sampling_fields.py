@@ -11,7 +11,7 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.frontends.openai.request_builder import Draft
+from gateway.frontends.openai.request_builder import RequestBuilder
 from gateway.request.json_members import (
     INT32,
     INT64,
@@ -30,7 +30,7 @@ IGNORED: Final = ("user", "metadata", "store", "safety_identifier", "service_tie
 _COUNTS: Final = ("n", "best_of")
 
 
-def read_knobs(body: Members, draft: Draft) -> None:
+def read_knobs(body: Members, draft: RequestBuilder) -> None:
     """Everything but prompt, output limit, logprobs and structure, into ``draft``."""
     body.ignore(*IGNORED)
     request = draft.request
@@ -120,7 +120,7 @@ def _token_id(key: str) -> int:
     return integer("logit_bias", int(key), UINT32)
 
 
-def read_output_limit(body: Members, draft: Draft, *names: str) -> int | None:
+def read_output_limit(body: Members, draft: RequestBuilder, *names: str) -> int | None:
     """``max_tokens`` under the names it goes by; the names must agree. None where none is given."""
     found: int | None = None
     for name in names:

@@ -49,7 +49,7 @@ async def test_measures_diptych_at_several_loads(tmp_path: Path) -> None:
         )  # fmt: skip
     assert (status, "Traceback" in err) == (0, False)
     assert " [/b] [/b]" in out
-    assert "hand-over" in out
+    assert "handoff" in out
     assert "C=4" in out
     assert service.most_running == 4
     one, four = json.loads(json_file.read_text())

@@ -46,7 +46,7 @@ async def test_measures_the_scripted_times() -> None:
 
 async def test_reads_the_servers_own_times() -> None:
     figures = measure(await ran(ScriptedService(), 2, 1), None, exact_lengths=True).figures
-    assert figures["median_handover_ms"] == pytest.approx(48 - 3 - 40)
+    assert figures["median_handoff_ms"] == pytest.approx(48 - 3 - 40)
     assert figures["median_kv_transfer_ms"] == pytest.approx(2)
     assert figures["median_server_queue_ms"] == pytest.approx(3)
     assert figures["median_server_prefill_ms"] == pytest.approx(40)

@@ -66,12 +66,12 @@ def test_counts_answers_that_are_too_short(exact: bool, short: int) -> None:
 
 
 def test_shows_what_a_diptych_server_says_of_itself_and_nothing_for_others() -> None:
-    times = ServerTimes(queue=0.003, prefill=0.040, handover=0.005, kv_transfer=0.002)
+    times = ServerTimes(queue=0.003, prefill=0.040, handoff=0.005, kv_transfer=0.002)
     figures = measure(run([answered([1.0], server=times)], 1.0), None, exact_lengths=True).figures
-    assert figures["median_handover_ms"] == pytest.approx(5)
+    assert figures["median_handoff_ms"] == pytest.approx(5)
     assert figures["p99_kv_transfer_ms"] == pytest.approx(2)
     others = measure(run([answered([1.0])], 1.0), None, exact_lengths=True).figures
-    assert "median_handover_ms" not in others
+    assert "median_handoff_ms" not in others
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40))

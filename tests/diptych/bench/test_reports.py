@@ -23,7 +23,7 @@ from tests.diptych.bench.outcomes import answered, failed
 CALM = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=0.1, lag_p99_ms=0.5, lag_max_ms=1.0)
 BUSY = Strain(cpu_share=0.95, loop_share=0.9, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
 STARVED = Strain(cpu_share=0.1, loop_share=0.1, lag_p50_ms=5.0, lag_p99_ms=50.0, lag_max_ms=90.0)
-SERVER = ServerTimes(queue=0.001, prefill=0.040, handover=0.0042, kv_transfer=0.002)
+SERVER = ServerTimes(queue=0.001, prefill=0.040, handoff=0.0042, kv_transfer=0.002)
 DESCRIBED = result_file.RunDescription("diptych", "m", None, "random", "mine", 0, {"rounds": 2})
 
 
@@ -55,7 +55,7 @@ def test_the_table_has_medians_and_the_spread_of_rounds() -> None:
     assert "100/100/100" in text
     assert "goodput" not in text
     assert "cached" not in text
-    assert "hand-over" not in text
+    assert "handoff" not in text
 
 
 def test_the_table_has_columns_for_what_was_asked_and_what_the_server_tells() -> None:

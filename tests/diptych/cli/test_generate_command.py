@@ -43,7 +43,7 @@ def test_shows_every_phase_in_milliseconds() -> None:
     shown = rows(Usage(prompt_tokens=40, completion_tokens=11, cached_prompt_tokens=32))
     assert shown["queue"] == "1.00"
     assert shown["prefill"] == "42.50 32 of 40 prompt tokens cached"
-    assert shown["hand-over"] == "0.50 12,345 bytes moved"
+    assert shown["handoff"] == "0.50 12,345 bytes moved"
     assert shown["decode"] == "500.00 20.0 tokens/s"
     assert shown["first token after"] == "50.00"
     assert shown["total"] == "560.00"

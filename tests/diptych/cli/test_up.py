@@ -111,7 +111,7 @@ def test_generate_streams_the_answer_to_stdout_and_the_times_to_stderr(system: S
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-    for phase in ("queue", "prefill", "hand-over", "decode"):
+    for phase in ("queue", "prefill", "handoff", "decode"):
         assert phase in done.stderr
 
 

@@ -22,7 +22,7 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model, load_model
 from diptych.engine.runner import Runner
-from diptych.engine.sampling import Candidate, SamplingParams, Score
+from diptych.engine.sampling import Candidate, SamplingParams, TokenLogprob
 
 VOCAB = 29
 STOP = 3
@@ -157,7 +157,7 @@ def test_rules_that_allow_fewer_answers_repeat_the_last() -> None:
 
 def test_scores_travel_with_their_tokens() -> None:
     search = BeamSearch(1, stop_ids=[], max_tokens=2)
-    one, two = Score(-1.0, 1, ()), Score(-2.0, 3, ((4, -0.5),))
+    one, two = TokenLogprob(-1.0, 1, ()), TokenLogprob(-2.0, 3, ((4, -0.5),))
     search.first([Candidate(1, -1.0, one)])
     search.advance([[Candidate(2, -0.5, two)]])
     assert search.result(1) == [Beam((1, 2), -1.5, (one, two))]

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych.engine.core_lending_tuner import PERIOD, SHARES, TRIES, HelpWorth
+from diptych.engine.core_lending_tuner import PERIOD, SHARES, TRIES, CoreLendingTuner
 
 TRIAL = TRIES * len(SHARES)
 
 
-def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[float], float], lag: int = 1) -> list[float]:
+def serve(
+    help_worth: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
+) -> list[float]:
     """From where on each step was helped; each is told of when `lag` others have been asked for."""
     ways: list[float] = []
     for number in range(steps):
@@ -24,14 +26,14 @@ def serve(help_worth: HelpWorth, steps: int, seconds: Callable[[float], float], 
 
 @pytest.mark.parametrize("fastest", SHARES)
 def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
-    ways = serve(HelpWorth(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
+    ways = serve(CoreLendingTuner(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
     assert ways.count(fastest) >= 3 * (PERIOD - TRIAL + TRIES - 1)
     for share in SHARES:
         assert ways.count(share) >= 3 * (TRIES - 1)
 
 
 def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
-    help_worth = HelpWorth()
+    help_worth = CoreLendingTuner()
     serve(help_worth, PERIOD, lambda way: 3.0 - way)
     ways = serve(help_worth, PERIOD, lambda way: 3.0 + way)
     assert set(ways[TRIAL + TRIES :]) == {0.0}
@@ -39,5 +41,5 @@ def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
 
 def test_one_slow_step_of_a_trial_decides_nothing() -> None:
     times = iter([50.0, *[2.0] * (TRIES - 1), *[2.5] * (10 * PERIOD)])
-    ways = serve(HelpWorth(), PERIOD, lambda way: next(times), lag=0)
+    ways = serve(CoreLendingTuner(), PERIOD, lambda way: next(times), lag=0)
     assert set(ways[TRIAL:]) == {SHARES[0]}

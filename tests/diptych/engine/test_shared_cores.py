@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 from kernels.cpu.library import CORE_CLAIMED
 
 CORES = 3
 NEIGHBOUR = """
 import sys
 from diptych.engine.shared_cores import CoreShare
-share = CoreShare(int(sys.argv[1]), home=[1, 2], cores=3)
+share = SharedCores(int(sys.argv[1]), home=[1, 2], cores=3)
 print("here", flush=True)
 for line in sys.stdin:
     match line.strip():
@@ -72,7 +72,7 @@ def neighbour(fd: int) -> Iterator[Neighbour]:
 
 
 def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: Neighbour) -> None:
-    ours = CoreShare(fd, home=[0], cores=CORES)
+    ours = SharedCores(fd, home=[0], cores=CORES)
     assert (ours.home, ours.others) == (1, [1, 2])
     assert ours.free() == 2
     neighbour.do("own")
@@ -85,7 +85,7 @@ def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: N
 
 
 def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
-    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     claimed = (ctypes.c_uint8 * CORES).from_address(ours.address)
     claimed[0] = CORE_CLAIMED
     ours.rest()
@@ -96,7 +96,7 @@ def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
 
 
 def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
-    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     assert ours.spare()
     theirs.own()
     assert not ours.spare()
@@ -106,7 +106,7 @@ def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
 
 
 def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
-    ours = CoreShare(fd, home=[0], cores=CORES)
+    ours = SharedCores(fd, home=[0], cores=CORES)
     assert ours.others_waited_s() is None
     neighbour.do("wait")
     assert ours.others_waited_s() == 0.25
@@ -121,20 +121,20 @@ def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
     ("waited", "heard"), [(0.0, 0.0), (0.01, 0.0), (0.04, 0.03125), (1.0, 1.0), (1000.0, 7.9375)]
 )
 def test_how_long_work_has_waited_is_told_in_one_byte(fd: int, waited: float, heard: float) -> None:
-    ours, theirs = CoreShare(fd, home=[0], cores=CORES), CoreShare(fd, home=[1, 2], cores=CORES)
+    ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     theirs.set_backlog(waited)
     assert ours.others_waited_s() == heard
 
 
 def test_the_longest_wait_counts(fd: int) -> None:
-    ours = CoreShare(fd, home=[0], cores=CORES)
-    CoreShare(fd, home=[1], cores=CORES).set_backlog(0.5)
-    CoreShare(fd, home=[2], cores=CORES).set_backlog(0.25)
+    ours = SharedCores(fd, home=[0], cores=CORES)
+    SharedCores(fd, home=[1], cores=CORES).set_backlog(0.5)
+    SharedCores(fd, home=[2], cores=CORES).set_backlog(0.25)
     assert ours.others_waited_s() == 0.5
 
 
 def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
-    ours = CoreShare(fd, home=[0], cores=CORES)
+    ours = SharedCores(fd, home=[0], cores=CORES)
     neighbour.do("own")
     neighbour.do("wait")
     neighbour.end()
@@ -150,4 +150,4 @@ def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Ne
 @pytest.mark.parametrize("home", [[], [3], [-1]])
 def test_home_cores_must_exist(fd: int, home: list[int]) -> None:
     with pytest.raises(ValueError, match="home cores"):
-        CoreShare(fd, home=home, cores=CORES)
+        SharedCores(fd, home=home, cores=CORES)

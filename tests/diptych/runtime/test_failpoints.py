@@ -9,7 +9,7 @@ from diptych.runtime.failpoints import failpause, failpoint, parse_failpoints
 
 
 def test_nothing_is_armed_by_default() -> None:
-    assert not failpoint("handover.drop_block")
+    assert not failpoint("handoff.drop_block")
 
 
 async def test_an_unarmed_pause_returns() -> None:

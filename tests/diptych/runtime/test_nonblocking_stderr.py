@@ -15,7 +15,7 @@ from typing import TextIO
 
 import pytest
 
-from diptych.runtime.nonblocking_stderr import PatientStream
+from diptych.runtime.nonblocking_stderr import NonblockingStream
 
 LINE = "x" * 999 + "\n"
 LOST = "({} writes had no room in time, and are lost)\n"
@@ -51,7 +51,7 @@ def read(descriptor: int) -> str:
 
 def test_what_is_not_read_is_lost_and_counted(ends: tuple[int, TextIO]) -> None:
     reading, stream = ends
-    patient = PatientStream(stream)
+    patient = NonblockingStream(stream)
     for _ in range(2000):
         assert patient.write(LINE) == len(LINE)
     came = read(reading)
@@ -71,14 +71,14 @@ def test_what_is_not_read_is_lost_and_counted(ends: tuple[int, TextIO]) -> None:
 
 def test_others_with_the_same_end_may_still_wait(ends: tuple[int, TextIO]) -> None:
     _, stream = ends
-    PatientStream(stream).write(LINE)
+    NonblockingStream(stream).write(LINE)
     assert os.get_blocking(stream.fileno())
 
 
 def test_a_reader_that_is_gone_is_an_error() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:
-        patient = PatientStream(stream)
+        patient = NonblockingStream(stream)
         os.close(reading)
         with pytest.raises(BrokenPipeError):
             patient.write("x")
@@ -86,7 +86,7 @@ def test_a_reader_that_is_gone_is_an_error() -> None:
 
 def test_what_is_no_pipe_takes_everything(tmp_path: os.PathLike[str]) -> None:
     memory = io.StringIO()
-    patient = PatientStream(memory)
+    patient = NonblockingStream(memory)
     patient.write("é" + LINE * 1000)
     assert memory.getvalue() == "é" + LINE * 1000
     assert not patient.isatty()
@@ -94,7 +94,7 @@ def test_what_is_no_pipe_takes_everything(tmp_path: os.PathLike[str]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write("before\n")
         file.flush()
-        PatientStream(file).write("é" + LINE * 1000)
+        NonblockingStream(file).write("é" + LINE * 1000)
     with open(path, encoding="utf-8") as file:
         assert file.read() == "before\né" + LINE * 1000
 
@@ -116,7 +116,7 @@ def test_a_disk_that_was_full_takes_what_comes_after(
     monkeypatch.setattr("diptych.runtime.nonblocking_stderr.os.write", write_where_there_is_room)
     path = os.path.join(tmp_path, "log")
     with open(path, "w", encoding="utf-8") as file:
-        patient = PatientStream(file)
+        patient = NonblockingStream(file)
         room = 5
         for line in ("one\n", "two\n", "three\n"):
             assert patient.write(line) == len(line)
@@ -128,14 +128,14 @@ def test_a_disk_that_was_full_takes_what_comes_after(
 
 def test_a_device_that_is_full_is_no_error() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
-        PatientStream(full).write(LINE)
+        NonblockingStream(full).write(LINE)
 
 
 def test_a_program_without_standard_error_runs() -> None:
     code = (
         "import logging, sys; from diptych.cli.console import NoteConsole; "
         "from diptych.runtime.nonblocking_stderr import PatientStream; assert sys.stderr is None; "
-        "logging.basicConfig(handlers=[logging.StreamHandler(PatientStream(sys.stderr))]); "
+        "logging.basicConfig(handlers=[logging.StreamHandler(NonblockingStream(sys.stderr))]); "
         "logging.error('x'); NoteConsole().print('x'); print('fine')"
     )
     done = subprocess.run(

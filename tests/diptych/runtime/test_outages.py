@@ -3,13 +3,13 @@
 import pytest
 from redis.exceptions import AuthenticationError, ConnectionError, TimeoutError
 
-from diptych.runtime.discovery.outage_log import Outages, without_login
+from diptych.runtime.discovery.outage_log import OutageLog, without_login
 
 URL = "redis://name:hidden@host:6379/0"
 
 
 def test_the_first_outage_says_where_and_what_to_do() -> None:
-    outages = Outages(URL)
+    outages = OutageLog(URL)
     said = outages.failed(ConnectionError("hidden"), 0.0)
     assert said.startswith("the directory at redis://host:6379/0 does not answer (ConnectionError)")
     assert said.endswith(": start one, or give --redis-url")
@@ -17,7 +17,7 @@ def test_the_first_outage_says_where_and_what_to_do() -> None:
 
 
 def test_who_refuses_the_login_needs_no_second_server() -> None:
-    said = Outages(URL).failed(AuthenticationError("hidden"), 0.0)
+    said = OutageLog(URL).failed(AuthenticationError("hidden"), 0.0)
     assert (
         said
         == "the directory at redis://host:6379/0 refuses this login: give its password in DIPTYCH_REDIS_URL"
@@ -25,7 +25,7 @@ def test_who_refuses_the_login_needs_no_second_server() -> None:
 
 
 def test_a_login_that_is_refused_is_told_after_a_server_that_was_not_there() -> None:
-    outages = Outages(URL)
+    outages = OutageLog(URL)
     assert outages.failed(ConnectionError(), 0.0)
     assert "refuses this login" in outages.failed(AuthenticationError(), 5.0)
     assert not outages.failed(AuthenticationError(), 6.0)
@@ -33,7 +33,7 @@ def test_a_login_that_is_refused_is_told_after_a_server_that_was_not_there() -> 
 
 
 def test_the_first_answer_is_told_and_so_is_the_end_of_an_outage() -> None:
-    outages = Outages(URL)
+    outages = OutageLog(URL)
     assert outages.answered()
     assert outages.failed(TimeoutError(), 1.0).endswith("does not answer (TimeoutError)")
     assert outages.answered()
@@ -41,7 +41,7 @@ def test_the_first_answer_is_told_and_so_is_the_end_of_an_outage() -> None:
 
 
 def test_outages_of_a_moment_are_told_once_a_minute() -> None:
-    outages = Outages(URL)
+    outages = OutageLog(URL)
     outages.answered()
     told: list[tuple[int, str]] = []
     ends = 0
@@ -56,7 +56,7 @@ def test_outages_of_a_moment_are_told_once_a_minute() -> None:
 
 
 def test_a_long_outage_is_told_soon_after_another_one() -> None:
-    outages = Outages(URL)
+    outages = OutageLog(URL)
     outages.failed(TimeoutError(), 0.0)
     outages.answered()
     assert not outages.failed(TimeoutError(), 1.0)

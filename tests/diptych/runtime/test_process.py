@@ -25,7 +25,7 @@ async def main(stop):
     assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
     assert incarnation() == incarnation() and 0 < incarnation() < 2**63
     if sys.argv[1] == "mistake":
-        raise CannotStart("no model at /nowhere")
+        raise StartupError("no model at /nowhere")
     announce_ready(settings, {"grpc_port": 1, "http_port": 2})
     assert gc.get_freeze_count() > len(gc.get_objects()), "a full collection would stop everything"
     if sys.argv[1] == "raise":

@@ -15,7 +15,7 @@ from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
-from decode_worker.step_pacing import Pace
+from decode_worker.step_pacing import StepPacing
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
@@ -24,10 +24,10 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
+from diptych.runtime.rpc_streams.unix_server import UnixServer
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.fingerprint import Fingerprint
@@ -148,7 +148,7 @@ class House:
 
     decodes: list[Decode] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    shares: list[CoreShare] = field(default_factory=list)
+    shares: list[SharedCores] = field(default_factory=list)
 
     def leftovers(self) -> list[str]:
         return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
@@ -188,11 +188,11 @@ async def house(
         stack.callback(os.close, cores)
         workers = decodes + prefills
         if stretch is not None or backend == "native":
-            made.shares = [CoreShare(cores, home=[n], cores=workers) for n in range(workers)]
+            made.shares = [SharedCores(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
             runner = Runner(MODELS[backend](), 1, next(shares))
-            pace = Pace(stretch or 1.0)
+            pace = StepPacing(stretch or 1.0)
             made.decodes.append(await _decode(stack, transport, number, blocks, runner, pace, drafter))
         for number in range(prefills):
             runner = Runner(MODELS[backend](), 1, next(shares))
@@ -221,7 +221,7 @@ async def _decode(
     number: int,
     blocks: int,
     runner: Runner,
-    pace: Pace,
+    pace: StepPacing,
     drafter: Drafter | None,
 ) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
@@ -261,7 +261,7 @@ async def _decode(
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, False)}"
     await server.start()
     stack.push_async_callback(server.stop, None)
-    door = LocalDoor([handoff.service])
+    door = UnixServer([handoff.service])
     await door.open(address)
     stack.push_async_callback(door.close)
     stack.push_async_callback(handoff.close)

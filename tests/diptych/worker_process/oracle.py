@@ -12,7 +12,7 @@ from diptych.engine.generate_beams import generate_beams
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
-from diptych.engine.sampling import Sampled, SamplingParams, Score
+from diptych.engine.sampling import Sampled, SamplingParams, TokenLogprob
 from tests.diptych.worker_process.both_workers import layout, model
 
 
@@ -63,5 +63,5 @@ def beams(
     )
 
 
-def scores_of_prompt(prompt: Sequence[int], count: int) -> list[Score]:
+def scores_of_prompt(prompt: Sequence[int], count: int) -> list[TokenLogprob]:
     return prompt_scores(*_engine(80), prompt, count)

@@ -51,7 +51,7 @@ def phases_of(registry: CollectorRegistry) -> dict[str, list[float]]:
 
 
 def lost(registry: CollectorRegistry) -> float:
-    """Hand-overs that failed."""
+    """Handoffs that failed."""
     return sum(
         sample.value
         for family in registry.collect()
@@ -95,12 +95,12 @@ async def test_a_phase_that_never_ran_is_not_counted() -> None:
         (work_pb2.FAILURE_REASON_NEVER_FITS, 0),
     ],
 )
-async def test_a_decode_worker_counts_the_hand_overs_that_failed(
+async def test_a_decode_worker_counts_the_handoffs_that_failed(
     reason: work_pb2.FailureReason, failures: int
 ) -> None:
     async with house("shared_memory", blocks=64) as made:
         gateway, decode = Gateway(made), made.decodes[0]
-        taken = decode.pool.allocate(64)  # so that it waits for its hand-over
+        taken = decode.pool.allocate(64)  # so that it waits for its handoff
         gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
         await until(lambda: decode.handoff.stats().waiting_asks == 1)
         decode.loop.attempts.on_failed(("r", 1), reason, "as if")
@@ -110,7 +110,7 @@ async def test_a_decode_worker_counts_the_hand_overs_that_failed(
     assert lost(counting(decode.ended[0])) == failures
 
 
-async def test_a_prompt_that_came_too_late_is_no_hand_over_that_failed() -> None:
+async def test_a_prompt_that_came_too_late_is_no_handoff_that_failed() -> None:
     async with house("shared_memory", blocks=64) as made:
         gateway, decode, prefill = Gateway(made), made.decodes[0], made.prefills[0]
         taken = decode.pool.allocate(64)

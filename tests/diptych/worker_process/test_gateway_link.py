@@ -16,7 +16,7 @@ from diptych.runtime.rpc_streams import unix_stream as local
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService, Stream, StreamLost
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
+from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import decode_pb2, decode_pb2_grpc, work_pb2
 from diptych.worker_process.gateway_link import SILENT_TICKS, GatewayLinks
 from tests.diptych.worker_process.both_workers import Decode, house
@@ -139,7 +139,7 @@ async def test_a_silent_gateway_that_does_not_read_either_is_let_go(edge):
         finally:
             ended.set()
 
-    door = LocalDoor([LinkService(DECODE, serve)])
+    door = UnixServer([LinkService(DECODE, serve)])
     await door.open(edge.address)
     call = await local.connect(edge.address, DECODE)
     await call.write(HELLO)

@@ -199,7 +199,7 @@ async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> N
         gateway, decode = Gateway(made), made.decodes[0]
         gateway.start(decode, made.prefills[0], asked(1, COUNT))
         await until(lambda: decode.pool.available() < decode.pool.total)
-        await asyncio.sleep(0.1)  # by now the hand-over is complete, if it can be
+        await asyncio.sleep(0.1)  # by now the handoff is complete, if it can be
         decode.loop.attempts.cancel(("r1", 1))
         made.prefills[0].loop.attempts.cancel(("r1", 1))
         waiting.may_compile.set()

@@ -22,7 +22,7 @@ from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import SampleRow
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_output import Launched
 from diptych.worker_process.step_thread import InFlight
 from tests.diptych.worker_process import test_random_choices, test_random_interleavings
@@ -62,7 +62,11 @@ def launches(backend: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What steps that fail would log."""
-    return [r.getMessage() for r in caplog.records if r.name.startswith(("decode_worker", "diptych.worker_process"))]
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name.startswith(("decode_worker", "diptych.worker_process"))
+    ]
 
 
 async def test_greedy_requests_in_random_order(
@@ -192,7 +196,7 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
 async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is being computed: streams, heartbeats and hand-overs would stand still for a whole step."""
+    """It is being computed: streams, heartbeats and handoffs would stand still for a whole step."""
     read = NativeBackend._collect
     failed = False
     waited_for_by: list[threading.Thread] = []
@@ -222,7 +226,7 @@ async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
 
 def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
     fd = os.memfd_create("cores")
-    ours, theirs = (CoreShare(fd, home=[core], cores=2) for core in range(2))
+    ours, theirs = (SharedCores(fd, home=[core], cores=2) for core in range(2))
     runner = Runner(MODELS["native"](), 1, ours)
     assert runner.spare_core()
     theirs.own()

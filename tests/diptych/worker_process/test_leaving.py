@@ -21,12 +21,12 @@ from google.protobuf.duration_pb2 import Duration
 from decode_worker.config import DecodeSettings
 from decode_worker.worker import DecodeWorker
 from diptych.engine.runner import Runner
-from diptych.engine.sampling import Score
+from diptych.engine.sampling import TokenLogprob
 from diptych.runtime.process import ONE_SIGNAL_S
 from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.grpc_stream import GrpcCall
 from diptych.runtime.rpc_streams.method import DECODE
-from diptych.runtime.rpc_streams.unix_stream import LocalStream
+from diptych.runtime.rpc_streams.unix_stream import UnixStream
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
@@ -109,7 +109,7 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
 
 
 @asynccontextmanager
-async def leaving(carrier: type = LocalStream) -> AsyncIterator[tuple[DecodeWorker, Any, asyncio.Event, Any]]:
+async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorker, Any, asyncio.Event, Any]]:
     """A decode worker that runs and has an attempt, a gateway's stream into it, its signal, and its run."""
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
@@ -140,7 +140,7 @@ async def told(stream: Any) -> list[work_pb2.FailureReason]:
     return [one.failure.reason for one in ended]
 
 
-@pytest.mark.parametrize("carrier", [GrpcCall, LocalStream])
+@pytest.mark.parametrize("carrier", [GrpcCall, UnixStream])
 async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
     async with leaving(carrier) as (_, stream, stop, running):
         stop.set()
@@ -162,7 +162,7 @@ async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
 
 async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
     """Their requests are over when the search is; a gateway that gets half of one has it searched again."""
-    score = Score(-1.0, 1, tuple((token, -1.0) for token in range(20)))
+    score = TokenLogprob(-1.0, 1, tuple((token, -1.0) for token in range(20)))
     async with leaving() as (worker, stream, _, running):
         await stream.write(Request(cancel=work_pb2.Cancel(id=work(("r", 1), PROMPT, 4).id)))
         await until(lambda: worker._loop.num_waiting == 0)

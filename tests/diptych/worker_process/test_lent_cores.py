@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 from prefill_worker.request import State
 from tests.diptych.worker_process.both_workers import House, greedy, house
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
@@ -19,16 +19,16 @@ TOKENS = 30
 
 
 @pytest.fixture
-def rests(monkeypatch: pytest.MonkeyPatch) -> list[CoreShare]:
+def rests(monkeypatch: pytest.MonkeyPatch) -> list[SharedCores]:
     """Grows by a share whenever its owner lets go of its cores."""
-    seen: list[CoreShare] = []
-    rest = CoreShare.rest
+    seen: list[SharedCores] = []
+    rest = SharedCores.rest
 
-    def counting(share: CoreShare) -> None:
+    def counting(share: SharedCores) -> None:
         seen.append(share)
         rest(share)
 
-    monkeypatch.setattr(CoreShare, "rest", counting)
+    monkeypatch.setattr(SharedCores, "rest", counting)
     return seen
 
 
@@ -42,13 +42,13 @@ async def streamed(made: House, name: str) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def prompts_waiting(share: CoreShare) -> Iterator[None]:
+def prompts_waiting(share: SharedCores) -> Iterator[None]:
     share.set_backlog(0.0)
     yield
     share.set_backlog(None)
 
 
-async def test_steps_make_way_while_prompts_wait(rests: list[CoreShare]) -> None:
+async def test_steps_make_way_while_prompts_wait(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.5, prefills=2) as made:
         decode, _, other_prefill = made.shares
         assert await streamed(made, "alone") == greedy(PROMPT, TOKENS)
@@ -60,7 +60,7 @@ async def test_steps_make_way_while_prompts_wait(rests: list[CoreShare]) -> None
     assert beside >= TOKENS - 3, "after each step but the last"
 
 
-async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[CoreShare]) -> None:
+async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.0, prefills=2) as made:
         decode, _, other_prefill = made.shares
         with prompts_waiting(other_prefill):

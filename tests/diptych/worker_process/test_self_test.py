@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diptych.engine.runner import Runner
-from diptych.worker_process.self_test import ProbeFailed, check, probe
+from diptych.worker_process.self_test import SelfTestFailed, check, probe
 from tests.diptych.worker_process.both_workers import layout, model
 
 
@@ -20,16 +20,16 @@ def test_a_healthy_engine_passes_and_every_step_was_computed() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_no_inference(bad: float) -> None:
     good, broken = torch.zeros(1, 8), torch.tensor([[0.0] * 7 + [bad]])
-    with pytest.raises(ProbeFailed, match="not finite"):
+    with pytest.raises(SelfTestFailed, match="not finite"):
         check([good, broken], [good, good])
-    with pytest.raises(ProbeFailed, match="not finite"):
+    with pytest.raises(SelfTestFailed, match="not finite"):
         check([good, good], [good, broken])
 
 
 def test_the_second_time_has_to_be_as_the_first() -> None:
     one = torch.linspace(-5, 5, 8)[None]
     check([one, one], [one, one + 1e-5])
-    with pytest.raises(ProbeFailed, match="step 1"):
+    with pytest.raises(SelfTestFailed, match="step 1"):
         check([one, one], [one, one.flip(1)])
 
 
@@ -43,5 +43,5 @@ class Flaky(Runner):
 
 
 def test_an_engine_that_changes_its_mind_fails() -> None:
-    with pytest.raises(ProbeFailed, match="second time"):
+    with pytest.raises(SelfTestFailed, match="second time"):
         probe(Flaky(model(), 1), layout())

@@ -108,7 +108,7 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
 @pytest.mark.parametrize("index", [0, 3])
 @pytest.mark.parametrize("sampling", [{}, {"beam_width": 3}], ids=["choice", "beams"])
 async def test_what_is_made_of_a_rows_result_may_raise(sampling, index, monkeypatch):
-    """At the hand-over or after a step: its request fails, and takes nothing with it that is not its own."""
+    """At the handoff or after a step: its request fails, and takes nothing with it that is not its own."""
     prompts = [(n, n + 1, n + 2) for n in range(3)]
     finish_reason, fork = Attempt.finish_reason, AttemptBlocks.fork
     forks = Counter()

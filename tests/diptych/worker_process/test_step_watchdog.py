@@ -9,13 +9,13 @@ from diptych.worker_process.step_watchdog import (
     LEAST_S,
     MARGIN,
     RECENT_S,
-    StepClock,
     StepTime,
+    StepWatchdog,
     size_class,
 )
 
 
-def stepped(clock: StepClock, tokens: int, seconds: float, now: float) -> float:
+def stepped(clock: StepWatchdog, tokens: int, seconds: float, now: float) -> float:
     clock.begin(tokens, now)
     clock.end(now + seconds)
     return now + seconds
@@ -27,7 +27,7 @@ def test_classes_are_powers_of_two(tokens: int, kind: int) -> None:
 
 
 def test_the_first_step_may_take_long_and_between_steps_nothing_is_late() -> None:
-    clock = StepClock()
+    clock = StepWatchdog()
     assert clock.late_s(1e9) == 0
     clock.begin(512, 0.0)
     assert clock.late_s(FIRST_S) == 0
@@ -37,7 +37,7 @@ def test_the_first_step_may_take_long_and_between_steps_nothing_is_late() -> Non
 
 
 def test_a_step_is_late_by_the_measure_of_its_class() -> None:
-    clock = StepClock()
+    clock = StepWatchdog()
     now = stepped(clock, 512, 1.0, 0.0)
     now = stepped(clock, 1, 0.01, now)
     clock.begin(600, now)
@@ -48,7 +48,7 @@ def test_a_step_is_late_by_the_measure_of_its_class() -> None:
 
 
 def test_a_step_that_failed_is_late_by_its_parts_and_no_measure_for_others() -> None:
-    clock = StepClock()
+    clock = StepWatchdog()
     now = stepped(clock, 64, 1.0, 0.0)
     clock.again(now)
     assert clock.late_s(1e9) == 0, "none is running"
@@ -63,7 +63,7 @@ def test_a_step_that_failed_is_late_by_its_parts_and_no_measure_for_others() -> 
 
 
 def test_a_larger_step_than_ever_is_judged_by_its_size() -> None:
-    clock = StepClock()
+    clock = StepWatchdog()
     now = stepped(clock, 64, 1.0, 0.0)
     clock.begin(512, now)
     assert clock.late_s(now + MARGIN * 8) == 0
@@ -71,7 +71,7 @@ def test_a_larger_step_than_ever_is_judged_by_its_size() -> None:
 
 
 def test_times_are_the_medians_of_what_is_recent() -> None:
-    clock = StepClock()
+    clock = StepWatchdog()
     stepped(clock, 1, 9.0, 0.0)
     now = 9.0 + RECENT_S + 1
     for seconds in (0.1, 0.3, 0.2):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from diptych.runtime.errors import QuotaExceeded
-from gateway.access.batch_quota import ListMeter
-from gateway.access.quota import Meter, Quota
+from gateway.access.batch_quota import BatchQuota
+from gateway.access.quota import Quota, QuotaUsage
 
 QUOTA = Quota(requests_per_minute=4, tokens_per_minute=100, concurrent_requests=4)
 
 
-def left(meter: Meter) -> tuple[int, int]:
+def left(meter: QuotaUsage) -> tuple[int, int]:
     """Requests and tokens that may still begin at once."""
     counts = []
     for one in ((1, 0), (0, 1)):
@@ -27,11 +27,11 @@ def left(meter: Meter) -> tuple[int, int]:
 
 
 def test_its_places_are_taken_at_once() -> None:
-    meter = Meter("k", QUOTA)
-    many = ListMeter(meter, 3, 0.0)
+    meter = QuotaUsage("k", QUOTA)
+    many = BatchQuota(meter, 3, 0.0)
     assert meter.running == 3
     with pytest.raises(QuotaExceeded):
-        ListMeter(meter, 2, 0.0)
+        BatchQuota(meter, 2, 0.0)
     assert meter.running == 3
     for _ in range(3):
         many.require(1, 0, 0.0)
@@ -49,8 +49,8 @@ def test_its_places_are_taken_at_once() -> None:
 
 @pytest.mark.parametrize("served", [False, True])
 def test_what_it_costs_in_the_end(served: bool) -> None:
-    meter = Meter("k", QUOTA)
-    many = ListMeter(meter, 4, 0.0)
+    meter = QuotaUsage("k", QUOTA)
+    many = BatchQuota(meter, 4, 0.0)
     many.begin(10, 0.0)
     many.begin(20, 0.0)
     many.begin(30, 0.0)

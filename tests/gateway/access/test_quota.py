@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.runtime.errors import QuotaExceeded
-from gateway.access.quota import BUSY_RETRY_S, Meter, Quota
+from gateway.access.quota import BUSY_RETRY_S, Quota, QuotaUsage
 
 
-def refusal(meter: Meter, prompt_tokens: int, now: float) -> QuotaExceeded:
+def refusal(meter: QuotaUsage, prompt_tokens: int, now: float) -> QuotaExceeded:
     running = meter.running
     with pytest.raises(QuotaExceeded) as caught:
         meter.begin(prompt_tokens, now)
@@ -19,14 +19,14 @@ def refusal(meter: Meter, prompt_tokens: int, now: float) -> QuotaExceeded:
 
 
 def test_without_a_quota_everything_goes() -> None:
-    meter = Meter("k")
+    meter = QuotaUsage("k")
     for _ in range(1000):
         meter.begin(10**9, 0.0)
     assert meter.running == 1000
 
 
 def test_requests_at_the_limit_and_one_above() -> None:
-    meter = Meter("k", Quota(requests_per_minute=30))
+    meter = QuotaUsage("k", Quota(requests_per_minute=30))
     for _ in range(30):
         meter.begin(1, 100.0)
         meter.end(1)
@@ -39,7 +39,7 @@ def test_requests_at_the_limit_and_one_above() -> None:
 
 
 def test_running_requests_at_the_limit_and_one_above() -> None:
-    meter = Meter("k", Quota(concurrent_requests=2))
+    meter = QuotaUsage("k", Quota(concurrent_requests=2))
     meter.begin(1, 0.0)
     meter.begin(1, 0.0)
     assert refusal(meter, 1, 0.0).retry_after_s == BUSY_RETRY_S
@@ -49,7 +49,7 @@ def test_running_requests_at_the_limit_and_one_above() -> None:
 
 
 def test_prompt_tokens_count_at_once_and_output_tokens_at_the_end() -> None:
-    meter = Meter("k", Quota(tokens_per_minute=600))
+    meter = QuotaUsage("k", Quota(tokens_per_minute=600))
     meter.begin(500, 0.0)
     meter.begin(100, 0.0)
     assert refusal(meter, 1, 0.0).retry_after_s == pytest.approx(0.1)
@@ -60,7 +60,7 @@ def test_prompt_tokens_count_at_once_and_output_tokens_at_the_end() -> None:
 
 
 def test_a_prompt_longer_than_a_minutes_tokens_waits_for_a_full_bucket_and_is_paid_for_later() -> None:
-    meter = Meter("k", Quota(tokens_per_minute=60))
+    meter = QuotaUsage("k", Quota(tokens_per_minute=60))
     meter.begin(300, 0.0)
     assert refusal(meter, 1, 0.0).retry_after_s == pytest.approx(241.0)
     assert refusal(meter, 300, 241.0).retry_after_s == pytest.approx(59.0)
@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_a_minutes_tokens_waits_for_a_full_bucket_and_is_pa
 
 
 def test_what_the_server_had_no_room_for_costs_nothing() -> None:
-    meter = Meter("k", Quota(requests_per_minute=1, tokens_per_minute=10, concurrent_requests=1))
+    meter = QuotaUsage("k", Quota(requests_per_minute=1, tokens_per_minute=10, concurrent_requests=1))
     for _ in range(5):
         meter.begin(10, 0.0)
         meter.refused(10)
@@ -87,7 +87,7 @@ def test_what_the_server_had_no_room_for_costs_nothing() -> None:
 )
 def test_how_many_can_ever_begin_at_once(quota: Quota, most: int | None) -> None:
     assert quota.most_together == most
-    meter = Meter("k", quota)
+    meter = QuotaUsage("k", quota)
     meter.require(most or 10**6, 0, 0.0)
     meter.require(most or 10**6, 0, 0.0)  # it counts nothing
     if most is not None:
@@ -98,7 +98,7 @@ def test_how_many_can_ever_begin_at_once(quota: Quota, most: int | None) -> None
 
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 5), st.integers(1, 100)), max_size=200))
 def test_no_more_than_a_bucket_and_what_flows_in(per_minute: int, arrivals: list[tuple[float, int]]) -> None:
-    meter = Meter("k", Quota(tokens_per_minute=per_minute))
+    meter = QuotaUsage("k", Quota(tokens_per_minute=per_minute))
     now, taken, longest = 0.0, 0, 0
     hints: list[float | None] = []
     for pause, tokens in arrivals:

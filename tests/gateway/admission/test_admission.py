@@ -12,7 +12,7 @@ from gateway.admission.admission import (
     REQUEST_OVERHEAD_TOKENS,
     WINDOW_TOKENS,
     AdmissionQueue,
-    Patience,
+    MaxQueueDelay,
     Ticket,
 )
 
@@ -113,7 +113,7 @@ def flooded(queue: AdmissionQueue, now: float) -> tuple[list[Ticket], list[float
 
 
 def test_beyond_its_patience_a_queue_refuses_and_tells_when_there_is_room() -> None:
-    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=2.0))
+    queue = AdmissionQueue(1000, 1_000_000, patience=MaxQueueDelay(seconds=2.0))
     now = measured(queue)
     taken, hints = flooded(queue, now)
     assert len(taken) == pytest.approx(21, abs=2)  # two seconds of work, and the one before them
@@ -124,14 +124,14 @@ def test_beyond_its_patience_a_queue_refuses_and_tells_when_there_is_room() -> N
 
 def test_automatic_patience_is_a_number_of_average_prefills() -> None:
     for workers in (1, 2):
-        queue = AdmissionQueue(1000, 1_000_000, patience=Patience(services=4))
+        queue = AdmissionQueue(1000, 1_000_000, patience=MaxQueueDelay(services=4))
         now = measured(queue)
         queue.resize(1000, workers, now)
         assert len(flooded(queue, now)[0]) == pytest.approx(4 * workers, abs=1.5)
 
 
 def test_places_in_decode_batches_count_too() -> None:
-    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=5.0))
+    queue = AdmissionQueue(1000, 1_000_000, patience=MaxQueueDelay(seconds=5.0))
     now = measured(queue, stay_s=10.0)  # ten seconds each: a batch of ten ends one a second
     queue.resize(10, 1, now)
     taken, _ = flooded(queue, now)
@@ -191,7 +191,7 @@ def test_a_flood_of_one_tenant_does_not_keep_another_out() -> None:
 
 
 def test_a_flood_that_waits_for_places_counts_for_another_tenant_as_turns_allow() -> None:
-    queue = AdmissionQueue(1000, 1_000_000, patience=Patience(seconds=5.0))
+    queue = AdmissionQueue(1000, 1_000_000, patience=MaxQueueDelay(seconds=5.0))
     now = measured(queue, stay_s=10.0)
     queue.resize(10, 1, now)
     flooded(queue, now)  # until those that wait would wait for five seconds
@@ -269,7 +269,7 @@ TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_a_list_is_taken_when_the_requests_that_nobody_waited_for_are_long_over() -> None:
     """Requests that leave before their first token are time in which nothing was done."""
-    queue = AdmissionQueue(64, 100_000, patience=Patience(services=4))
+    queue = AdmissionQueue(64, 100_000, patience=MaxQueueDelay(services=4))
     queue.prefilled(queue.offer(5000, now=0), 1)
     now = 1.0
     for _ in range(120):

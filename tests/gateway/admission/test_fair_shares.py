@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from gateway.admission.fair_shares import QueueShares
+from gateway.admission.fair_shares import FairShares
 
 
-def filled(size: int, **held: int) -> QueueShares:
-    shares = QueueShares(size)
+def filled(size: int, **held: int) -> FairShares:
+    shares = FairShares(size)
     for tenant, tokens in held.items():
         shares.take(tenant, tokens)
     return shares
 
 
 def test_one_tenant_alone_has_all_of_it() -> None:
-    shares = QueueShares(100)
+    shares = FairShares(100)
     assert shares.fits("a", 500)  # nothing waits
     shares.take("a", 60)
     assert shares.fits("a", 40)
@@ -52,7 +52,7 @@ def test_never_more_than_twice_its_size() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_three_floods_leave_a_fourth_tenant_room(seed: int) -> None:
     rng = random.Random(seed)
-    shares = QueueShares(1000)
+    shares = FairShares(1000)
     waiting: list[tuple[str, int]] = []
     for _ in range(2000):
         tenant, tokens = rng.choice("aaabc"), rng.randint(1, 50)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.runtime.errors import QueueFull
-from gateway.admission.admission import AdmissionQueue, Patience
+from gateway.admission.admission import AdmissionQueue, MaxQueueDelay
 from gateway.admission.gate import AdmissionGate, Capacity
 from gateway.admission.kv_budget import FIRST_GUESS_TOKENS, KvBudget
 
@@ -105,7 +105,7 @@ def test_shorter_outputs_than_were_thought_let_more_run() -> None:
 
 def test_the_way_to_memory_counts_against_patience() -> None:
     """One request after the other fills the memory and stays ten seconds: the third would wait for two."""
-    queue = AdmissionQueue(100, 1_000_000, patience=Patience(seconds=15.0))
+    queue = AdmissionQueue(100, 1_000_000, patience=MaxQueueDelay(seconds=15.0))
     queue.kv.resize(4 * SIZE, SIZE)
     first = queue.offer(3 * SIZE, max_tokens=SIZE, now=0)
     queue.prefilled(first, 1.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.admission.throughput_estimator import FIRST_S, RateMeter
+from gateway.admission.throughput_estimator import FIRST_S, ThroughputEstimator
 
 
-def work(meter: RateMeter, per_s: float, start: float, seconds: float) -> float:
+def work(meter: ThroughputEstimator, per_s: float, start: float, seconds: float) -> float:
     now = start
     meter.begin(now)
     for _ in range(round(seconds * 10)):
@@ -18,7 +18,7 @@ def work(meter: RateMeter, per_s: float, start: float, seconds: float) -> float:
 
 
 def test_nothing_is_said_too_early() -> None:
-    meter = RateMeter()
+    meter = ThroughputEstimator()
     meter.begin(0.0)
     meter.done(50, FIRST_S / 2, more=True)
     assert meter.per_s is None
@@ -28,14 +28,14 @@ def test_nothing_is_said_too_early() -> None:
 
 @pytest.mark.parametrize("idle_s", [1, 5, 600])
 def test_idle_time_does_not_count(idle_s: float) -> None:
-    meter = RateMeter()
+    meter = ThroughputEstimator()
     now = work(meter, 1000, 0.0, 2)
     now = work(meter, 1000, now + idle_s, 2)
     assert meter.per_s == pytest.approx(1000, rel=0.05)
 
 
 def test_what_was_slow_before_a_pause_is_forgotten() -> None:
-    meter = RateMeter()
+    meter = ThroughputEstimator()
     now = work(meter, 10, 0.0, 30)
     meter.begin(now + 1)
     assert meter.per_s == pytest.approx(10, rel=0.1)
@@ -46,7 +46,7 @@ def test_what_was_slow_before_a_pause_is_forgotten() -> None:
 
 
 def test_it_follows_a_change() -> None:
-    meter = RateMeter()
+    meter = ThroughputEstimator()
     now = work(meter, 1000, 0.0, 20)
     work(meter, 100, now, 10)
     assert meter.per_s is not None

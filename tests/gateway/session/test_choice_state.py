@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diptych.runtime.errors import Internal, KvTransferFailed, NoReadyWorker, WorkerLost
 from gateway.attempt.types import Cause, FinishReason, Role, TokenScore
 from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.choice_state import Session
-from gateway.session.request_limits import Tally
+from gateway.session.choice_state import ChoiceState
+from gateway.session.request_limits import RequestLimits
 from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
 from gateway.session.session_events import (
     Admitted,
@@ -30,20 +30,20 @@ from gateway.session.session_events import (
     WorkerGone,
     WorkerUp,
 )
-from gateway.session.transitions import LEGAL, IllegalMove, State
+from gateway.session.transitions import TRANSITIONS, InvalidTransition, State
 
 PROMPT = (7, 8, 9)
 
 
-def started(max_tokens: int = 10, tally: Tally | None = None, choice: int = 0) -> Session:
-    session = Session(tally or Tally(len(PROMPT), max_tokens), now=0.0, choice=choice)
+def started(max_tokens: int = 10, tally: RequestLimits | None = None, choice: int = 0) -> ChoiceState:
+    session = ChoiceState(tally or RequestLimits(len(PROMPT), max_tokens), now=0.0, choice=choice)
     session.handle(Admitted(), 1.0)
     session.handle(Launched(1, "p", "d"), 2.0)
     return session
 
 
 def test_the_way_to_the_workers() -> None:
-    session = Session(Tally(len(PROMPT), 10), now=0.0, choice=3)
+    session = ChoiceState(RequestLimits(len(PROMPT), 10), now=0.0, choice=3)
     assert session.handle(Admitted(), 1.0) == [NeedRoute(3)]
     assert session.handle(Launched(1, "p", "d"), 2.0) == []
     assert session.working == {Role.PREFILL: "p", Role.DECODE: "d"}
@@ -52,14 +52,14 @@ def test_the_way_to_the_workers() -> None:
 
 def test_events_out_of_turn_are_refused() -> None:
     session = started()
-    with pytest.raises(IllegalMove):
+    with pytest.raises(InvalidTransition):
         session.handle(Admitted(), 3.0)
-    with pytest.raises(IllegalMove):
+    with pytest.raises(InvalidTransition):
         session.handle(Launched(2, "p", "d"), 3.0)
 
 
 def test_an_error_counts_what_all_choices_delivered() -> None:
-    tally = Tally(len(PROMPT), 10)
+    tally = RequestLimits(len(PROMPT), 10)
     first, second = started(tally=tally), started(tally=tally, choice=1)
     first.handle(TokensArrived(1, 0, (1, 2)), 3.0)
     failed = second.handle(AttemptFailed(1, Role.DECODE, Cause.INCOMPATIBLE), 4.0)[-1]
@@ -123,7 +123,7 @@ def test_failures_that_end_a_request(delivered: int, cause: Cause, error: Except
     assert failed.error.metadata == error.metadata  # type: ignore[attr-defined]
 
 
-def test_a_second_failed_hand_over_ends_the_request_with_the_right_code() -> None:
+def test_a_second_failed_handoff_ends_the_request_with_the_right_code() -> None:
     session = started()
     assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 3.0)[-1] == NeedRoute(0)
     assert session.handle(AttemptFailed(1, Role.PREFILL, Cause.KV_TRANSFER_FAILED), 3.0) == []  # its echo
@@ -141,7 +141,7 @@ def test_preemption_after_the_last_token_is_the_end() -> None:
 
 
 def test_whether_a_grammar_was_complete_at_the_last_token_is_asked_again() -> None:
-    session = started(tally=Tally(len(PROMPT), 2, constrained=True))
+    session = started(tally=RequestLimits(len(PROMPT), 2, constrained=True))
     session.handle(TokensArrived(1, 0, (1, 2)), 3.0)
     assert session.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)[-1] == NeedRoute(0)
     session.handle(Launched(2, "p", "d"), 5.0)
@@ -164,7 +164,7 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.now = 0.0
-        self.session = Session(Tally(len(PROMPT), len(self.TEXT)), now=0.0)
+        self.session = ChoiceState(RequestLimits(len(PROMPT), len(self.TEXT)), now=0.0)
         self.client: list[int] = []
         self.busy: dict[tuple[str, int], bool] = {}  # (worker, attempt) → not cancelled, no last word
         self.attempts = 0
@@ -324,7 +324,7 @@ class SessionMachine(RuleBasedStateMachine):
     def every_move_was_legal_and_in_time(self) -> None:
         moves = self.session.transitions
         for (before, then), (after, now) in itertools.pairwise(moves):
-            assert after in LEGAL[before]
+            assert after in TRANSITIONS[before]
             assert then <= now
 
     @invariant()

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diptych.runtime.errors import DeadlineExceeded, Internal, WorkerLost
 from gateway.attempt.types import Cause, FinishReason, Role
 from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.request_state import Choices
+from gateway.session.request_state import RequestState
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.session_actions import (
     Action,
@@ -46,7 +46,7 @@ from gateway.session.transitions import State
 PROMPT = (7, 8, 9)
 
 
-def moment(choices: Choices, *events: Event) -> list[Action]:
+def moment(choices: RequestState, *events: Event) -> list[Action]:
     """Everything that follows from events of one moment."""
     actions: list[Action] = []
     for event in events:
@@ -54,9 +54,9 @@ def moment(choices: Choices, *events: Event) -> list[Action]:
     return actions + choices.settle()
 
 
-def started(count: int, budget: RetryBudget | None = None) -> Choices:
+def started(count: int, budget: RetryBudget | None = None) -> RequestState:
     """All of them in attempt 1, on workers p and d."""
-    choices = Choices(PROMPT, 10, count, now=0.0, budget=budget)
+    choices = RequestState(PROMPT, 10, count, now=0.0, budget=budget)
     (route,) = moment(choices, Admitted())
     assert isinstance(route, ChooseRoute)
     moment(choices, Routed("p", "d", route.choices))
@@ -68,7 +68,7 @@ def preempted(attempt: int, choice: int) -> AttemptFailed:
 
 
 def test_all_choices_share_the_first_attempt() -> None:
-    choices = Choices(PROMPT, 10, 3, now=0.0)
+    choices = RequestState(PROMPT, 10, 3, now=0.0)
     assert moment(choices, Admitted()) == [ChooseRoute(PROMPT, frozenset(), (0, 1, 2))]
     attach, dispatch = moment(choices, Routed("p", "d", (0, 1, 2)))
     assert isinstance(attach, Attach)
@@ -141,7 +141,7 @@ def test_a_choice_that_nobody_asked_for_is_a_bug_of_the_worker() -> None:
     assert any(isinstance(action, Fail) and isinstance(action.error, Internal) for action in actions)
 
 
-def under_two_deaths(choices: Choices) -> list[Action]:
+def under_two_deaths(choices: RequestState) -> list[Action]:
     """The second death, under choice 1 alone; choice 0 has other workers by then."""
     moment(choices, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
     moment(choices, Routed("p2", "d2", (0,)))
@@ -192,7 +192,7 @@ class ChoicesMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.texts = [(1, 2, *(10 * c + i for i in range(4))) for c in range(self.COUNT)]
-        self.choices = Choices(PROMPT, self.LENGTH, self.COUNT, now=0.0)
+        self.choices = RequestState(PROMPT, self.LENGTH, self.COUNT, now=0.0)
         self.client: list[list[int]] = [[] for _ in range(self.COUNT)]
         self.ended: dict[int, Action] = {}
         self.error: Fail | None = None

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from diptych.runtime.errors import DiptychError
 from gateway.attempt.types import Cause, FinishReason, Role
 from gateway.attempt.worker_events import AttemptFailed, TokensArrived
-from gateway.session.choice_state import Session
-from gateway.session.failed_workers import Casualties
-from gateway.session.request_limits import Tally
+from gateway.session.choice_state import ChoiceState
+from gateway.session.failed_workers import FailedWorkers
+from gateway.session.request_limits import RequestLimits
 from gateway.session.retry_budget import RetryBudget
 from gateway.session.retry_policy import LOSSES_RECOVERED, REFUSALS_REROUTED, WAIT_FOR_WORKER_S
 from gateway.session.session_actions import Action, AwaitWorker, Cancel, Fail, Finish, NeedRoute
@@ -33,8 +33,8 @@ class Request:
     """One choice that is driven by hand; workers of attempt k are pk and dk."""
 
     def __init__(self, max_tokens: int = 10, **limits: object) -> None:
-        self.tally = Tally(PROMPT_TOKENS, max_tokens, **limits)  # type: ignore[arg-type]
-        self.session = Session(self.tally, now=0.0)
+        self.tally = RequestLimits(PROMPT_TOKENS, max_tokens, **limits)  # type: ignore[arg-type]
+        self.session = ChoiceState(self.tally, now=0.0)
         self.session.handle(Admitted(), 0.0)
         self.attempts = 0
 
@@ -204,7 +204,7 @@ def test_a_row_that_failed_is_computed_anew_elsewhere_and_only_once() -> None:
     assert error_of(request.fails(Cause.ROW_FAILED)).reason == "INTERNAL"
 
 
-def test_a_hand_over_that_failed_is_tried_again_by_another_pair() -> None:
+def test_a_handoff_that_failed_is_tried_again_by_another_pair() -> None:
     """What is wrong with the way between two workers, or with one of them, is wrong the next time, too."""
     request = Request().launch("p", "d")
     assert request.fails(Cause.KV_TRANSFER_FAILED)[-1] == NeedRoute(0)
@@ -283,7 +283,7 @@ def test_faults_are_paid_from_the_budget_and_preemptions_are_not() -> None:
 
 
 def test_what_the_client_has_is_not_made_again() -> None:
-    session = Session(Tally(PROMPT_TOKENS, 10), now=0.0)
+    session = ChoiceState(RequestLimits(PROMPT_TOKENS, 10), now=0.0)
     assert session.handle(Restored((4, 5)), 0.0) == []
     session.handle(Admitted(), 1.0)
     session.handle(Launched(1, "p", "d"), 2.0)
@@ -293,7 +293,7 @@ def test_what_the_client_has_is_not_made_again() -> None:
 
 
 def test_a_complete_output_needs_no_worker() -> None:
-    session = Session(Tally(PROMPT_TOKENS, 2), now=0.0)
+    session = ChoiceState(RequestLimits(PROMPT_TOKENS, 2), now=0.0)
     assert session.handle(Restored((4, 5), reason=FinishReason.LENGTH), 0.0) == [Finish(FinishReason.LENGTH)]
     assert session.handle(Admitted(), 1.0) == []
 
@@ -304,7 +304,7 @@ def test_a_complete_output_needs_no_worker() -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["lost", "left", "back", "new"]))))
 def test_deaths_are_losses_without_a_farewell_or_a_return(story: list[tuple[str, str]]) -> None:
     """Told again by brute force: each loss counts from the moment it happens until it is explained."""
-    casualties = Casualties()
+    casualties = FailedWorkers()
     open_losses: dict[str, bool] = {}
     final = 0
     for worker, what in story:
@@ -353,7 +353,7 @@ def test_the_hint_of_the_budget_is_true() -> None:
 
 
 def test_a_token_that_no_decode_worker_took_over_is_no_progress() -> None:
-    """Else a hand-over that never succeeds would be tried again for each token of the output."""
+    """Else a handoff that never succeeds would be tried again for each token of the output."""
     request = Request()
     for lost in range(LOSSES_RECOVERED + 1):
         request.launch()

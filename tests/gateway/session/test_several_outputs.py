@@ -150,7 +150,7 @@ async def test_a_preempted_choice_is_computed_again_while_the_others_go_on(
     assert (messages[-1].timings.preemptions, messages[-1].timings.retries) == (1, 0)
 
 
-async def test_a_failed_hand_over_is_recomputed_for_all_choices_at_once(
+async def test_a_failed_handoff_is_recomputed_for_all_choices_at_once(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.worker.v1 import prefill_pb2, work_pb2
 from gateway.attempt.types import TokenScore
 from gateway.attempt.worker_events import TokensArrived
-from gateway.worker_pool.codec import PrefillWire
+from gateway.worker_pool.codec import PrefillCodec
 from prefill_worker.gateway_stream import GatewayStream
 
 
@@ -19,7 +19,7 @@ async def test_first_tokens_of_a_prefill_worker() -> None:
     stream.first_tokens(("r", 4), 5, tokens, times)
     stream.close()
     (message,) = [message async for message in stream.messages()]
-    heard = PrefillWire("g", 1).read(message)
+    heard = PrefillCodec("g", 1).read(message)
     assert isinstance(heard, list)
     assert [(news.work_id, news.attempt, news.choice, news.last_word) for news in heard] == [
         ("r", 4, 2, False),
@@ -34,4 +34,4 @@ async def test_first_tokens_of_a_prefill_worker() -> None:
 
 
 def test_a_message_of_a_kind_that_is_not_known_here_says_nothing_of_attempts() -> None:
-    assert not isinstance(PrefillWire("g", 1).read(prefill_pb2.PrefillServiceLinkResponse()), list)
+    assert not isinstance(PrefillCodec("g", 1).read(prefill_pb2.PrefillServiceLinkResponse()), list)

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from gateway.model.served_model import ServedModel
-from gateway.worker_pool.codec import DecodeWire, Load, News
+from gateway.worker_pool.codec import DecodeCodec, LinkEvent, Load
 from gateway.worker_pool.links import Link, LinkDown, LinkTiming
 from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
@@ -38,13 +38,13 @@ class Journal:
     def on_load(self, worker_id: str, load: Load) -> None:
         self.said.append("load")
 
-    def on_news(self, worker_id: str, news: list[News]) -> None:
+    def on_news(self, worker_id: str, news: list[LinkEvent]) -> None:
         self.said.append("news")
 
 
 def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None = None) -> Link:
     return Link(
-        DecodeWire("gateway", 1),
+        DecodeCodec("gateway", 1),
         journal,
         worker_id=worker.worker_id,
         incarnation=incarnation or worker.incarnation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.runtime.discovery.records import WorkerRecord
-from gateway.worker_pool.codec import Load, PrefillWire
+from gateway.worker_pool.codec import Load, PrefillCodec
 from gateway.worker_pool.links import Link
 from gateway.worker_pool.worker import Worker, new_worker
 
@@ -34,7 +34,7 @@ def worker() -> Worker:
         total_blocks=100,
         num_threads=1,
     )
-    link = Link(PrefillWire("g", 1), Silent(), worker_id="w", incarnation=1, address="127.0.0.1:1")
+    link = Link(PrefillCodec("g", 1), Silent(), worker_id="w", incarnation=1, address="127.0.0.1:1")
     return new_worker(record, link)
 
 

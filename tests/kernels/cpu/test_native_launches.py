@@ -82,8 +82,8 @@ def test_launched_ahead_the_tokens_are_those_of_steps_one_by_one(threads: int) -
 def test_rows_that_have_to_be_looked_at_are_not_launched() -> None:
     backend = backend_of()
     steps = Streams(backend).steps([0, 1])
-    assert backend.draws_itself(GREEDY)
-    assert not backend.draws_itself(WARM)
+    assert backend.samples_on_device(GREEDY)
+    assert not backend.samples_on_device(WARM)
     assert backend.launch(steps, [GREEDY, WARM], None) is None
     assert backend.launch(steps, [GREEDY, None], None) is None
 

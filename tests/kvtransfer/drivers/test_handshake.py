@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych.worker.v1 import handoff_pb2
-from kvtransfer.drivers.handshake import Reception
+from kvtransfer.drivers.handshake import Handshake
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.pool_memory import allocate_pool
@@ -23,7 +23,7 @@ def answer(ours: list[str], theirs: list[str], host: str = HERE, device: str = "
     hello = handoff_pb2.HandoffHello(
         fingerprint=FINGERPRINT.to_proto(), transports=theirs, host_id=host, device=device
     )
-    found = Reception(WriterId("decode", 1), FINGERPRINT, 2, made).transport_for(hello)
+    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).transport_for(hello)
     return found if isinstance(found, str) else f"-> {found.name}"
 
 

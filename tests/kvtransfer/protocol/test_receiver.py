@@ -7,10 +7,10 @@ import pytest
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.messages import (
-    Expected,
     Fail,
-    Fence,
-    HandOver,
+    FenceWriter,
+    Handoff,
+    PendingTransfer,
     SendAbort,
     SendDenied,
     SendGrant,
@@ -29,16 +29,16 @@ def granted(
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     receiver.link_up(WRITER, in_place=in_place)
-    receiver.expect(Expected(KEY, num_tokens, [], reserve))
+    receiver.expect(PendingTransfer(KEY, num_tokens, [], reserve))
     (grant,) = receiver.ask(WRITER, KEY)
     assert isinstance(grant, SendGrant)
     return receiver, pool, grant
 
 
-def test_in_place_a_commit_is_the_hand_over():
+def test_in_place_a_commit_is_the_handoff():
     receiver, pool, grant = granted(in_place=True)
     assert receiver.commit(WRITER, grant.ref, 6, (9,), "note") == [
-        HandOver(WRITER, grant.ref, [0, 1, 2], 0, 6, (9,), True, "note")
+        Handoff(WRITER, grant.ref, [0, 1, 2], 0, 6, (9,), True, "note")
     ]
     assert pool.available() == 5
 
@@ -50,7 +50,7 @@ def test_a_commit_waits_for_blocks_that_are_still_on_their_way():
     assert receiver.arrived(WRITER, grant.ref, 2, [b"2"]) == []
     assert receiver.arrived(WRITER, grant.ref, 2, [b"2", b"3"]) == [], "more than was granted"
     (done,) = receiver.arrived(WRITER, grant.ref, 0, [b"0", b"1"])
-    assert isinstance(done, HandOver)
+    assert isinstance(done, Handoff)
 
 
 def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
@@ -124,7 +124,7 @@ def test_a_reserve_is_held_but_not_told():
     assert len(grant.block_ids) == 2
     assert pool.available() == 3
     (done,) = receiver.commit(WRITER, grant.ref, 3, (9,))
-    assert isinstance(done, HandOver)
+    assert isinstance(done, Handoff)
     assert len(done.block_ids) == 5
 
 
@@ -145,7 +145,7 @@ def test_several_sequences_wait_for_a_block_each(sequences, running, held, is_gr
     receiver = Receiver(pool, 2, lambda: running)
     pool.allocate(held)
     receiver.link_up(WRITER, in_place=True)
-    receiver.expect(Expected(KEY, 6, [], None, sequences))
+    receiver.expect(PendingTransfer(KEY, 6, [], None, sequences))
     assert bool(receiver.ask(WRITER, KEY)) == is_granted
 
 
@@ -156,7 +156,7 @@ def test_a_pinned_prefix_is_let_go_at_once():
     pool.insert(block, b"k", b"")
     pool.release([block])
     receiver.link_up(WRITER, in_place=True)
-    receiver.expect(Expected(KEY, 6, [b"k"]))
+    receiver.expect(PendingTransfer(KEY, 6, [b"k"]))
     (grant,) = receiver.ask(WRITER, KEY)
     assert isinstance(grant, SendGrant)
     assert grant.cached_tokens == 2
@@ -172,7 +172,7 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     held = pool.allocate(4)
     receiver.link_up(WRITER, in_place=True)
     for name, tokens in (("large", 12), ("small", 2)):
-        receiver.expect(Expected((name, 1), tokens, []))
+        receiver.expect(PendingTransfer((name, 1), tokens, []))
         assert receiver.ask(WRITER, (name, 1)) == []
     pool.release(held)
     granted_now = receiver.blocks_freed()
@@ -185,7 +185,7 @@ def test_a_higher_priority_is_served_first():
     held = pool.allocate(8)
     receiver.link_up(WRITER, in_place=True)
     for name, priority in (("first", 0), ("urgent", 3), ("second", 0), ("low", -1)):
-        receiver.expect(Expected((name, 1), 4, [], priority=priority))
+        receiver.expect(PendingTransfer((name, 1), 4, [], priority=priority))
         assert receiver.ask(WRITER, (name, 1)) == []
     pool.release(held)
     granted_now = [a.ref.key[0] for a in receiver.blocks_freed() if isinstance(a, SendGrant)]
@@ -197,12 +197,12 @@ def test_what_no_pool_could_hold_is_denied_at_once():
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     receiver.link_up(WRITER, in_place=True)
-    receiver.expect(Expected(KEY, 17, []))
+    receiver.expect(PendingTransfer(KEY, 17, []))
     denied, failed = receiver.ask(WRITER, KEY)
     assert isinstance(denied, SendDenied)
     assert isinstance(failed, Fail)
     assert failed.reason == work_pb2.FAILURE_REASON_NEVER_FITS
-    receiver.expect(Expected(("r", 2), 16, []))
+    receiver.expect(PendingTransfer(("r", 2), 16, []))
     (grant,) = receiver.ask(WRITER, ("r", 2))
     assert isinstance(grant, SendGrant)
 
@@ -212,7 +212,7 @@ def test_waits_are_escalated_and_free_nothing():
     receiver = Receiver(pool, 2, lambda: 0, Patience(early_ask_s=1.0, stopping_s=30.0))
     receiver.link_up(WRITER, in_place=True)
     receiver.ask(WRITER, ("early", 1))
-    receiver.expect(Expected(KEY, 6, []))
+    receiver.expect(PendingTransfer(KEY, 6, []))
     receiver.ask(WRITER, KEY)
     receiver.cancel(KEY)
     assert receiver.tick(100.0) == []
@@ -222,7 +222,7 @@ def test_waits_are_escalated_and_free_nothing():
     assert receiver.tick(129.0) == []
     assert receiver.stats().quarantine_age_s == 29.0
     (fence,) = receiver.tick(130.0)
-    assert isinstance(fence, Fence)
+    assert isinstance(fence, FenceWriter)
     assert pool.quarantined() == 3
     receiver.writer_dead(WRITER)
     assert pool.available() == 8
@@ -231,7 +231,7 @@ def test_waits_are_escalated_and_free_nothing():
 def test_one_attempt_is_attached_once():
     receiver, _, _ = granted(in_place=True)
     with pytest.raises(ValueError, match="already"):
-        receiver.expect(Expected(KEY, 6, []))
+        receiver.expect(PendingTransfer(KEY, 6, []))
     (denied,) = receiver.ask(WRITER, KEY)
     assert isinstance(denied, SendDenied)
 
@@ -245,12 +245,12 @@ def test_a_writer_that_leaves_is_not_taken_for_this_worker(reason):
     assert pool.available() == 8
 
 
-def test_an_ask_that_is_taken_back_is_no_corrupt_hand_over():
+def test_an_ask_that_is_taken_back_is_no_corrupt_handoff():
     pool = BlockPool(2)
     receiver = Receiver(pool, 2, lambda: 0)
     receiver.link_up(WRITER, in_place=True)
     held = pool.allocate(2)
-    receiver.expect(Expected(KEY, 4, []))
+    receiver.expect(PendingTransfer(KEY, 4, []))
     assert receiver.ask(WRITER, KEY) == []
     (failed,) = receiver.withdraw(WRITER, KEY)
     assert failed.reason == work_pb2.FAILURE_REASON_PEER_LOST

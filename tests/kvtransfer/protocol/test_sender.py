@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvtransfer.protocol.messages import (
+    GrantDenied,
+    GrantReceived,
     GrantRef,
-    Lost,
-    Offer,
-    Refused,
-    Revoked,
+    GrantRevoked,
+    LinkLost,
     SendAsk,
     SendCommit,
     SendStopped,
@@ -30,7 +30,7 @@ def asking() -> Sender:
 
 def writing() -> Sender:
     sender = asking()
-    assert sender.granted(REF, [1, 2], 0) == [Offer(REF, (1, 2), 0)]
+    assert sender.granted(REF, [1, 2], 0) == [GrantReceived(REF, (1, 2), 0)]
     assert sender.take(KEY)
     return sender
 
@@ -44,7 +44,7 @@ def test_a_commit_ends_it():
 
 def test_an_abort_is_answered_when_the_owner_has_stopped():
     sender = writing()
-    assert sender.abort(REF) == [Revoked(REF)]
+    assert sender.abort(REF) == [GrantRevoked(REF)]
     assert sender.abort(REF) == []
     assert sender.push(REF, 0, 1) == []
     assert sender.stop(REF) == [SendStopped(REF)]
@@ -59,7 +59,7 @@ def test_a_commit_of_a_revoked_grant_is_its_stop():
 def test_an_offer_that_nobody_took_goes_back_at_once():
     sender = asking()
     sender.granted(REF, [1, 2], 0)
-    assert sender.abort(REF) == [SendStopped(REF), Refused(KEY, None, "the blocks were taken back")]
+    assert sender.abort(REF) == [SendStopped(REF), GrantDenied(KEY, None, "the blocks were taken back")]
     assert not sender.take(KEY)
 
 
@@ -76,7 +76,7 @@ def test_a_grant_that_is_not_known_is_not_written():
 def test_a_lost_link_voids_everything_until_the_owner_stops():
     sender = writing()
     sender.ask(("other", 1))
-    assert sender.link_lost() == [Lost((("other", 1),), (REF,))]
+    assert sender.link_lost() == [LinkLost((("other", 1),), (REF,))]
     sender.link_up()
     assert sender.abort(REF) == [], "still being written: no promise yet"
     assert sender.stop(REF) == [SendStopped(REF)]

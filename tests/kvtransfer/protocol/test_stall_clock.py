@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.engine.kv.block_pool import BlockPool
-from kvtransfer.protocol.messages import Expected, Fence, SendAbort, SendGrant, WriterId
+from kvtransfer.protocol.messages import FenceWriter, PendingTransfer, SendAbort, SendGrant, WriterId
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.stall_clock import RunningTime
 
@@ -17,11 +17,11 @@ def test_a_writer_is_not_fenced_for_our_own_stall() -> None:
     time, writer, key = RunningTime(0.5), WriterId("p0", 1), ("r", 1)
     receiver = Receiver(BlockPool(8), 4, lambda: 0)
     receiver.link_up(writer, in_place=True)
-    receiver.expect(Expected(key, 8, []))
+    receiver.expect(PendingTransfer(key, 8, []))
     (grant,) = receiver.ask(writer, key)
     assert isinstance(grant, SendGrant)
     assert receiver.cancel(key) == [SendAbort(writer, grant.ref)]
     done = [action for now in (100.0, 100.25, 131.0) for action in receiver.tick(time.at(now))]
     assert done == []  # its answer may lie unread
     later = [action for n in range(125) for action in receiver.tick(time.at(131.0 + 0.25 * n))]
-    assert any(isinstance(action, Fence) for action in later)
+    assert any(isinstance(action, FenceWriter) for action in later)

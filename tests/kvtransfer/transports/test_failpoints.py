@@ -30,8 +30,8 @@ def arm(monkeypatch: pytest.MonkeyPatch, armed: str) -> None:
     ("armed", "expected"),
     [
         ("nothing", [1.0, 2.0, 3.0, 4.0]),
-        ("handover.swap_blocks", [1.0, 4.0, 3.0, 2.0]),
-        ("handover.drop_block", [1.0, 2.0, 3.0, 0.0]),
+        ("handoff.swap_blocks", [1.0, 4.0, 3.0, 2.0]),
+        ("handoff.drop_block", [1.0, 2.0, 3.0, 0.0]),
     ],
 )
 def test_blocks_are_damaged_only_on_demand(monkeypatch, armed, expected):
@@ -45,13 +45,13 @@ def test_blocks_are_damaged_only_on_demand(monkeypatch, armed, expected):
 def test_a_payload_is_damaged_in_one_bit(monkeypatch):
     payload = memoryview(bytearray(64))
     assert damage_payload(payload) is payload
-    arm(monkeypatch, "handover.corrupt_push")
+    arm(monkeypatch, "handoff.corrupt_push")
     assert sum(byte.bit_count() for byte in damage_payload(payload)) == 1
     assert not any(payload), "the worker's own block stays as it was"
 
 
 async def test_a_corrupt_push_fails_the_attempt(make_pair, monkeypatch):
-    arm(monkeypatch, "handover.corrupt_push")
+    arm(monkeypatch, "handoff.corrupt_push")
     pair = await make_pair("tcp")
     granted = await pair.grant("r", 10)
     fill(granted, 10, 1)

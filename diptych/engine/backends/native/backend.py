@@ -17,7 +17,7 @@ from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import LayerWeights, Matrix, Storage, Weights
 from kernels.byte_codes import CodedBytes
 from kernels.byte_linear import ByteMatrix
@@ -89,12 +89,12 @@ class NativeBackend:
         self._threads = threads
 
     def assist(self, states: int, cores: Sequence[int]) -> None:
-        """See `Assisted.assist`. `states` must stay valid as long as this backend lives."""
+        """See `CoreLendingBackend.assist`. `states` must stay valid as long as this backend lives."""
         numbers = (ctypes.c_int32 * len(cores))(*cores)
         self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
 
     def welcome(self, after: float) -> None:
-        """See `Assisted.welcome`."""
+        """See `CoreLendingBackend.welcome`."""
         self._guests_from = math.ceil(after * self._shape.num_layers)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
@@ -110,15 +110,15 @@ class NativeBackend:
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
-    ) -> Drawn:
-        """See `DrawingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, likeliest = self._step(sequences, greedy, abort)
         tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
-        return Drawn(tokens, logits)
+        return StepOutput(tokens, logits)
 
-    def draws_itself(self, row: SampleRow) -> bool:
-        """See `LaunchingBackend.draws_itself`: the likeliest token, and no other."""
+    def samples_on_device(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.samples_on_device`: the likeliest token, and no other."""
         return row.params.greedy
 
     def launch(
@@ -128,7 +128,7 @@ class NativeBackend:
         abort: AbortWords | None,
     ) -> Launched | None:
         """See `LaunchingBackend.launch`: batches of which every row draws itself, within the tables."""
-        if not all(draw is not None and self.draws_itself(draw) for draw in draws):
+        if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
             return None
         if positions_of(sequences) > self._positions:
             return None  # tables take their time to make, and a running step reads those that there are
@@ -150,14 +150,14 @@ class NativeBackend:
     def _is_over(self, step: _LaunchedStep) -> bool:
         return bool(self._library.diptych_is_over(self._model, step.number))
 
-    def _collect(self, step: _LaunchedStep) -> Drawn:
+    def _collect(self, step: _LaunchedStep) -> StepOutput:
         if not self._ahead or self._ahead[0] is not step:
             raise RuntimeError("steps are collected once and in the order of their launches")
         status = self._library.diptych_collect(self._model, step.number)
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        return Drawn([_drawn(token) for token in step.batch.likeliest], self._no_logits)
+        return StepOutput([_drawn(token) for token in step.batch.likeliest], self._no_logits)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
@@ -284,7 +284,7 @@ class _LaunchedStep:
     def __init__(
         self,
         is_over: Callable[[_LaunchedStep], bool],
-        collect: Callable[[_LaunchedStep], Drawn],
+        collect: Callable[[_LaunchedStep], StepOutput],
         batch: NativeBatch,
     ) -> None:
         self.batch = batch
@@ -294,5 +294,5 @@ class _LaunchedStep:
     def over(self) -> bool:
         return self._is_over(self)
 
-    def collect(self) -> Drawn:
+    def collect(self) -> StepOutput:
         return self._collect(self)

@@ -21,7 +21,7 @@ from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.cuda_graph import Recorder
 from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, draw_values
 from diptych.engine.backends.triton.decode_graphs import DRAW_FIELDS, DecodeGraphs, draw_tokens, sampled
-from diptych.engine.backends.triton.launch_throttle import Pace
+from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
 from diptych.engine.backends.triton.layers import Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
@@ -30,7 +30,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.sampling import SampleRow
-from diptych.engine.step_output import Drawn, Launched
+from diptych.engine.step_output import Launched, StepOutput
 from diptych.engine.weights import Weights
 
 
@@ -82,15 +82,15 @@ class TritonBackend:
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
-    ) -> Drawn:
-        """See `DrawingBackend.forward_and_draw`."""
+    ) -> StepOutput:
+        """See `SamplingBackend.forward_and_draw`."""
         with self._current(), torch.no_grad():
             if self._graphs is not None and self._graphs.takes(sequences):
                 return self._graphs.launch(sequences, draws, abort).collect()
             logits = self._compute(sequences, abort)
             if logits is None:
                 missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
-                return Drawn.nothing(missing)
+                return StepOutput.nothing(missing)
             return self._draw(logits, draws)
 
     def launch(
@@ -105,19 +105,19 @@ class TritonBackend:
                 return None
             return self._graphs.launch(sequences, draws, abort)
 
-    def draws_itself(self, row: SampleRow) -> bool:
-        """See `LaunchingBackend.draws_itself`."""
+    def samples_on_device(self, row: SampleRow) -> bool:
+        """See `LaunchingBackend.samples_on_device`."""
         return True
 
     def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
-        """See `RecordingBackend.plan_decode`. `recorder` is that of the device unless given."""
+        """See `GraphBackend.plan_decode`. `recorder` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
             self._graphs = DecodeGraphs(self._layers, max_batch, block_size, recorder)
             return self._graphs.count
 
     def prepare_decode(self, memory: KVMemory) -> None:
-        """See `RecordingBackend.prepare_decode`."""
+        """See `GraphBackend.prepare_decode`."""
         if self._graphs is None:
             raise RuntimeError("decode steps were not planned")
         with self._current(), torch.no_grad():
@@ -148,7 +148,7 @@ class TritonBackend:
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:
         """What is asked before each layer: obeys the words that were set meanwhile."""
         known: set[int] = set()
-        pace = Pace(self._device, placed.step.num_tokens)
+        pace = LaunchThrottle(self._device, placed.step.num_tokens)
 
         def wanted() -> bool:
             if abort is None:
@@ -164,10 +164,10 @@ class TritonBackend:
 
         return wanted
 
-    def _draw(self, logits: torch.Tensor, draws: Sequence[SampleRow | None]) -> Drawn:
+    def _draw(self, logits: torch.Tensor, draws: Sequence[SampleRow | None]) -> StepOutput:
         rows = [row for row, draw in enumerate(draws) if draw is not None]
         if not rows:
-            return Drawn.nothing(logits.cpu())
+            return StepOutput.nothing(logits.cpu())
         left = [row for row, draw in enumerate(draws) if draw is None]
         values = [draw_values(draw) for draw in draws if draw is not None]
         by = {
@@ -181,7 +181,7 @@ class TritonBackend:
         drawn = draw_tokens(self._layers, logits[rows], by, None, out).tolist()
         for row, token in zip(rows, drawn, strict=True):
             tokens[row] = sampled(token)
-        return Drawn(tokens, logits[left].cpu())
+        return StepOutput(tokens, logits[left].cpu())
 
     # ---- memory --------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
-from diptych.engine.step_output import Drawn
+from diptych.engine.step_output import StepOutput
 
 _NOTHING_DRAWN = -1
 """In place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
@@ -125,7 +125,7 @@ class DecodeGraphs:
         self._waiting[turn] = launched
         return launched
 
-    def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> Drawn:
+    def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> StepOutput:
         """Wait for a step, and for no more than its few numbers; `left` are the rows that drew nothing."""
         self._waiting[turn] = None
         if done is not None:
@@ -135,7 +135,7 @@ class DecodeGraphs:
         )
         for row in left:
             tokens[row] = None
-        return Drawn(tokens, self._logits_of(left, count))
+        return StepOutput(tokens, self._logits_of(left, count))
 
     def _logits_of(self, rows: list[int], count: int) -> torch.Tensor:
         if not rows:
@@ -176,7 +176,7 @@ class LaunchedStep:
     left: Sequence[int]
     """Rows whose logits the host wants."""
     over: Callable[[], bool]
-    collect: Callable[[], Drawn]
+    collect: Callable[[], StepOutput]
 
 
 DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")

@@ -17,7 +17,7 @@ _MIN_TOKENS = 256
 """Shorter steps are over before anybody could want to end them."""
 
 
-class Pace:
+class LaunchThrottle:
     """Called before each layer of one step."""
 
     def __init__(self, device: torch.device, tokens: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from diptych.engine.backends.triton.activations import Activations
-from diptych.engine.backends.triton.linear import Products
+from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
@@ -47,7 +47,7 @@ class Layers:
         self.weights = weights
         self.operators = operators
         self.rotary = RotaryTable(shape, weights.device)
-        self._products = Products(weights, operators)
+        self._products = LinearOperators(weights, operators)
 
     def hidden(
         self,

@@ -20,7 +20,7 @@ _ALIGNED = 8
 """Numbers of 16 bits that are read at once: rows of weights begin at a multiple, or the library is faster."""
 
 
-class Products:
+class LinearOperators:
     """The products of one model's layers, and the last one."""
 
     def __init__(self, weights: PackedWeights, operators: Operators) -> None:

@@ -14,8 +14,8 @@ from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.grpc_stream import GrpcCall, add_links
 from diptych.runtime.rpc_streams.method import DECODE, HANDOFF
 from diptych.runtime.rpc_streams.stream import ClientStream, LinkService, Refused, Stream, StreamLost
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
-from diptych.runtime.rpc_streams.unix_stream import LocalStream
+from diptych.runtime.rpc_streams.unix_server import UnixServer
+from diptych.runtime.rpc_streams.unix_stream import UnixStream
 from diptych.worker.v1 import decode_pb2, work_pb2
 
 Request, Response = decode_pb2.DecodeServiceLinkRequest, decode_pb2.DecodeServiceLinkResponse
@@ -39,7 +39,7 @@ async def served(serve: Serve, *, door: bool) -> AsyncIterator[str]:
     add_links(server, services)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, False)}"
     await server.start()
-    local = LocalDoor(services)
+    local = UnixServer(services)
     if door:
         await local.open(address)
     yield address
@@ -59,7 +59,7 @@ async def connect(
             address = await stack.enter_async_context(served(serve, door=door))
             stream = await open_link(address, DECODE)
             stack.push_async_callback(stream.close)
-            assert isinstance(stream, LocalStream if door else GrpcCall)
+            assert isinstance(stream, UnixStream if door else GrpcCall)
             return stream
 
         yield connected
@@ -115,7 +115,7 @@ async def test_a_server_that_fails_is_lost_and_says_nothing_of_why(connect, capl
     stream = await connect(serve)
     with pytest.raises(StreamLost) as lost:
         await stream.read()
-    if isinstance(stream, LocalStream):  # gRPC itself tells its peers what a handler raised
+    if isinstance(stream, UnixStream):  # gRPC itself tells its peers what a handler raised
         assert "secret" not in lost.value.details
 
 

@@ -20,8 +20,8 @@ from diptych.runtime.rpc_streams.connect import open_link
 from diptych.runtime.rpc_streams.grpc_stream import GrpcCall
 from diptych.runtime.rpc_streams.method import DECODE, HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Stream, StreamLost
-from diptych.runtime.rpc_streams.unix_server import LocalDoor
-from diptych.runtime.rpc_streams.unix_stream import Kind, LocalStream, socket_name
+from diptych.runtime.rpc_streams.unix_server import UnixServer
+from diptych.runtime.rpc_streams.unix_stream import Kind, UnixStream, socket_name
 from diptych.worker.v1 import decode_pb2, work_pb2
 from tests.diptych.runtime.eventually import eventually
 
@@ -56,7 +56,7 @@ def address() -> str:
 @pytest.fixture
 async def served(address) -> AsyncIterator[Served]:
     found = Served()
-    door = LocalDoor([LinkService(DECODE, found.serve)])
+    door = UnixServer([LinkService(DECODE, found.serve)])
     await door.open(address)
     yield found
     await door.close()
@@ -136,11 +136,11 @@ def test_a_stream_that_is_closed_is_lost_to_who_writes(address, new_loop):
     """Whatever the transport of the event loop says of it: uvloop's raises RuntimeError."""
 
     async def write() -> None:
-        async def leave(stream: LocalStream) -> None:
+        async def leave(stream: UnixStream) -> None:
             stream.cancel()
 
         async with AsyncExitStack() as stack:
-            door = LocalDoor([LinkService(DECODE, leave)])
+            door = UnixServer([LinkService(DECODE, leave)])
             stack.push_async_callback(door.close)
             await door.open(address)
             left, closed = await open_link(address, DECODE), await open_link(address, DECODE)
@@ -169,7 +169,7 @@ async def test_a_message_that_would_not_be_read_is_not_written(address, served, 
 
 async def test_a_name_that_is_taken_leaves_links_to_grpc(address, served, caplog):
     second = Served()
-    door = LocalDoor([LinkService(DECODE, second.serve)])
+    door = UnixServer([LinkService(DECODE, second.serve)])
     await door.open(address)
     assert "only over gRPC" in caplog.text
     await door.close()
@@ -180,7 +180,7 @@ async def test_a_name_that_is_taken_leaves_links_to_grpc(address, served, caplog
 
 
 async def test_a_door_that_closed_is_not_found(address):
-    door = LocalDoor([])
+    door = UnixServer([])
     await door.open(address)
     await door.close()
     stream = await open_link(address, DECODE)

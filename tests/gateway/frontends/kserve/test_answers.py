@@ -7,13 +7,13 @@ import struct
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.kserve import answer
-from gateway.frontends.kserve.request import Asked, read_request
+from gateway.frontends.kserve.request import InferGenerateRequest, read_request
 from tests.gateway.frontends.kserve.tensors import MODEL, asking, asking_raw, outputs, raw_texts
 
 USAGE = pb.Usage(prompt_tokens=4, completion_tokens=3, total_tokens=7, cached_prompt_tokens=2)
 
 
-def asked(*names: str, raw: bool = False) -> Asked:
+def asked(*names: str, raw: bool = False) -> InferGenerateRequest:
     request = asking_raw(("text_input", "BYTES", [1], raw_texts(b"x"))) if raw else asking()
     for name in names:
         request.outputs.add(name=name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import PORTION, Turns
+from gateway.cooperative_yield import PORTION, Yielder
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
@@ -111,10 +111,10 @@ async def test_a_chat_with_logprobs(stream: bool) -> None:
 
 async def test_many_token_ids() -> None:
     ids = range(200_000)
-    made, turns = await turns_beside(ids_inside(ids, Turns()))
+    made, turns = await turns_beside(ids_inside(ids, Yielder()))
     assert json.loads(f"[{made}]") == list(ids)
     assert turns > 5
-    assert await ids_inside([], Turns()) == ""
+    assert await ids_inside([], Yielder()) == ""
 
 
 def test_blocks_are_of_whole_events() -> None:

@@ -16,7 +16,7 @@ from diptych.engine.backends.triton.decode_graphs import batch_buckets
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, SamplingParams, sample
-from diptych.engine.step_output import Drawn, Launched, drawable
+from diptych.engine.step_output import Launched, StepOutput, can_sample_on_device
 from tests.diptych.engine.backends.triton.meanings import MEANINGS
 from tests.kernels.cpu.tiny_models import Pool, Sequenced, layout_of, shape_of, tokens_of, weights_of
 
@@ -203,11 +203,11 @@ def test_what_was_not_recorded_runs_eagerly() -> None:
 
 def test_only_rows_that_nothing_else_decides_are_drawn_on_the_device() -> None:
     plain = SampleRow(SamplingParams(temperature=0.5, top_k=3), (), ())
-    assert drawable(plain) is plain
+    assert can_sample_on_device(plain) is plain
     for row in (
         SampleRow(SamplingParams(logprobs=0), (), ()),
         SampleRow(SamplingParams(repetition_penalty=1.2), (), ()),
         SampleRow(SamplingParams(), (), (), suppress=(2,)),
     ):
-        assert drawable(row) is None
-    assert Drawn.nothing(torch.zeros(2, 5)).tokens == [None, None]
+        assert can_sample_on_device(row) is None
+    assert StepOutput.nothing(torch.zeros(2, 5)).tokens == [None, None]
