@@ -6,7 +6,7 @@ import time
 
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.worker_spec import EngineLoop
-from kvtransfer.drivers.events import Beat
+from kvtransfer.drivers.types import Beat
 
 
 def beat_of(loop: EngineLoop) -> Beat:

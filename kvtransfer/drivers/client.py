@@ -14,18 +14,16 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
-from kvtransfer.drivers.events import Beat
+from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.peer import Peer
-from kvtransfer.drivers.peer_link import PeerLink
 from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.drivers.types import Beat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
-from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.protocol.lease import Lease, LeaseTimes, Verdict
+from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, Progress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
-from kvtransfer.protocol.progress import STALL_S, Progress
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.device_order import CPU, gpu_uuid
+from kvtransfer.transports.base import CPU, TransportError, Welcome, gpu_uuid
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
-from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Response, key_of, ref_of, request_of
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
-from kvtransfer.drivers.peer_link import PeerLink
+from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.drivers.scratch import Scratch, ScratchBlocks
+from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, PeerLost
+from kvtransfer.protocol.lease import Progress
 from kvtransfer.protocol.messages import (
+    ActionPump,
     GrantDenied,
     GrantReceived,
     GrantRef,
@@ -30,10 +31,9 @@ from kvtransfer.protocol.messages import (
     LinkLost,
     SenderAction,
 )
-from kvtransfer.protocol.progress import Progress
 from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
-from kvtransfer.transports.device_order import queued_work, until_written
+from kvtransfer.transports.blocking import queued_work, until_written
 from kvtransfer.transports.pool_memory import let_go
 
 

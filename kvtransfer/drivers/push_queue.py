@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from diptych.runtime.send_queue import SendQueue
+from kvtransfer.protocol.lease import Progress
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.protocol.progress import Progress
 from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
 
 _log = logging.getLogger(__name__)

@@ -19,15 +19,14 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
 from diptych.worker.v1 import handoff_pb2, work_pb2
-from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
-from kvtransfer.drivers.events import Beat, HandoffStats, Ready
-from kvtransfer.drivers.handshake import Handshake
-from kvtransfer.drivers.server_link import ServerLink, read_hello
+from kvtransfer.drivers.handshake import Fingerprint, Handshake
+from kvtransfer.drivers.links import ServerLink, read_hello
+from kvtransfer.drivers.types import Beat, HandoffStats, Ready
 from kvtransfer.drivers.writer_registry import WriterRegistry
-from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.lease import LeaseTimes, RunningTime
 from kvtransfer.protocol.messages import (
+    ActionPump,
     Fail,
     FenceWriter,
     GrantRef,
@@ -41,8 +40,7 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Patience
-from kvtransfer.protocol.stall_clock import RunningTime
+from kvtransfer.protocol.transfer_table import Patience
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.failpoints import damage_blocks
 from kvtransfer.transports.pool_memory import PoolMemory

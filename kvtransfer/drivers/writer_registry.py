@@ -10,11 +10,10 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Response
-from kvtransfer.drivers.server_link import ServerLink
+from kvtransfer.drivers.links import ServerLink
 from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, Verdict
-from kvtransfer.protocol.messages import ReceiverAction, WriterId
+from kvtransfer.protocol.messages import ActionPump, ReceiverAction, WriterId
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.transports.base import ReceivingTransport
 

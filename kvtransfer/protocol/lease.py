@@ -13,7 +13,38 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvtransfer.protocol.stall_clock import StallClock
+
+class StallClock:
+    """Looks at the clock are to be `interval_s` apart."""
+
+    def __init__(self, now: float, interval_s: float) -> None:
+        self._looked_at, self._interval_s = now, interval_s
+
+    def lost_s(self, now: float) -> float:
+        """The time that this process lost since the last look; 0 where this one comes about in time."""
+        late = now - self._looked_at - self._interval_s
+        self._looked_at = now
+        return late if late > self._interval_s else 0.0
+
+    def begin_at(self, now: float) -> None:
+        """Nothing that was missed before counts."""
+        self._looked_at = now
+
+
+class RunningTime:
+    """A clock that stands still while this process does."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._stalls: StallClock | None = None
+        self._not_run_s = 0.0
+
+    def at(self, now: float) -> float:
+        """The time at `now`, from the first look on."""
+        if self._stalls is None:
+            self._stalls, self._not_run_s = StallClock(now, self._interval_s), now
+        self._not_run_s += self._stalls.lost_s(now)
+        return now - self._not_run_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +169,24 @@ class Lease:
         if phase not in _LEGAL[self.phase]:
             raise RuntimeError(f"a lease cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
+
+
+STALL_S = 10.0
+"""A link on which nothing was acknowledged for so long, with blocks under way, is given up."""
+
+
+class Progress:
+    """Of one channel. `now` is any monotonic time in seconds; time that this process lost is not counted."""
+
+    def __init__(self, now: float, interval_s: float, stall_s: float = STALL_S) -> None:
+        """`interval_s` is how often `stalled` will be asked."""
+        self._stalls, self._stall_s = StallClock(now, interval_s), stall_s
+        self._moved_at = now
+        self._acknowledged = 0
+
+    def stalled(self, now: float, sent: int, acknowledged: int) -> bool:
+        """Whether blocks are under way and none arrived for too long."""
+        self._moved_at = min(now, self._moved_at + self._stalls.lost_s(now))
+        if sent == acknowledged or acknowledged != self._acknowledged:
+            self._acknowledged, self._moved_at = acknowledged, now
+        return now - self._moved_at >= self._stall_s

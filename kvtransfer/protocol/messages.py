@@ -5,9 +5,11 @@ Plain values. Protobuf and sockets are the drivers' business, so that a simulato
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 Key = tuple[str, int]
 """(request id, attempt)"""
@@ -208,3 +210,36 @@ SenderAction = (
     | GrantRevoked
     | LinkLost
 )
+
+
+Action = TypeVar("Action")
+_log = logging.getLogger(__name__)
+
+
+class ActionPump(Generic[Action]):
+    """Calls `perform` for each action, never from within another action."""
+
+    def __init__(self, perform: Callable[[Action], None]) -> None:
+        self._perform = perform
+        self._pending: deque[Action] = deque()
+        self._running = False
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Perform them now, or after those that are being performed.
+
+        An action that raises is logged, and the rest goes on: one request's error must not keep another
+        request's blocks.
+        """
+        self._pending.extend(actions)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._pending:
+                action = self._pending.popleft()
+                try:
+                    self._perform(action)
+                except Exception:
+                    _log.exception("%s failed", type(action).__name__)
+        finally:
+            self._running = False

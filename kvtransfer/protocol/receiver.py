@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.worker.v1.work_pb2 import FailureReason
-from kvtransfer.protocol.block_allocation import BlockAllocator
-from kvtransfer.protocol.grant_table import Grant
+from kvtransfer.protocol.grants import BlockAllocator, Grant
 from kvtransfer.protocol.messages import (
     Fail,
     FenceWriter,
@@ -27,8 +26,7 @@ from kvtransfer.protocol.messages import (
     SendDenied,
     WriterId,
 )
-from kvtransfer.protocol.receiving_attempt import Patience, Phase, ReceiverStats, ReceivingAttempt
-from kvtransfer.protocol.transfer_table import TransferTable
+from kvtransfer.protocol.transfer_table import Patience, Phase, ReceiverStats, ReceivingAttempt, TransferTable
 
 
 class Receiver:

@@ -6,8 +6,11 @@ be used again, is decided by the state machines alone.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -149,3 +152,21 @@ class Welcome:
     token: bytes
     layout: KVLayout
     num_blocks: int
+
+
+def host_id() -> str:
+    """Equal for two processes exactly if pids and abstract sockets of one mean the same to the other.
+
+    Containers of one machine differ unless they share those namespaces; they then talk by tcp.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+    return hashlib.sha256("|".join([boot, *spaces]).encode()).hexdigest()[:32]
+
+
+CPU = torch.device("cpu")
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """What names this GPU on every machine; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -18,7 +18,7 @@ from typing import Any
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
-from kvtransfer.transports.blocking_thread import BlockingThread
+from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
 from kvtransfer.transports.memory_mapping import Exported, Flags, PoolPort
 from kvtransfer.transports.pool_memory import PoolMemory

@@ -17,9 +17,8 @@ import torch
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import cuda_driver
-from kvtransfer.transports.base import Place, Run
+from kvtransfer.transports.base import Place, Run, gpu_uuid
 from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
-from kvtransfer.transports.device_order import gpu_uuid
 from kvtransfer.transports.memory_mapping import Exported, Flags, FlagWord
 from kvtransfer.transports.pool_memory import PoolMemory
 

@@ -9,8 +9,8 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.copy_blocks import bind
-from kvtransfer.protocol.digest import DIGEST_BYTES
 from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.transports.host_blocks import DIGEST_BYTES
 
 NOWHERE = -1
 """As a target: blocks that are only read. As a source: nothing is read, and nothing written."""

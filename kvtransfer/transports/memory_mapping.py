@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from kvtransfer.protocol.digest import block_digest
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports.base import Place, Run
 from kvtransfer.transports.failpoints import damage_payload
+from kvtransfer.transports.host_blocks import block_digest
 from kvtransfer.transports.pool_memory import PoolMemory, map_pool
 
 _FLAG_BYTES = 8

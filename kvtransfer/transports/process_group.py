@@ -24,8 +24,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
-from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.device_order import gpu_uuid
+from kvtransfer.transports.base import TransportError, gpu_uuid
 
 GLOO = "gloo"
 NCCL = "nccl"

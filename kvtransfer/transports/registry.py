@@ -8,7 +8,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.startup_error import StartupError
 from kvtransfer.transports import cuda_ipc as pushing
 from kvtransfer.transports import nccl as paired
-from kvtransfer.transports import nccl_channel as paired_channel
+from kvtransfer.transports import nccl as paired_channel
 from kvtransfer.transports import process_group as worlds
 from kvtransfer.transports import shared_memory, tcp
 from kvtransfer.transports.base import (
@@ -17,11 +17,11 @@ from kvtransfer.transports.base import (
     ReceivingTransport,
     TransportError,
     Welcome,
+    host_id,
 )
 from kvtransfer.transports.cuda_mapping import CudaPort
 from kvtransfer.transports.memory_mapping import HostPort, PoolPort
 from kvtransfer.transports.pool_memory import PoolMemory
-from kvtransfer.transports.shared_memory_domain import host_id
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
 """With these the prefill worker computes straight into the decode worker's pool."""

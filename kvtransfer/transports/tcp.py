@@ -12,14 +12,12 @@ from __future__ import annotations
 import struct
 
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.protocol.digest import DIGEST_BYTES, block_digest
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Wanted, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.data_listener import DataSocket
+from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
 from kvtransfer.transports.failpoints import damage_payload, damage_place, truncate_payload
-from kvtransfer.transports.host_bytes import fetch_block, write_block
-from kvtransfer.transports.socket_receiver import SocketReceiver
+from kvtransfer.transports.host_blocks import DIGEST_BYTES, block_digest, fetch_block, write_block
 
 NAME = "tcp"
 _HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")

@@ -18,14 +18,13 @@ from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.events import Ready
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
+from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.server import HandoffServer
-from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.drivers.types import GrantedBlocks, Ready
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import Key, PendingTransfer
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import Patience
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)

@@ -40,8 +40,8 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Phase
 from kvtransfer.protocol.sender import Sender
+from kvtransfer.protocol.transfer_table import Phase
 
 BLOCK_SIZE = 2
 POOL = 10

@@ -18,8 +18,7 @@ from kvtransfer.transports import process_group as worlds
 from kvtransfer.transports import staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.nccl import GREETING, paired_receiver
-from kvtransfer.transports.nccl_channel import NcclChannel
+from kvtransfer.transports.nccl import GREETING, NcclChannel, paired_receiver
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)

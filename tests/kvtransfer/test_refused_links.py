@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from diptych.runtime.rpc_streams.unix_stream import socket_name
-from kvtransfer.drivers import peer_link
+from kvtransfer.drivers import links as peer_link
 from kvtransfer.protocol.errors import HandoffDenied
 from tests.kvtransfer.conftest import INCARNATION, pairs
 

@@ -12,11 +12,10 @@ import pytest
 
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome, host_id
 from kvtransfer.transports.memory_mapping import HostPort
 from kvtransfer.transports.pool_memory import allocate_pool, map_pool
 from kvtransfer.transports.shared_memory import SharedMemoryReceiver, open_shared_memory
-from kvtransfer.transports.shared_memory_domain import host_id
 from tests.kvtransfer.conftest import LAYOUT, until
 
 PORT = HostPort(host_id())

@@ -9,10 +9,10 @@ import socket
 import pytest
 
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.protocol.digest import block_digest
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import tcp
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.host_blocks import block_digest
 from tests.kvtransfer.conftest import LAYOUT, until
 
 SIZE = LAYOUT.bytes_per_block

@@ -7,10 +7,9 @@ import pytest
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.handshake import Handshake
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import ReceiverHooks
+from kvtransfer.transports.base import ReceiverHooks, host_id
 from kvtransfer.transports.pool_memory import allocate_pool
 from kvtransfer.transports.registry import make_receiver
-from kvtransfer.transports.shared_memory_domain import host_id
 from tests.kvtransfer.conftest import FINGERPRINT, LAYOUT
 
 HERE = host_id()

@@ -8,8 +8,8 @@ import pytest
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.drivers.push_queue import PushQueue
+from kvtransfer.protocol.lease import Progress
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.protocol.progress import Progress
 from kvtransfer.transports.base import Run, Wanted
 from tests.kvtransfer.conftest import LAYOUT, until
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvtransfer.protocol.fingerprint import Fingerprint, incompatible_field
+from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
 from tests.kvtransfer.conftest import FINGERPRINT
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.progress import Progress
+from kvtransfer.protocol.lease import Progress
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 STALL_S = 0.6

@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import Patience
 
 WRITER = WriterId("w", 1)
 KEY = ("r", 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.lease import RunningTime
 from kvtransfer.protocol.messages import FenceWriter, PendingTransfer, SendAbort, SendGrant, WriterId
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.stall_clock import RunningTime
 
 
 def test_a_gap_counts_for_so_much_and_no_more() -> None:

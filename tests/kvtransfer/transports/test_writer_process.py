@@ -17,7 +17,7 @@ import pytest
 from diptych.runtime.peer_credentials import peer_credentials
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import Patience
 from kvtransfer.transports.writer_process import WriterProcess
 from tests.kvtransfer.conftest import INCARNATION, until
 

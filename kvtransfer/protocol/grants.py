@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key
+from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key, PendingTransfer
 
 
 @dataclass(slots=True, eq=False)
@@ -105,3 +106,47 @@ class GrantTable(Generic[Holder]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks taken from the pool, cached prefix first."""
+
+    block_ids: list[int]
+    cached_blocks: int
+    writable_blocks: int
+    """How many of them the writer needs; the rest is reserved for growth."""
+
+
+class BlockAllocator:
+    """Draws on `pool`; `running()` is the number of sequences that decode now."""
+
+    def __init__(self, pool: BlockPool, block_size: int, running: Callable[[], int]) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._running = running
+
+    def tokens(self, num_blocks: int) -> int:
+        """Tokens in full blocks."""
+        return num_blocks * self._block_size
+
+    def blocks(self, expected: PendingTransfer) -> int:
+        """Blocks to hold for it, the reserve included."""
+        return max(self._blocks_for(expected.num_tokens), expected.reserve_blocks or 0)
+
+    def draw(self, expected: PendingTransfer) -> Allocation | None:
+        """Pin the cached prefix and allocate the rest; None: not enough room now, nothing changed."""
+        # At least one token has to be computed: its logits give the first token.
+        pins = self._pool.acquire_prefix(expected.keys[: (expected.num_tokens - 1) // self._block_size])
+        blocks, running = self.blocks(expected), self._running()
+        fresh = blocks - len(pins)
+        spare = running
+        if expected.reserve_blocks is None:
+            spare += max(0, min(expected.sequences - 1, self._pool.total - blocks - running))
+        if self._pool.available() - fresh < spare:
+            self._pool.release(pins)
+            return None
+        return Allocation(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(expected.num_tokens))
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from diptych.engine.kv.kv_memory import KVMemory
+
 T = TypeVar("T")
 
 
@@ -54,3 +58,20 @@ def _set_result(result: asyncio.Future[Any], value: Any) -> None:
 def _set_error(result: asyncio.Future[Any], error: BaseException) -> None:
     if not result.done():
         result.set_exception(error)
+
+
+def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
+    """What comes when all steps queued until now have written to `memory`; None: they have."""
+    device = memory.data.device
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(device))
+    return event
+
+
+async def until_written(memory: KVMemory) -> None:
+    """Wait for that, without keeping the event loop."""
+    event = queued_work(memory)
+    if event is not None:
+        await asyncio.to_thread(event.synchronize)
