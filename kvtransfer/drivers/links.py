@@ -31,7 +31,7 @@ class PeerLink:
     def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
         self.welcome = welcome
         self._stream = stream
-        self._outbox: SendQueue[Request] = SendQueue()
+        self._send_queue: SendQueue[Request] = SendQueue()
         # From the hello on: what is heard of us then does not wait until we read.
         self._writing = asyncio.create_task(self._write())
         self._task: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class PeerLink:
             host_id=host_id(),
             device=device,
         )
-        stream = await _opened(address)
+        stream = await _open_stream(address)
         try:
             welcome = await _exchange_hello(stream, hello)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
@@ -72,7 +72,7 @@ class PeerLink:
 
     def put(self, request: Request) -> None:
         """Send it after what was put before; dropped when the stream is gone."""
-        self._outbox.put(request)
+        self._send_queue.put(request)
 
     def close(self) -> None:
         """End the stream from our side; `ended` follows."""
@@ -93,7 +93,7 @@ class PeerLink:
                 while (response := await self._stream.read()) is not None:
                     handle(response)
         finally:
-            self._outbox.close()
+            self._send_queue.close()
             self._stream.cancel()
             ended()
             await self._end()
@@ -106,16 +106,16 @@ class PeerLink:
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.
         with contextlib.suppress(StreamLost):
-            while requests := await self._outbox.take():
+            while requests := await self._send_queue.take():
                 for request in requests:
                     await self._stream.write(request)
 
 
-async def _opened(address: str) -> ClientStream:
+async def _open_stream(address: str) -> ClientStream:
     try:
         return await open_link(address, HANDOFF)
     except StreamLost as error:
-        raise _refused(error) from error
+        raise _denied(error) from error
 
 
 async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
@@ -125,7 +125,7 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
             await stream.write(Request(hello=hello))
             first = await stream.read()
     except StreamLost as error:
-        raise _refused(error) from error
+        raise _denied(error) from error
     except TimeoutError as error:
         raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
     if first is None or first.WhichOneof("message") != "welcome":
@@ -133,7 +133,7 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
     return first.welcome
 
 
-def _refused(error: StreamLost) -> HandoffDenied:
+def _denied(error: StreamLost) -> HandoffDenied:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
     return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
@@ -145,18 +145,18 @@ class ServerLink:
     def __init__(self, writer: WriterId, stream: Stream) -> None:
         self.writer = writer
         self._stream = stream
-        self._outbox: SendQueue[Response] = SendQueue()
+        self._send_queue: SendQueue[Response] = SendQueue()
         self._task = asyncio.current_task()
         self._closed = False
 
     def put(self, response: Response) -> None:
         """Send it after what was put before; dropped when the stream is gone."""
-        self._outbox.put(response)
+        self._send_queue.put(response)
 
     def close(self) -> None:
         """End the stream from our side."""
         self._closed = True
-        self._outbox.close()
+        self._send_queue.close()
         if self._task is not None:
             self._task.cancel()
 
@@ -171,7 +171,7 @@ class ServerLink:
             if not self._closed:
                 raise
         finally:
-            self._outbox.close()
+            self._send_queue.close()
             writing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await writing
@@ -179,7 +179,7 @@ class ServerLink:
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.
         with contextlib.suppress(StreamLost):
-            while responses := await self._outbox.take():
+            while responses := await self._send_queue.take():
                 for response in responses:
                     await self._stream.write(response)
 

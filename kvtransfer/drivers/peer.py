@@ -20,9 +20,9 @@ from kvtransfer.drivers.push_queue import PushQueue
 from kvtransfer.drivers.scratch import Scratch, ScratchBlocks
 from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.errors import AttemptOver, GrantDeniedError, PeerLost
-from kvtransfer.protocol.lease import Progress
+from kvtransfer.protocol.lease import TransferProgress
 from kvtransfer.protocol.messages import (
-    ActionPump,
+    ActionQueue,
     GrantDenied,
     GrantReceived,
     GrantRef,
@@ -33,12 +33,12 @@ from kvtransfer.protocol.messages import (
 )
 from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
-from kvtransfer.transports.blocking import queued_work, until_written
-from kvtransfer.transports.pool_memory import let_go
+from kvtransfer.transports.blocking import queued_work, wait_written
+from kvtransfer.transports.pool_memory import unmap
 
 
 @dataclass(slots=True)
-class _Progress:
+class _PushState:
     next_block: int
     """The first block that was not pushed."""
     bytes_sent: int = 0
@@ -65,9 +65,9 @@ class Peer:
         self._link: PeerLink | None = None
         self._transport = ""
         self._sender = Sender()
-        self._pump: ActionPump[SenderAction] = ActionPump(self._perform)
-        self._asks: dict[Key, asyncio.Future[GrantReceived]] = {}
-        self._progress: dict[GrantRef, _Progress] = {}
+        self._actions: ActionQueue[SenderAction] = ActionQueue(self._perform)
+        self._pending_asks: dict[Key, asyncio.Future[GrantReceived]] = {}
+        self._progress: dict[GrantRef, _PushState] = {}
 
     @property
     def linked(self) -> bool:
@@ -90,29 +90,29 @@ class Peer:
         Raises GrantRefused, PeerLost, or ValueError for an attempt that has asked before. Cancelling the
         call takes the ask back.
         """
-        if key in self._asks:
+        if key in self._pending_asks:
             raise ValueError("blocks for this attempt were asked for already")
         # Taken before the first await, so that the second of two asks fails and not the first.
         offered: asyncio.Future[GrantReceived] = asyncio.get_running_loop().create_future()
-        self._asks[key] = offered
+        self._pending_asks[key] = offered
         blocks: ScratchBlocks | None = None
         try:
             if self._scratch is not None:
-                blocks = await self._scratch.take(num_tokens, keys)
+                blocks = await self._scratch.acquire(num_tokens, keys)
             if not self.linked:
                 raise PeerLost
-            self._pump.run(self._sender.ask(key))
+            self._actions.run(self._sender.ask(key))
             offer = await offered
-            if not self._sender.take(key):
+            if not self._sender.start_writing(key):
                 raise (AttemptOver() if self.linked else PeerLost())
         except BaseException:
-            self._pump.run(self._sender.withdraw(key))
+            self._actions.run(self._sender.withdraw(key))
             if blocks is not None and self._scratch is not None:
-                self._scratch.give_back(blocks, keep=False)
+                self._scratch.release(blocks, keep=False)
             raise
         finally:
-            del self._asks[key]
-        return self._granted(offer, blocks, keep)
+            del self._pending_asks[key]
+        return self._granted_blocks(offer, blocks, keep)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """The first `upto_tokens` tokens are computed: their full blocks may go. Returns at once."""
@@ -141,8 +141,8 @@ class Peer:
         times.cached_tokens = granted.computed_tokens
         times.kv_send.FromNanoseconds(int((time.monotonic() - started) * 1e9))
         committed, actions = self._sender.commit(ref, num_tokens, tuple(first_tokens), times)
-        self._pump.run(actions)
-        self._give_back(granted, keep=committed and granted.keep)
+        self._actions.run(actions)
+        self._release_scratch(granted, keep=committed and granted.keep)
         return committed
 
     async def stop(self, granted: GrantedBlocks, failure: work_pb2.Failure | None = None) -> None:
@@ -152,15 +152,15 @@ class Peer:
         """
         if self._progress.pop(granted.ref, None) is None:
             return
-        await until_written(granted.memory)
+        await wait_written(granted.memory)
         reason = None if failure is None else failure.reason
         message = "" if failure is None else failure.message
         if reason == work_pb2.FAILURE_REASON_ROW_FAILED and granted.scratch and self._scratch:
-            self._scratch.distrust(granted.scratch)
+            self._scratch.invalidate(granted.scratch)
 
         def quiet() -> None:
-            self._pump.run(self._sender.stop(granted.ref, reason, message))
-            self._give_back(granted, keep=False)
+            self._actions.run(self._sender.stop(granted.ref, reason, message))
+            self._release_scratch(granted, keep=False)
 
         if self._queue is not None:
             self._queue.when_idle(granted.ref, quiet)
@@ -169,14 +169,14 @@ class Peer:
 
     # -- links
 
-    def attach(
+    def link_up(
         self,
         link: PeerLink,
         memory: KVMemory | None,
         copying: tuple[Scratch, PushChannel] | None,
         *,
-        heard: Callable[[Response], None],
-        progress: Progress,
+        on_message: Callable[[Response], None],
+        progress: TransferProgress,
     ) -> None:
         """A stream is up and its transport registered: the mapped pool, or scratch and a data channel."""
         self._link, self.memory = link, memory
@@ -184,15 +184,15 @@ class Peer:
         self._sender.link_up()
         if copying is not None:
             self._scratch, channel = copying
-            self._queue = PushQueue(channel, self._sender.writing, self._sent, link.close, progress)
+            self._queue = PushQueue(channel, self._sender.is_writing, self._on_sent, link.close, progress)
 
         def handle(response: Response) -> None:
-            heard(response)
+            on_message(response)
             self._handle(response)
 
-        link.start(handle, lambda: self._ended(link))
+        link.start(handle, lambda: self._on_stream_end(link))
 
-    async def quiesced(self) -> None:
+    async def wait_quiesced(self) -> None:
         """Wait until nothing of an earlier link is under way: what maps a pool may still copy into it."""
         if self._queue is not None and not self.linked:
             await self._queue.close()
@@ -208,27 +208,29 @@ class Peer:
             await link.wait_closed()
         if queue is not None:
             await queue.close()
-        self.release()
+        self.unmap()
 
-    def release(self) -> None:
+    def unmap(self) -> None:
         """Let go of the mapping; grants that are still being written keep it until they are dropped."""
         held, self.memory = [self.memory], None
-        let_go(held)
+        unmap(held)
 
-    def _ended(self, link: PeerLink) -> None:
+    def _on_stream_end(self, link: PeerLink) -> None:
         if self._link is link:
             self._link = None
             if self._queue is not None:
                 self._queue.cancel()
-            self._pump.run(self._sender.link_lost())
+            self._actions.run(self._sender.link_lost())
 
     # -- inner workings
 
-    def _granted(self, offer: GrantReceived, blocks: ScratchBlocks | None, keep: bool) -> GrantedBlocks:
+    def _granted_blocks(
+        self, offer: GrantReceived, blocks: ScratchBlocks | None, keep: bool
+    ) -> GrantedBlocks:
         memory = self.memory if self._scratch is None else self._scratch.memory
         if memory is None:
             raise RuntimeError("granted without memory")
-        self._progress[offer.ref] = _Progress(offer.cached_tokens // memory.layout.block_size)
+        self._progress[offer.ref] = _PushState(offer.cached_tokens // memory.layout.block_size)
         return GrantedBlocks(
             key=offer.ref.key,
             memory=memory,
@@ -248,55 +250,55 @@ class Peer:
             return
         first, progress.next_block = progress.next_block, upto_block
         if granted.scratch is None:
-            self._pump.run(self._sender.push(granted.ref, first, upto_block - first))
-        elif self._queue is not None and self._sender.writing(granted.ref):
+            self._actions.run(self._sender.push(granted.ref, first, upto_block - first))
+        elif self._queue is not None and self._sender.is_writing(granted.ref):
             blocks = granted.block_table[first:upto_block]
             progress.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
             targets = granted.target_table[first:upto_block]
             computed = queued_work(granted.memory)
             self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets, computed))
 
-    def _sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
-        self._pump.run(self._sender.push(ref, first, len(digests), digests))
+    def _on_sent(self, ref: GrantRef, first: int, digests: list[bytes]) -> None:
+        self._actions.run(self._sender.push(ref, first, len(digests), digests))
 
-    def _give_back(self, granted: GrantedBlocks, *, keep: bool) -> None:
+    def _release_scratch(self, granted: GrantedBlocks, *, keep: bool) -> None:
         if granted.scratch is not None and self._scratch is not None:
-            self._scratch.give_back(granted.scratch, keep=keep)
+            self._scratch.release(granted.scratch, keep=keep)
 
     def _handle(self, response: Response) -> None:
         match response.WhichOneof("message"):
             case "grant":
                 grant = response.grant
                 ref = ref_of(grant.grant)
-                self._pump.run(self._sender.granted(ref, grant.block_ids, grant.cached_tokens))
+                self._actions.run(self._sender.granted(ref, grant.block_ids, grant.cached_tokens))
             case "denied":
                 denied = response.denied
                 reason = denied.failure.reason if denied.HasField("failure") else None
-                self._pump.run(self._sender.denied(key_of(denied.id), reason, denied.failure.message))
+                self._actions.run(self._sender.denied(key_of(denied.id), reason, denied.failure.message))
             case "abort":
-                self._pump.run(self._sender.abort(ref_of(response.abort.grant)))
+                self._actions.run(self._sender.abort(ref_of(response.abort.grant)))
             case _:
                 pass  # heartbeats are the client's; the rest is from a newer peer
 
     def _perform(self, action: SenderAction) -> None:
         match action:
             case GrantReceived(ref, _, _):
-                waiting = self._asks.get(ref.key)
+                waiting = self._pending_asks.get(ref.key)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(action)
             case GrantDenied(key, reason, message):
-                self._refuse(key, AttemptOver() if reason is None else GrantDeniedError(reason, message))
+                self._fail_ask(key, AttemptOver() if reason is None else GrantDeniedError(reason, message))
             case GrantRevoked(ref):
                 self._on_abort(ref.key)
             case LinkLost(asking, writing):
                 for key in asking:
-                    self._refuse(key, PeerLost())
+                    self._fail_ask(key, PeerLost())
                 self._on_lost(self, [ref.key for ref in writing])
             case _:
                 if self._link is not None:
                     self._link.put(request_of(action))
 
-    def _refuse(self, key: Key, error: GrantDeniedError | PeerLost) -> None:
-        waiting = self._asks.get(key)
+    def _fail_ask(self, key: Key, error: GrantDeniedError | PeerLost) -> None:
+        waiting = self._pending_asks.get(key)
         if waiting is not None and not waiting.done():
             waiting.set_exception(error)

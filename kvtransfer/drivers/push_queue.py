@@ -8,26 +8,26 @@ from collections import Counter
 from collections.abc import Callable
 
 from diptych.runtime.send_queue import SendQueue
-from kvtransfer.protocol.lease import Progress
+from kvtransfer.protocol.lease import TransferProgress
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
+from kvtransfer.transports.base import PushChannel, Run, StillGranted, TransportError
 
 _log = logging.getLogger(__name__)
 
 
 class PushQueue:
-    """One per link. `wanted(ref)` is asked between blocks; `sent` is told after each run."""
+    """One per link. `still_granted(ref)` is asked between blocks; `on_sent` is told after each run."""
 
     def __init__(
         self,
         channel: PushChannel,
-        wanted: Wanted,
-        sent: Callable[[GrantRef, int, list[bytes]], None],
-        broken: Callable[[], None],
-        progress: Progress,
+        still_granted: StillGranted,
+        on_sent: Callable[[GrantRef, int, list[bytes]], None],
+        on_broken: Callable[[], None],
+        progress: TransferProgress,
     ) -> None:
         self._channel, self._progress = channel, progress
-        self._wanted, self._sent, self._broken = wanted, sent, broken
+        self._still_granted, self._on_sent, self._on_broken = still_granted, on_sent, on_broken
         self._runs: SendQueue[Run] = SendQueue()
         self._pending: Counter[GrantRef] = Counter()
         self._idle: dict[GrantRef, list[Callable[[], None]]] = {}
@@ -78,10 +78,10 @@ class PushQueue:
                     self._finished(run.ref)
         except TransportError as error:
             _log.warning("%s", error)
-            self._broken()
+            self._on_broken()
         except Exception:  # a bug, or a kind of failure nobody thought of: the blocks do not arrive
             _log.exception("a transport failed")
-            self._broken()
+            self._on_broken()
         finally:
             self._ended = True
             self._runs.close()
@@ -91,10 +91,10 @@ class PushQueue:
                 self._finished(ref)
 
     async def _send(self, run: Run) -> None:
-        if self._wanted(run.ref):
-            digests = await self._channel.send(run, self._wanted)
+        if self._still_granted(run.ref):
+            digests = await self._channel.send(run, self._still_granted)
             if digests is not None:
-                self._sent(run.ref, run.first, digests)
+                self._on_sent(run.ref, run.first, digests)
 
     def _finished(self, ref: GrantRef) -> None:
         self._pending[ref] -= 1

@@ -42,7 +42,7 @@ class Scratch:
         self._pool = pool
         self._queue: list[_Waiting] = []
 
-    async def take(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
+    async def acquire(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
         """Blocks for `num_tokens`, waiting for room. Raises GrantRefused if they can never fit."""
         needed = self.memory.layout.blocks_for(num_tokens)
         if needed > self._pool.total:
@@ -56,10 +56,10 @@ class Scratch:
         try:
             return await waiting.blocks
         except asyncio.CancelledError:
-            self._leave(waiting)
+            self._withdraw(waiting)
             raise
 
-    def give_back(self, blocks: ScratchBlocks, *, keep: bool) -> None:
+    def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
         """Release them; `keep` enters the full ones, which are complete, into the prefix cache."""
         if keep and blocks.distrusted == self._pool.distrusted:
             parent = b""
@@ -69,7 +69,7 @@ class Scratch:
         self._pool.release(blocks.block_ids)
         self._serve()
 
-    def distrust(self, blocks: ScratchBlocks) -> None:
+    def invalidate(self, blocks: ScratchBlocks) -> None:
         """A row that read them failed: nobody else is to read them, or what was built on them."""
         self._pool.forget(blocks.keys[:1])
 
@@ -80,7 +80,7 @@ class Scratch:
     def _serve(self) -> None:
         while self._queue:
             waiting = self._queue[0]
-            blocks = self._draw(waiting.num_tokens, waiting.keys)
+            blocks = self._try_allocate(waiting.num_tokens, waiting.keys)
             if blocks is None:
                 return
             self._queue.pop(0)
@@ -89,15 +89,15 @@ class Scratch:
             else:
                 waiting.blocks.set_result(blocks)
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _withdraw(self, waiting: _Waiting) -> None:
         """The one who waited was cancelled, perhaps just after it was served."""
         if waiting in self._queue:
             self._queue.remove(waiting)
             self._serve()
         elif not waiting.blocks.cancelled():
-            self.give_back(waiting.blocks.result(), keep=False)
+            self.release(waiting.blocks.result(), keep=False)
 
-    def _draw(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
+    def _try_allocate(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
         block_size = self.memory.layout.block_size
         pins = self._pool.acquire_prefix(keys[: (num_tokens - 1) // block_size])
         fresh = self.memory.layout.blocks_for(num_tokens) - len(pins)

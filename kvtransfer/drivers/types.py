@@ -33,7 +33,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """What a heartbeat says of this process' engine."""
 
     progress: int = 0
@@ -43,14 +43,14 @@ class Beat:
     late_s: float = 0.0
     """By how much the running step is past its predicted end."""
 
-    def message(self) -> work_pb2.Heartbeat:
+    def to_proto(self) -> work_pb2.Heartbeat:
         beat = work_pb2.Heartbeat(progress=self.progress, busy=self.busy)
         if self.late_s > 0:
             beat.late.FromNanoseconds(round(self.late_s * 1e9))
         return beat
 
     @staticmethod
-    def late_in(beat: work_pb2.Heartbeat) -> float:
+    def late_s_of(beat: work_pb2.Heartbeat) -> float:
         """What a peer's beat says of its step, in seconds."""
         return beat.late.ToNanoseconds() / 1e9 if beat.HasField("late") else 0.0
 

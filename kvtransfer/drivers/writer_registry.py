@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvtransfer.drivers.codec import Response
 from kvtransfer.drivers.links import ServerLink
 from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, Verdict
-from kvtransfer.protocol.messages import ActionPump, ReceiverAction, WriterId
+from kvtransfer.protocol.messages import ActionQueue, ReceiverAction, WriterId
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.transports.base import ReceivingTransport
 
@@ -33,9 +33,11 @@ class Writer:
 class WriterRegistry:
     """Tells `receiver` who comes, goes and is proven dead; what follows of that is done by `pump`."""
 
-    def __init__(self, receiver: Receiver, pump: ActionPump[ReceiverAction], lease_times: LeaseTimes) -> None:
+    def __init__(
+        self, receiver: Receiver, pump: ActionQueue[ReceiverAction], lease_times: LeaseTimes
+    ) -> None:
         self._receiver = receiver
-        self._pump = pump
+        self._actions = pump
         self._lease_times = lease_times
         self._known: dict[WriterId, Writer] = {}
         self.fenced = 0
@@ -49,7 +51,7 @@ class WriterRegistry:
         known = self._known.get(writer)
         return known is not None and known.lease.phase is LeasePhase.FENCED
 
-    def at(self, link: ServerLink) -> Writer | None:
+    def writer_of(self, link: ServerLink) -> Writer | None:
         """The writer whose stream this is; None when another stream of the same process took over."""
         writer = self._known.get(link.writer)
         return writer if writer is not None and writer.link is link else None
@@ -94,17 +96,17 @@ class WriterRegistry:
         writer.link = None
         writer.lease.link_lost(time.monotonic())
         _log.info("prefill worker %s lost its link", writer.id.worker_id)
-        self._pump.run(self._receiver.link_lost(writer.id))
+        self._actions.run(self._receiver.link_lost(writer.id))
         writer.transport.link_lost(writer.id)
         self._forget_if_proven(writer)
 
     def _forget_if_proven(self, writer: Writer) -> None:
-        if writer.link is None and not self._receiver.holds_unproven(writer.id):
+        if writer.link is None and not self._receiver.has_quarantined(writer.id):
             self._known.pop(writer.id, None)
 
-    def dead(self, writer_id: WriterId) -> None:
+    def writer_dead(self, writer_id: WriterId) -> None:
         """Proven by a transport: nothing of this writer can be written any more."""
-        self._pump.run(self._receiver.writer_dead(writer_id))
+        self._actions.run(self._receiver.writer_dead(writer_id))
         writer = self._known.pop(writer_id, None)
         if writer is not None and writer.link is not None:
             writer.link.close()
@@ -116,15 +118,15 @@ class WriterRegistry:
         if writer is None or writer.lease.phase is LeasePhase.FENCED:
             return
         writer.lease.fence()
-        self._cut_off(writer, why)
+        self._expire(writer, why)
 
-    def _cut_off(self, writer: Writer, why: str) -> None:
+    def _expire(self, writer: Writer, why: str) -> None:
         """It must not write again: end its stream; if it still holds blocks, see to the proof."""
         link = writer.link
         if link is not None:
             link.close()
             self.link_lost(writer, link)
-        if self._receiver.holds_unproven(writer.id):
+        if self._receiver.has_quarantined(writer.id):
             self.fenced += 1
             _log.warning("prefill worker %s is fenced: %s", writer.id.worker_id, why)
             writer.transport.fence(writer.id)
@@ -142,7 +144,7 @@ class WriterRegistry:
         verdict = writer.lease.tick(now)
         if verdict is Verdict.SUSPECT:
             _log.warning("prefill worker %s does not answer", writer.id.worker_id)
-        elif verdict is Verdict.GONE:
-            self._cut_off(writer, "it does not answer")
+        elif verdict is Verdict.EXPIRED:
+            self._expire(writer, "it does not answer")
         else:
             self._forget_if_proven(writer)

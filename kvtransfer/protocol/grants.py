@@ -1,4 +1,10 @@
-"""Which grants are out: slots that are used again, generations that never are."""
+"""Grants of blocks: their allocation from the pool, and the table of open grants by slot and generation.
+
+Slots are used again, generations never are. The rule of allocation: a grant may not take the last blocks. One
+stays free for each running sequence, so that every sequence that decodes can grow by at least one block
+whatever the prefills do. An attempt of several sequences waits until each of them finds a first block of its
+own too, or until it is alone: more room than that never comes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,11 @@ from kvtransfer.protocol.messages import FirstTokens, GrantRef, Key, PendingTran
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Blocks given to one writer.
+    """Blocks granted to one writer.
 
-    `block_ids[:cached_blocks]` are pins on the prefix cache, which the writer reads but never writes;
-    `block_ids[cached_blocks:num_blocks]` are its to fill; what follows is reserved for growth and not told.
+    `block_ids[:cached_blocks]` are pinned blocks of the prefix cache, which the writer reads and never
+    writes. `block_ids[cached_blocks:num_blocks]` are the writer's to fill. The rest is reserved for growth
+    and is not sent.
     """
 
     ref: GrantRef
@@ -26,51 +33,51 @@ class Grant:
     num_tokens: int
     """Tokens whose KV the writer must deliver."""
     first_tokens: FirstTokens = ()
-    """Set by the commit."""
+    """Set by the commit; empty before."""
     note: object = None
-    """The driver's; goes with the commit to the handoff."""
-    declared: dict[int, bytes] = field(default_factory=dict)
-    """Digest of each block that the writer announced, by place in the table."""
-    received: dict[int, bytes] = field(default_factory=dict)
-    """Digest of each block that a copying transport brought."""
+    """Opaque value of the driver, passed from the commit to the handoff."""
+    pushed_digests: dict[int, bytes] = field(default_factory=dict)
+    """Digest of each block that the writer announced, by its index in the table."""
+    arrived_digests: dict[int, bytes] = field(default_factory=dict)
+    """Digest of each block that a copying transport delivered, by its index in the table."""
 
     @property
-    def due(self) -> range:
-        """Places in the table that are the writer's to fill."""
+    def writable(self) -> range:
+        """The indices in the table that are the writer's to fill."""
         return range(self.cached_blocks, self.num_blocks)
 
-    def owes(self, places: range) -> bool:
-        """Whether all of them are the writer's to fill."""
-        return self.due.start <= places.start and places.stop <= self.due.stop
+    def may_write(self, indices: range) -> bool:
+        """Return True if all `indices` of the table are the writer's to fill."""
+        return self.writable.start <= indices.start and indices.stop <= self.writable.stop
 
     @property
-    def pins(self) -> list[int]:
-        """The cached prefix."""
+    def pinned(self) -> list[int]:
+        """The blocks of the cached prefix."""
         return self.block_ids[: self.cached_blocks]
 
     @property
-    def fresh(self) -> list[int]:
+    def allocated(self) -> list[int]:
         """The blocks that were allocated for this grant."""
         return self.block_ids[self.cached_blocks :]
 
-    def all_declared(self) -> bool:
-        """Whether every due block was announced with a digest."""
-        return len(self.declared) == len(self.due)
+    def all_pushed(self) -> bool:
+        """Return True once the writer announced every writable block with a digest."""
+        return len(self.pushed_digests) == len(self.writable)
 
-    def all_received(self) -> bool:
-        """Whether a copying transport brought every due block."""
-        return len(self.received) == len(self.due)
+    def all_arrived(self) -> bool:
+        """Return True once a copying transport delivered every writable block."""
+        return len(self.arrived_digests) == len(self.writable)
 
-    def contradicted(self) -> bool:
-        """Whether some block arrived with another digest than announced."""
-        return self.received != self.declared
+    def digests_differ(self) -> bool:
+        """Return True if a block arrived with another digest than announced."""
+        return self.arrived_digests != self.pushed_digests
 
 
 Holder = TypeVar("Holder")
 
 
 class GrantTable(Generic[Holder]):
-    """Maps a grant's slot to its holder. Generations grow over the whole table, so over each slot too."""
+    """Open grants: the holder of each slot. Generations grow over the whole table, and so over each slot."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, Holder]] = {}
@@ -78,27 +85,27 @@ class GrantTable(Generic[Holder]):
         self._generation = 0
 
     def open(self, key: Key, holder: Holder) -> GrantRef:
-        """Take a slot; the generation is larger than any before and at least 1."""
+        """Take a slot for `holder`; the generation is larger than any before and at least 1."""
         self._generation += 1
         slot = heapq.heappop(self._free) if self._free else len(self._slots)
         self._slots[slot] = (self._generation, holder)
         return GrantRef(key, slot, self._generation)
 
     def find(self, slot: int, generation: int) -> Holder | None:
-        """The holder, if this very generation of the slot is open."""
+        """Return the holder of the slot, None unless this very generation of it is open."""
         entry = self._slots.get(slot)
         return entry[1] if entry is not None and entry[0] == generation else None
 
     def close(self, ref: GrantRef) -> None:
-        """Give the slot back. KeyError if it is not open."""
+        """Free the slot of a grant. Raises KeyError if the grant is not open."""
         if self.find(ref.slot, ref.generation) is None:
             raise KeyError(ref)
         del self._slots[ref.slot]
         heapq.heappush(self._free, ref.slot)
 
-    def newest(self, wanted: Callable[[Holder], bool]) -> Holder | None:
-        """The wanted holder with the largest generation."""
-        entries = [entry for entry in self._slots.values() if wanted(entry[1])]
+    def newest(self, predicate: Callable[[Holder], bool]) -> Holder | None:
+        """Return the holder with the largest generation for which `predicate` is true, None without one."""
+        entries = [entry for entry in self._slots.values() if predicate(entry[1])]
         return max(entries, key=lambda entry: entry[0])[1] if entries else None
 
     def __iter__(self) -> Iterator[Holder]:
@@ -115,38 +122,41 @@ class Allocation:
     block_ids: list[int]
     cached_blocks: int
     writable_blocks: int
-    """How many of them the writer needs; the rest is reserved for growth."""
+    """Number of blocks that the writer needs; the rest is reserved for growth."""
 
 
 class BlockAllocator:
-    """Draws on `pool`; `running()` is the number of sequences that decode now."""
+    """Allocation of a pool's blocks to attempts; `running()` is the number of sequences that decode now."""
 
     def __init__(self, pool: BlockPool, block_size: int, running: Callable[[], int]) -> None:
         self._pool = pool
         self._block_size = block_size
         self._running = running
 
-    def tokens(self, num_blocks: int) -> int:
-        """Tokens in full blocks."""
+    def tokens_in(self, num_blocks: int) -> int:
+        """Return the number of tokens in `num_blocks` full blocks."""
         return num_blocks * self._block_size
 
-    def blocks(self, expected: PendingTransfer) -> int:
-        """Blocks to hold for it, the reserve included."""
-        return max(self._blocks_for(expected.num_tokens), expected.reserve_blocks or 0)
+    def blocks_needed(self, pending: PendingTransfer) -> int:
+        """Return the number of blocks that the attempt holds, its reserve included."""
+        return max(self._blocks_for(pending.num_tokens), pending.reserve_blocks or 0)
 
-    def draw(self, expected: PendingTransfer) -> Allocation | None:
-        """Pin the cached prefix and allocate the rest; None: not enough room now, nothing changed."""
+    def allocate(self, pending: PendingTransfer) -> Allocation | None:
+        """Pin the cached prefix and allocate the rest.
+
+        None, with nothing changed, while there is not enough room.
+        """
         # At least one token has to be computed: its logits give the first token.
-        pins = self._pool.acquire_prefix(expected.keys[: (expected.num_tokens - 1) // self._block_size])
-        blocks, running = self.blocks(expected), self._running()
+        pins = self._pool.acquire_prefix(pending.keys[: (pending.num_tokens - 1) // self._block_size])
+        blocks, running = self.blocks_needed(pending), self._running()
         fresh = blocks - len(pins)
         spare = running
-        if expected.reserve_blocks is None:
-            spare += max(0, min(expected.sequences - 1, self._pool.total - blocks - running))
+        if pending.reserve_blocks is None:
+            spare += max(0, min(pending.sequences - 1, self._pool.total - blocks - running))
         if self._pool.available() - fresh < spare:
             self._pool.release(pins)
             return None
-        return Allocation(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(expected.num_tokens))
+        return Allocation(pins + self._pool.allocate(fresh), len(pins), self._blocks_for(pending.num_tokens))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

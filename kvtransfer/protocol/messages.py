@@ -1,6 +1,6 @@
-"""The words of the handoff: who, which grant, and what the state machines ask their drivers to do.
+"""Values of the handoff protocol: names of writers and grants, and the actions of the two state machines.
 
-Plain values. Protobuf and sockets are the drivers' business, so that a simulator can stand in for them.
+Plain values, so that a simulator can stand in for protobuf and sockets, which are the drivers' business.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ Key = tuple[str, int]
 """(request id, attempt)"""
 
 FirstTokens = tuple[object, ...]
-"""What the writer sampled from the last token's logits; the protocol carries it and does not look inside."""
+"""Tokens sampled by the writer from the last token's logits; opaque to the protocol."""
 
 
 class WriterId(NamedTuple):
-    """A prefill process. A restarted worker has another incarnation and is another writer."""
+    """Identity of a prefill process. A restarted worker has another incarnation and is another writer."""
 
     worker_id: str
     incarnation: int
 
 
 class GrantRef(NamedTuple):
-    """The name of one grant. Generations grow at every grant, so that an old one is never mistaken."""
+    """Name of one grant.
+
+    Generations grow at every grant, so that an old one is never mistaken for a new one.
+    """
 
     key: Key
     slot: int
@@ -35,7 +38,7 @@ class GrantRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
-    """What the gateway's attach says of an attempt before its prefill asks for blocks."""
+    """Attempt that the gateway attached and whose prefill will ask for blocks."""
 
     key: Key
     num_tokens: int
@@ -43,19 +46,22 @@ class PendingTransfer:
     keys: Sequence[bytes]
     """Hash of each full block of those tokens; empty when the prefix cache must not be read."""
     reserve_blocks: int | None = None
-    """Hold this many blocks (the attempt's worst case), not only those of the prefill."""
+    """Number of blocks to hold (the attempt's worst case); None: only those of the prefill."""
     sequences: int = 1
-    """How many sequences will go on from those tokens, each with blocks of its own."""
+    """Number of sequences that will go on from those tokens, each with blocks of its own."""
     priority: int = 0
-    """Of those that wait for blocks, a higher one is served first."""
+    """A waiting attempt of higher priority is served first."""
 
 
-# -- what the receiving side asks of its driver
+# -- actions of the receiver
 
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Tell the writer that it may fill `block_ids`, whose first `cached_tokens` tokens are there already."""
+    """Grant to send: blocks that the writer may fill.
+
+    The KV of the first `cached_tokens` tokens is in the pool already.
+    """
 
     writer: WriterId
     ref: GrantRef
@@ -65,9 +71,9 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class SendDenied:
-    """Tell the writer that its ask will not be granted; `reason` is a FailureReason of the protocol.
+    """Denial of an ask to send; `reason` is a FailureReason of the wire.
 
-    None: the attempt ended here, and who attached it knows why.
+    None: the attempt ended at this worker, and the gateway knows why.
     """
 
     writer: WriterId
@@ -78,7 +84,7 @@ class SendDenied:
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Ask the writer to stop and to say so."""
+    """Request to stop writing to send, which the writer answers with Stopped."""
 
     writer: WriterId
     ref: GrantRef
@@ -86,7 +92,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """The blocks are complete and verified: they belong to the driver's owner now, references included."""
+    """Complete and verified blocks, which belong to the owner of the driver now, references included."""
 
     writer: WriterId
     ref: GrantRef
@@ -96,12 +102,12 @@ class Handoff:
     first_tokens: FirstTokens
     in_place: bool
     note: object
-    """What the driver gave with the commit."""
+    """Opaque value that the driver gave with the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The attempt's handoff is over without blocks; `reason` is a FailureReason of the protocol."""
+    """End of an attempt without blocks; `reason` is a FailureReason of the wire."""
 
     key: Key
     reason: int
@@ -110,7 +116,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class FenceWriter:
-    """Make sure that this writer can write no more, and report it dead when that is proven."""
+    """Order to make sure that this writer can write no more, and to report it dead when that is proven."""
 
     writer: WriterId
     why: str
@@ -119,26 +125,26 @@ class FenceWriter:
 ReceiverAction = SendGrant | SendDenied | SendAbort | Handoff | Fail | FenceWriter
 
 
-# -- what the sending side asks of its driver
+# -- actions of the sender
 
 
 @dataclass(frozen=True, slots=True)
 class SendAsk:
-    """Ask for blocks."""
+    """Ask for blocks to send."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendWithdrawal:
-    """Take an ask back that was not answered yet."""
+    """Withdrawal of an unanswered ask to send."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendStopped:
-    """Promise that no further write of this grant comes; `reason` when the prefill gave up by itself."""
+    """Promise to send: no further write of this grant comes; `reason` if the prefill gave up by itself."""
 
     ref: GrantRef
     reason: int | None = None
@@ -147,7 +153,7 @@ class SendStopped:
 
 @dataclass(frozen=True, slots=True)
 class SendPushed:
-    """Say that blocks `first_block ..` of the grant are written."""
+    """Announcement to send: `num_blocks` blocks of the grant, from index `first_block` on, are written."""
 
     ref: GrantRef
     first_block: int
@@ -157,18 +163,21 @@ class SendPushed:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """End the handoff and promise that no further write comes."""
+    """End of the handoff to send, with the promise that no further write comes."""
 
     ref: GrantRef
     num_tokens: int
     first_tokens: FirstTokens
     note: object
-    """What the driver gave with the commit."""
+    """Opaque value that the driver gave with the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantReceived:
-    """Blocks were granted; `take` them, or they are given back when the link or the ask ends."""
+    """Granted blocks for the owner, which calls `start_writing`.
+
+    Blocks that it does not take return when the link or the ask ends.
+    """
 
     ref: GrantRef
     block_ids: tuple[int, ...]
@@ -177,7 +186,7 @@ class GrantReceived:
 
 @dataclass(frozen=True, slots=True)
 class GrantDenied:
-    """An ask is over without blocks; no `reason` when the attempt ended at the decode worker."""
+    """End of an ask without blocks; no `reason` if the attempt ended at the decode worker."""
 
     key: Key
     reason: int | None
@@ -186,14 +195,14 @@ class GrantDenied:
 
 @dataclass(frozen=True, slots=True)
 class GrantRevoked:
-    """Stop computing this attempt, then say `stop`."""
+    """Order for the owner to stop computing this attempt and then to call `stop`."""
 
     ref: GrantRef
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link is gone: asks of `asking` are over; the grants of `writing` are void, `stop` each in time."""
+    """End of the link: the asks of `asking` are over, the grants of `writing` are void and each needs `stop`."""
 
     asking: tuple[Key, ...]
     writing: tuple[GrantRef, ...]
@@ -216,8 +225,13 @@ Action = TypeVar("Action")
 _log = logging.getLogger(__name__)
 
 
-class ActionPump(Generic[Action]):
-    """Calls `perform` for each action, never from within another action."""
+class ActionQueue(Generic[Action]):
+    """Queue that performs actions one by one, in the order in which they were decided.
+
+    `perform` is never called from within another action. A callback may cause further events, whose actions
+    wait behind those that were decided before: were an Abort to overtake the Grant that it revokes, the
+    writer would deny the grant and then receive it.
+    """
 
     def __init__(self, perform: Callable[[Action], None]) -> None:
         self._perform = perform
@@ -225,7 +239,7 @@ class ActionPump(Generic[Action]):
         self._running = False
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Perform them now, or after those that are being performed.
+        """Perform actions now, or after those that are being performed.
 
         An action that raises is logged, and the rest goes on: one request's error must not keep another
         request's blocks.

@@ -24,7 +24,7 @@ class TransportError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Locality:
     """Where a process runs, as far as sharing memory goes."""
 
     host_id: str
@@ -39,7 +39,7 @@ class ReceiverHooks:
 
     dead: Callable[[WriterId], None]
     """Proven: this writer can write no more by this transport."""
-    named: Callable[[WriterId, int, int], GrantRef | None]
+    resolve: Callable[[WriterId, int, int], GrantRef | None]
     """The grant of this writer at (slot, generation), None if that is not open."""
     destinations: Callable[[WriterId, GrantRef, range], Sequence[int] | None]
     """The blocks of the pool to which these places of a grant belong now; None: the data is stale."""
@@ -56,7 +56,7 @@ class ReceivingTransport(Protocol):
     in_place: bool
     """Whether the writer computes straight into the granted blocks."""
 
-    def unreachable(self, writer: Place) -> str | None:
+    def unreachable_reason(self, writer: Locality) -> str | None:
         """Why a writer at this place cannot use it; None: it can."""
         ...
 
@@ -109,7 +109,7 @@ class Run:
     """On a GPU: when it has come, the blocks are computed."""
 
 
-Wanted = Callable[[GrantRef], bool]
+StillGranted = Callable[[GrantRef], bool]
 
 
 class PushChannel(Protocol):
@@ -130,7 +130,7 @@ class PushChannel(Protocol):
         """Whether the other end is gone: nothing more will be acknowledged."""
         ...
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
         """Send the blocks of a run and return the digest of each; None once the grant is not wanted.
 
         When it ends, cancelled or not, the blocks of the run are not read any more. Raises TransportError.

@@ -70,7 +70,7 @@ def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
     return event
 
 
-async def until_written(memory: KVMemory) -> None:
+async def wait_written(memory: KVMemory) -> None:
     """Wait for that, without keeping the event loop."""
     event = queued_work(memory)
     if event is not None:

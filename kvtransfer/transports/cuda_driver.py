@@ -125,7 +125,7 @@ def unregister_page(device: torch.device, address: int) -> None:
         _call("cuMemHostUnregister", address)
 
 
-def write_behind(device: torch.device, stream: torch.cuda.Stream, address: int, value: int) -> None:
+def write_in_stream_order(device: torch.device, stream: torch.cuda.Stream, address: int, value: int) -> None:
     """Write eight bytes after everything in the stream, which is visible to the whole system by then.
 
     The default flags of the call put a fence of system scope before the write. Raises CudaError.

@@ -17,14 +17,14 @@ from typing import Any
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
-from kvtransfer.transports.memory_mapping import Exported, Flags, PoolPort
+from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "cuda_ipc"
-_NOBODY = GrantRef(("", 0), 0, 0)
+_NO_GRANT = GrantRef(("", 0), 0, 0)
 _log = logging.getLogger(__name__)
 
 
@@ -34,22 +34,22 @@ class CudaIpcReceiver:
     name = NAME
     in_place = False
 
-    def __init__(self, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
-        self._pool, self._port, self._hooks = pool, port, hooks
+    def __init__(self, pool: PoolMemory, mapping: MemoryMapping, hooks: ReceiverHooks) -> None:
+        self._pool, self._mapping, self._hooks = pool, mapping, hooks
         # A grant has at least one block, so that its slot is below their number.
         self._flags = Flags.create(pool.memory.num_blocks)
         self._socket = PoolFdSocket(self._export, hooks.dead)
         self._thread = BlockingThread("verify-pushed")
         self._checks: set[asyncio.Task[object]] = set()
 
-    def unreachable(self, writer: Place) -> str | None:
+    def unreachable_reason(self, writer: Locality) -> str | None:
         """It has to be where our memory can be mapped."""
-        return self._port.unreachable(writer, in_place=False)
+        return self._mapping.unreachable_reason(writer, in_place=False)
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
         await self._socket.start()
-        self._keep(self._thread.run(self._port.digests, self._pool.memory, [0], _NOBODY, 0))
+        self._keep(self._thread.run(self._mapping.digests, self._pool.memory, [0], _NO_GRANT, 0))
 
     @property
     def endpoint(self) -> str:
@@ -105,43 +105,43 @@ class CudaIpcReceiver:
         """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
         memory = self._pool.memory
         try:
-            digests = await self._thread.run(self._port.digests, memory, blocks, ref, first)
+            digests = await self._thread.run(self._mapping.digests, memory, blocks, ref, first)
         except Exception:  # whatever it was: blocks that nobody could check are not to be used
             _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
         self._hooks.arrived(writer, ref, first, digests)
 
-    def _export(self) -> Exported:
-        exported = self._port.export(self._pool)
-        return Exported(exported.handle, [self._flags.fd, *exported.fds])
+    def _export(self) -> ExportedPool:
+        exported = self._mapping.export(self._pool)
+        return ExportedPool(exported.handle, [self._flags.fd, *exported.fds])
 
 
-class PushChannel:
+class CudaIpcChannel:
     """The prefill worker's end: the mapped pool, and a thread that waits for copies into it."""
 
-    def __init__(self, target: KVMemory, flags: Flags, port: PoolPort) -> None:
-        self._target, self._flags, self._port = target, flags, port
+    def __init__(self, target: KVMemory, flags: Flags, mapping: MemoryMapping) -> None:
+        self._target, self._flags, self._mapping = target, flags, mapping
         self._thread = BlockingThread("push")
         self._sent = self._acknowledged = 0
         self._closed = False
 
     @classmethod
-    async def open(cls, welcome: Welcome, port: PoolPort) -> PushChannel:
+    async def open(cls, welcome: Welcome, mapping: MemoryMapping) -> CudaIpcChannel:
         """Register with a decode worker and map its pool. Raises TransportError."""
 
-        def mapped(pool: Exported) -> tuple[KVMemory, Flags]:
+        def mapped(pool: ExportedPool) -> tuple[KVMemory, Flags]:
             if not pool.fds:
                 raise ValueError("the decode worker sent no flags")
-            target = port.map(Exported(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
-            flags = Flags.joined(pool.fds[0], welcome.num_blocks)
-            port.use_flags(flags)
+            target = mapping.map(ExportedPool(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
+            flags = Flags.open(pool.fds[0], welcome.num_blocks)
+            mapping.register_flags(flags)
             return target, flags
 
-        channel = cls(*await register(welcome, mapped), port)
+        channel = cls(*await register(welcome, mapped), mapping)
         try:
             # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
-            await channel._thread.run(port.digests, channel._target, [0], _NOBODY, 0)
+            await channel._thread.run(mapping.digests, channel._target, [0], _NO_GRANT, 0)
         except BaseException as error:
             channel.close()
             if isinstance(error, (RuntimeError, OSError)):
@@ -164,9 +164,9 @@ class PushChannel:
         """There is no connection that could break: the stream's end says it."""
         return False
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
         """Push a run; returns when it lies in the decode worker's pool. Raises TransportError."""
-        if not wanted(run.ref):
+        if not still_granted(run.ref):
             return None
         self._sent += len(run.block_ids)
         copying = asyncio.ensure_future(self._thread.run(self._copy, run))
@@ -187,13 +187,13 @@ class PushChannel:
         if not self._closed:
             self._closed = True
             self._thread.stop()
-            self._port.leave_flags(self._flags)
+            self._mapping.unregister_flags(self._flags)
             self._flags.close()
 
     def _copy(self, run: Run) -> list[bytes]:
         upto = run.first + len(run.block_ids)
         try:
-            finish = self._port.start_copy(run, self._target, self._flags.word(run.ref, upto))
+            finish = self._mapping.start_copy(run, self._target, self._flags.word(run.ref, upto))
             return finish()
         except (RuntimeError, OSError) as error:
             raise TransportError(f"blocks were not pushed: {error}") from error

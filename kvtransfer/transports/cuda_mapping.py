@@ -17,16 +17,16 @@ import torch
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import cuda_driver
-from kvtransfer.transports.base import Place, Run, gpu_uuid
+from kvtransfer.transports.base import Locality, Run, gpu_uuid
 from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
-from kvtransfer.transports.memory_mapping import Exported, Flags, FlagWord
+from kvtransfer.transports.memory_mapping import ExportedPool, Flags, FlagWord
 from kvtransfer.transports.pool_memory import PoolMemory
 
 _HANDLE = struct.Struct(f"<4s{cuda_driver.HANDLE_BYTES}sQ")
 _KIND = b"cuda"
 
 
-class CudaPort:
+class CudaMapping:
     """Pools of one GPU."""
 
     def __init__(self, device: torch.device, host_id: str) -> None:
@@ -34,7 +34,7 @@ class CudaPort:
         self._pages: dict[int, int] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
         """A process of this host with its blocks on a GPU; to compute in place, on this very one."""
         if writer.host_id != self._host_id:
             return "on another host"
@@ -42,12 +42,12 @@ class CudaPort:
             return "one side's blocks are on a GPU, the other's are not"
         return "on another GPU" if in_place and writer.device != gpu_uuid(self._device) else None
 
-    def export(self, pool: PoolMemory) -> Exported:
+    def export(self, pool: PoolMemory) -> ExportedPool:
         """The handle and the offset."""
         handle, offset = cuda_driver.export_memory(self._device, pool.memory.address)
-        return Exported(_HANDLE.pack(_KIND, handle, offset), [])
+        return ExportedPool(_HANDLE.pack(_KIND, handle, offset), [])
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Open the handle; it is closed with the last reference to the memory."""
         if len(exported.handle) != _HANDLE.size:
             raise ValueError("the decode worker's pool is not on a GPU")
@@ -62,11 +62,11 @@ class CudaPort:
             raise ValueError("torch made a copy of the mapped pool")
         return KVMemory.over_tensor(layout, num_blocks, flat)
 
-    def use_flags(self, flags: Flags) -> None:
+    def register_flags(self, flags: Flags) -> None:
         """Page-lock them for this GPU."""
         self._pages[flags.address] = cuda_driver.register_page(self._device, flags.address, flags.nbytes)
 
-    def leave_flags(self, flags: Flags) -> None:
+    def unregister_flags(self, flags: Flags) -> None:
         """Give the page back."""
         if self._pages.pop(flags.address, None) is not None:
             cuda_driver.unregister_page(self._device, flags.address)
@@ -80,7 +80,7 @@ class CudaPort:
                 stream.wait_event(run.computed)
             copy.launch()
             page = self._pages[flag.flags.address]
-            cuda_driver.write_behind(self._device, stream, page + flag.offset, flag.value)
+            cuda_driver.write_in_stream_order(self._device, stream, page + flag.offset, flag.value)
             done = torch.cuda.Event()
             done.record(stream)
 

@@ -21,12 +21,12 @@ class DataConnection:
         """The other end is gone."""
         self._connection = connection
         self._changed = asyncio.Event()
-        self._hearing = asyncio.create_task(self._hear())
+        self._reader = asyncio.create_task(self._read_counts())
 
     @classmethod
     async def open(cls, welcome: Welcome, greeting_bytes: int) -> DataConnection:
         """Connect and register. Raises TransportError."""
-        host, port = endpoint_of(welcome)
+        host, port = endpoint_address(welcome)
         loop = asyncio.get_running_loop()
         connection: socket.socket | None = None
         try:
@@ -69,13 +69,13 @@ class DataConnection:
 
     def close(self) -> None:
         """End the connection. Call it when no `send` runs."""
-        self._hearing.cancel()
+        self._reader.cancel()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         # Not before the reader has left it: its number could be another socket's by then.
-        self._hearing.add_done_callback(lambda _: self._connection.close())
+        self._reader.add_done_callback(lambda _: self._connection.close())
 
-    async def _hear(self) -> None:
+    async def _read_counts(self) -> None:
         try:
             while True:
                 (self.acknowledged,) = COUNT.unpack(await _receive(self._connection, COUNT.size))
@@ -97,7 +97,7 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
     return received
 
 
-def endpoint_of(welcome: Welcome) -> tuple[str, int]:
+def endpoint_address(welcome: Welcome) -> tuple[str, int]:
     """A listener on all addresses is reached at the one where its gRPC server was."""
     host, _, port = welcome.endpoint.rpartition(":")
     host = host.strip("[]")

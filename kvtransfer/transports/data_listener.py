@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, TransportError
+from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError
 
 TOKEN_BYTES = 32
 REGISTRATION_S = 2.0
@@ -26,18 +26,18 @@ COUNT = struct.Struct("<Q")
 _log = logging.getLogger(__name__)
 
 
-class Frames(Protocol):
+class FrameReader(Protocol):
     """Reads the frames of one data socket into buffers of its own."""
 
     def greeting(self) -> bytes:
         """What an accepted writer is told; of a fixed length."""
         ...
 
-    def target(self) -> memoryview:
+    def first_buffer(self) -> memoryview:
         """The buffer to be filled first."""
         ...
 
-    def filled(self) -> memoryview:
+    def buffer_filled(self) -> memoryview:
         """The buffer is full; which is to be filled next. Raises TransportError to end the socket."""
         ...
 
@@ -52,11 +52,11 @@ class DataListener:
     def __init__(
         self,
         host: str,
-        open_frames: Callable[[WriterId, DataSocket], Frames],
+        open_reader: Callable[[WriterId, DataSocket], FrameReader],
         dead: Callable[[WriterId], None],
     ) -> None:
         self.host = host
-        self.open_frames = open_frames
+        self.open_reader = open_reader
         self._dead = dead
         self._server: asyncio.Server | None = None
         self._admitted: dict[bytes, WriterId] = {}
@@ -87,7 +87,7 @@ class DataListener:
         """Whether its data socket is open."""
         return writer in self._sockets
 
-    def end(self, writer: WriterId) -> None:
+    def end_socket(self, writer: WriterId) -> None:
         """Close the writer's data socket, if it has one: `dead` follows before this returns."""
         connection = self._sockets.get(writer)
         if connection is not None:
@@ -108,7 +108,7 @@ class DataListener:
         for known, writer in self._admitted.items():
             if hmac.compare_digest(known, token):
                 del self._admitted[known]
-                self.end(writer)
+                self.end_socket(writer)
                 self._sockets[writer] = connection
                 return writer
         return None
@@ -127,18 +127,18 @@ class DataSocket(asyncio.BufferedProtocol):
         self._listener = listener
         self._transport: asyncio.Transport | None = None
         self._writer: WriterId | None = None
-        self._frames: Frames | None = None
+        self._reader: FrameReader | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._target = memoryview(bytearray(TOKEN_BYTES))
         self._filled = 0
         self._taken = 0
-        self.over = False
+        self.closed = False
         """Nothing that it brought may be copied any more."""
 
-    def took(self, blocks: int) -> None:
+    def acknowledge(self, blocks: int) -> None:
         """Tell the writer that so many more blocks were taken or dropped."""
         self._taken += blocks
-        if self._transport is not None and not self.over:
+        if self._transport is not None and not self.closed:
             self._transport.write(COUNT.pack(self._taken))
 
     def local_host(self) -> str:
@@ -158,13 +158,13 @@ class DataSocket(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        if self.over or self._filled < self._target.nbytes:
+        if self.closed or self._filled < self._target.nbytes:
             return
-        if self._frames is None:
+        if self._reader is None:
             self._authenticate()
             return
         try:
-            self._target, self._filled = self._frames.filled(), 0
+            self._target, self._filled = self._reader.buffer_filled(), 0
         except TransportError as error:
             _log.error("%s", error)
             self.end()
@@ -177,15 +177,15 @@ class DataSocket(asyncio.BufferedProtocol):
 
     def end(self) -> None:
         """Read nothing more, from this moment on."""
-        if self.over:
+        if self.closed:
             return
-        self.over = True
+        self.closed = True
         if self._deadline is not None:
             self._deadline.cancel()
         if self._transport is not None:
             self._transport.abort()
-        if self._frames is not None:
-            self._frames.ended()
+        if self._reader is not None:
+            self._reader.ended()
         if self._writer is not None:
             self._listener.ended(self._writer, self)
 
@@ -198,19 +198,19 @@ class DataSocket(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         try:
-            self._frames = self._listener.open_frames(self._writer, self)
+            self._reader = self._listener.open_reader(self._writer, self)
         except TransportError as error:
             _log.error("%s", error)
             self.end()
             return
-        self._transport.write(self._frames.greeting())
-        self._target, self._filled = self._frames.target(), 0
+        self._transport.write(self._reader.greeting())
+        self._target, self._filled = self._reader.first_buffer(), 0
 
 
-OpenFrames = Callable[[WriterId, DataSocket], Frames]
+OpenFrames = Callable[[WriterId, DataSocket], FrameReader]
 
 
-def reaches_everywhere(writer: Place) -> str | None:
+def always_reachable(writer: Locality) -> str | None:
     """No place is out of reach of a socket."""
     return None
 
@@ -229,13 +229,13 @@ class SocketReceiver:
         self,
         name: str,
         host: str,
-        open_frames: OpenFrames,
+        open_reader: OpenFrames,
         hooks: ReceiverHooks,
-        unreachable: Callable[[Place], str | None] = reaches_everywhere,
+        unreachable: Callable[[Locality], str | None] = always_reachable,
     ) -> None:
         self.name = name
-        self.unreachable = unreachable
-        self._listener = DataListener(host, open_frames, hooks.dead)
+        self.unreachable_reason = unreachable
+        self._listener = DataListener(host, open_reader, hooks.dead)
 
     async def start(self) -> None:
         """Listen on a free port. Raises OSError."""
@@ -256,14 +256,14 @@ class SocketReceiver:
 
     def fence(self, writer: WriterId) -> None:
         """Close the data socket, which is the proof."""
-        self._listener.end(writer)
+        self._listener.end_socket(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
         """The frames say it themselves."""
 
     def link_lost(self, writer: WriterId) -> None:
         """Without a stream the data has no meaning: close it."""
-        self._listener.end(writer)
+        self._listener.end_socket(writer)
 
     async def close(self) -> None:
         """Stop listening and end every data socket."""

@@ -24,7 +24,7 @@ from typing import TypeVar
 from diptych.runtime.peer_credentials import peer_credentials
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.memory_mapping import Exported
+from kvtransfer.transports.memory_mapping import ExportedPool
 from kvtransfer.transports.writer_process import WriterProcess
 
 _REGISTRATION_S = 2.0
@@ -45,7 +45,7 @@ class _Admission:
 class PoolFdSocket:
     """Gives what `export` returns to admitted writers, and keeps a pidfd of each."""
 
-    def __init__(self, export: Callable[[], Exported], dead: Callable[[WriterId], None]) -> None:
+    def __init__(self, export: Callable[[], ExportedPool], dead: Callable[[WriterId], None]) -> None:
         """`export` runs off the event loop; `dead` is called on it."""
         self._export, self._dead = export, dead
         self._listener: socket.socket | None = None
@@ -159,7 +159,7 @@ class PoolFdSocket:
         process.watch(dead)
 
 
-async def register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
+async def register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
     """Register with a decode worker: what `mapped`, called off the event loop, makes of its pool's handle.
 
     The file descriptors are closed when it returns. Raises TransportError.
@@ -167,7 +167,7 @@ async def register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
     return await asyncio.to_thread(_register, welcome, mapped)
 
 
-def _register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
+def _register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
     if not welcome.endpoint.startswith("@"):
         raise TransportError("the endpoint of the decode worker's pool is not an abstract socket")
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def _register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
                 stack.callback(os.close, fd)
             if not message.startswith(_MAP):
                 raise TransportError("the decode worker refused the registration")
-            result = mapped(Exported(message.removeprefix(_MAP), fds))
+            result = mapped(ExportedPool(message.removeprefix(_MAP), fds))
             connection.send(b"mapped")
             if connection.recv(16) != b"registered":
                 raise TransportError("the decode worker did not confirm the registration")

@@ -1,8 +1,8 @@
 """What differs between a pool in the host's memory and one on a GPU, for transports that map it.
 
-`HostPort` is the CPU's, and stands for a GPU in tests: with it the protocol of a pushing transport (who may
-map, what is announced when, what a fence proves) runs for real. What it cannot show is what is a GPU's own:
-IPC handles, the order of streams, the copy kernel. `cuda_port` has those.
+`HostMapping` is the CPU's, and stands for a GPU in tests: with it the protocol of a pushing transport (who
+may map, what is announced when, what a fence proves) runs for real. What it cannot show is what is a GPU's
+own: IPC handles, the order of streams, the copy kernel. `cuda_port` has those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.transports.base import Place, Run
+from kvtransfer.transports.base import Locality, Run
 from kvtransfer.transports.failpoints import damage_payload
 from kvtransfer.transports.host_blocks import block_digest
 from kvtransfer.transports.pool_memory import PoolMemory, map_pool
@@ -26,33 +26,33 @@ _COUNT_BITS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedPool:
     """A pool as it goes to another process."""
 
     handle: bytes
     fds: Sequence[int]
 
 
-class PoolPort(Protocol):
+class MemoryMapping(Protocol):
     """Pools of one kind of memory; may block, and is called off the event loop unless it says otherwise."""
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
         """Why a writer at this place cannot map a pool of this process. On the event loop."""
         ...
 
-    def export(self, pool: PoolMemory) -> Exported:
+    def export(self, pool: PoolMemory) -> ExportedPool:
         """What another process needs to map it. Raises OSError."""
         ...
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Another process' pool, until the last reference to it is gone. Raises OSError or ValueError."""
         ...
 
-    def use_flags(self, flags: Flags) -> None:
+    def register_flags(self, flags: Flags) -> None:
         """Make the page one that `start_copy` can set. Raises OSError."""
         ...
 
-    def leave_flags(self, flags: Flags) -> None:
+    def unregister_flags(self, flags: Flags) -> None:
         """The page will be unmapped."""
         ...
 
@@ -89,7 +89,7 @@ class Flags:
         return cls(fd, slots)
 
     @classmethod
-    def joined(cls, fd: int, slots: int) -> Flags:
+    def open(cls, fd: int, slots: int) -> Flags:
         """Another process' page. Raises OSError, or ValueError if it is too small."""
         if os.fstat(fd).st_size < _page_bytes(slots):
             raise ValueError("the page of flags is too small")
@@ -155,32 +155,32 @@ class FlagWord:
         self.flags.store(self.slot, self.value)
 
 
-class HostPort:
+class HostMapping:
     """Pools in a memfd."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
         """It has to be a process of this host whose blocks are on the host, too."""
         if writer.host_id != self._host_id:
             return "on another host"
         return None if not writer.device else "one side's blocks are on a GPU, the other's are not"
 
-    def export(self, pool: PoolMemory) -> Exported:
+    def export(self, pool: PoolMemory) -> ExportedPool:
         """The file itself."""
-        return Exported(b"memfd", [pool.file()])
+        return ExportedPool(b"memfd", [pool.file()])
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Map the file, whose size must be sealed."""
         if exported.handle != b"memfd" or not exported.fds:
             raise ValueError("the decode worker's pool is not in host memory")
         return map_pool(exported.fds[0], layout, num_blocks)
 
-    def use_flags(self, flags: Flags) -> None:
+    def register_flags(self, flags: Flags) -> None:
         """They are host memory."""
 
-    def leave_flags(self, flags: Flags) -> None:
+    def unregister_flags(self, flags: Flags) -> None:
         """They are host memory."""
 
     def start_copy(self, run: Run, target: KVMemory, flag: FlagWord) -> Callable[[], list[bytes]]:

@@ -1,4 +1,4 @@
-"""NCCL, and the same driver over Gloo: blocks travel in a world of two, packed into ring slots.
+"""NCCL, and the same driver over Gloo: blocks travel in a group of two, packed into ring slots.
 
 Beside it runs a data socket (`data_listener`), which says what the next message is and how many blocks were
 taken; its end is the end of the pair, and the fence.
@@ -6,9 +6,9 @@ taken; its end is the end of the pair, and the fence.
     greeting = port of the pair's store u16, secret of the pair
     frame    = slot u32, generation u64, first index u32, count u32, count digests
 
-For each frame one message of `count` blocks follows in the world. It is received into a slot of the ring,
+For each frame one message of `count` blocks follows in the group. It is received into a slot of the ring,
 never into the pool: from there a block is copied only if its grant is open at this moment, and belongs there
-by its digest. A receive is posted only once its frame has come, so that a world at rest holds neither a
+by its digest. A receive is posted only once its frame has come, so that a group at rest holds neither a
 thread nor, with NCCL, a kernel on the GPU. At most as many messages are under way as there are slots.
 """
 
@@ -28,10 +28,10 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports import process_group as worlds
-from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports import process_group
+from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.blocking import BlockingThread
-from kvtransfer.transports.data_connection import DataConnection, endpoint_of
+from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
 from kvtransfer.transports.host_blocks import DIGEST_BYTES
 from kvtransfer.transports.staging import SLOTS, DeviceStaging, HostStaging, Staging
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 def make_staging(name: str, memory: KVMemory) -> Staging:
     """NCCL's slots are beside the blocks; Gloo's are the host's, wherever the blocks are."""
-    return DeviceStaging(memory) if name == worlds.NCCL else HostStaging(memory)
+    return DeviceStaging(memory) if name == process_group.NCCL else HostStaging(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,23 @@ class _Frame:
     digests: tuple[bytes, ...]
 
 
-def paired_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
-    """The decode worker's end: a world for each writer. Gloo reaches everywhere; NCCL has its conditions."""
+def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
+    """The decode worker's end: a group for each writer. Gloo reaches everywhere; NCCL has its conditions."""
 
-    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-        return _Frames(name, writer, connection, memory, hooks)
+    def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
+        return _FrameReader(name, writer, connection, memory, hooks)
 
-    def unreachable(writer: Place) -> str | None:
-        return worlds.nccl_unusable(memory.data.device, writer.device) if name == worlds.NCCL else None
+    def unreachable_reason(writer: Locality) -> str | None:
+        return (
+            process_group.nccl_unusable_reason(memory.data.device, writer.device)
+            if name == process_group.NCCL
+            else None
+        )
 
-    return SocketReceiver(name, host, open_frames, hooks, unreachable)
+    return SocketReceiver(name, host, open_reader, hooks, unreachable_reason)
 
 
-class _Frames:
+class _FrameReader:
     """Reads the frames of one writer, and receives and unpacks the messages that they name."""
 
     def __init__(
@@ -79,7 +83,7 @@ class _Frames:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._host = connection.local_host()
         try:
-            self._listener, self._port = worlds.host_store(self._host)
+            self._listener, self._port = process_group.listen_for_store(self._host)
         except OSError as error:
             raise TransportError(f"no port for the pair's store: {error}") from error
         self._header = memoryview(bytearray(HEADER.size))
@@ -88,16 +92,16 @@ class _Frames:
         self._frames: asyncio.Queue[_Frame] = asyncio.Queue()
         self._received: asyncio.Queue[tuple[int, _Frame]] = asyncio.Queue()
         self._thread = BlockingThread(f"{name}-receive")
-        self._world: worlds.ProcessGroup | None = None
+        self._group: process_group.ProcessGroup | None = None
         self._task = asyncio.create_task(self._serve())
 
     def greeting(self) -> bytes:
         return GREETING.pack(self._port, self._secret)
 
-    def target(self) -> memoryview:
+    def first_buffer(self) -> memoryview:
         return self._header
 
-    def filled(self) -> memoryview:
+    def buffer_filled(self) -> memoryview:
         slot, generation, first, count = HEADER.unpack(self._header)
         if not self._reading_digests:
             if not 1 <= count <= self._staging.blocks:
@@ -116,65 +120,65 @@ class _Frames:
     def ended(self) -> None:
         self._task.cancel()
         self._listener.close()
-        if self._world is not None:
-            self._world.abort()
+        if self._group is not None:
+            self._group.abort()
         self._thread.stop()
 
     async def _serve(self) -> None:
         try:
-            self._world = await self._join()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._receive(self._world))
-                group.create_task(self._land())
+            self._group = await self._join()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(self._group))
+                tasks.create_task(self._copy_received())
         except* TransportError as errors:
-            if not self._connection.over:
+            if not self._connection.closed:
                 worker = self._writer.worker_id
                 _log.warning("the pair with prefill worker %s: %s", worker, errors.exceptions[0])
         finally:
             self._connection.end()
 
-    async def _join(self) -> worlds.ProcessGroup:
-        """The world, if it is built in time; else the end of this side ends the other one's wait."""
+    async def _join(self) -> process_group.ProcessGroup:
+        """The group, if it is built in time; else the end of this side ends the other one's wait."""
         try:
-            async with asyncio.timeout(worlds.BUILD_S + worlds.TRANSFER_S):
+            async with asyncio.timeout(process_group.BUILD_S + process_group.TRANSFER_S):
                 return await self._thread.run(self._build)
         except TimeoutError as error:
-            raise TransportError(f"the {self._name} world of two was not built in time") from error
+            raise TransportError(f"the {self._name} group of two was not built in time") from error
 
-    def _build(self) -> worlds.ProcessGroup:
-        store = worlds.open_store(self._host, self._port, self._listener)
-        world = worlds.build(self._name, store, worlds.DECODE_RANK, self._host, self._device)
+    def _build(self) -> process_group.ProcessGroup:
+        store = process_group.open_store(self._host, self._port, self._listener)
+        group = process_group.build(self._name, store, process_group.DECODE_RANK, self._host, self._device)
         self._staging.prepare()
         shown = torch.empty(_SECRET_BYTES, dtype=torch.uint8, device=self._staging.data(0, 1).device)
-        world.receive(shown)
+        group.receive(shown)
         if not hmac.compare_digest(bytes(shown.tolist()), self._secret):
-            raise TransportError("another process than the one of the data connection joined the world")
-        return world
+            raise TransportError("another process than the one of the data connection joined the group")
+        return group
 
-    async def _receive(self, world: worlds.ProcessGroup) -> None:
+    async def _receive(self, group: process_group.ProcessGroup) -> None:
         """One message after another, each into the next slot: that it is free is what the counts say."""
         for slot in itertools.cycle(range(SLOTS)):
             frame = await self._frames.get()
-            await self._thread.run(world.receive, self._staging.data(slot, len(frame.digests)))
+            await self._thread.run(group.receive, self._staging.data(slot, len(frame.digests)))
             self._received.put_nowait((slot, frame))
 
-    async def _land(self) -> None:
+    async def _copy_received(self) -> None:
         """Copy what was received to where it belongs, while the next message comes."""
         while True:
             slot, frame = await self._received.get()
-            ref = self._hooks.named(self._writer, frame.slot, frame.generation)
+            ref = self._hooks.resolve(self._writer, frame.slot, frame.generation)
             if ref is not None:
                 await self._unpack(slot, frame, ref)
-            self._connection.took(len(frame.digests))
+            self._connection.acknowledge(len(frame.digests))
 
     async def _unpack(self, slot: int, frame: _Frame, ref: GrantRef) -> None:
         writer, hooks = self._writer, self._hooks
 
         def destinations(places: range) -> Sequence[int] | None:
-            return None if self._connection.over else hooks.destinations(writer, ref, places)
+            return None if self._connection.closed else hooks.destinations(writer, ref, places)
 
         intact = await self._staging.unpack(slot, ref, frame.first, frame.digests, destinations)
-        if intact is None or self._connection.over:
+        if intact is None or self._connection.closed:
             return
         if intact:
             hooks.arrived(writer, ref, frame.first, frame.digests)
@@ -186,7 +190,7 @@ _log = logging.getLogger(__name__)
 
 
 class NcclChannel:
-    """The prefill worker's end: one world with one decode worker."""
+    """The prefill worker's end: one group with one decode worker."""
 
     def __init__(self, name: str, connection: DataConnection, host: str, scratch: KVMemory) -> None:
         self._name, self._connection = name, connection
@@ -196,7 +200,7 @@ class NcclChannel:
         self._packer = BlockingThread(f"{name}-pack")
         self._thread = BlockingThread(f"{name}-send")
         self._building = asyncio.create_task(self._thread.run(self._build))
-        self._building.add_done_callback(self._built)
+        self._building.add_done_callback(self._on_built)
         self._slot = self._sent = 0
         self._under_way: deque[int] = deque()
         self._sending: set[asyncio.Task[None]] = set()
@@ -204,11 +208,14 @@ class NcclChannel:
 
     @classmethod
     async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> NcclChannel:
-        """Connect and register; the world is built meanwhile. Raises TransportError."""
-        if name == worlds.NCCL and (why := worlds.nccl_unusable(scratch.data.device)) is not None:
+        """Connect and register; the group is built meanwhile. Raises TransportError."""
+        if (
+            name == process_group.NCCL
+            and (why := process_group.nccl_unusable_reason(scratch.data.device)) is not None
+        ):
             raise TransportError(f"nccl: {why}")
         connection = await DataConnection.open(welcome, GREETING.size)
-        return cls(name, connection, endpoint_of(welcome)[0], scratch)
+        return cls(name, connection, endpoint_address(welcome)[0], scratch)
 
     @property
     def sent(self) -> int:
@@ -222,21 +229,23 @@ class NcclChannel:
 
     @property
     def broken(self) -> bool:
-        """Whether the other end closed the data socket, or the world could not be built."""
+        """Whether the other end closed the data socket, or the group could not be built."""
         return self._connection.broken or self._failed
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
         """Send a run, a slot at a time; the last ones are still on their way then. Raises TransportError."""
-        world = await asyncio.shield(self._building)
+        group = await asyncio.shield(self._building)
         digests: list[bytes] = []
         size = self._staging.blocks
         for at in range(0, len(run.block_ids), size):
-            if not wanted(run.ref):
+            if not still_granted(run.ref):
                 return None
-            digests += await self._send_slot(world, run, at, min(size, len(run.block_ids) - at))
+            digests += await self._send_slot(group, run, at, min(size, len(run.block_ids) - at))
         return digests
 
-    async def _send_slot(self, world: worlds.ProcessGroup, run: Run, at: int, count: int) -> list[bytes]:
+    async def _send_slot(
+        self, group: process_group.ProcessGroup, run: Run, at: int, count: int
+    ) -> list[bytes]:
         if len(self._under_way) == SLOTS:  # the slot is free when what it held was taken at the other end
             await self._connection.until_acknowledged(self._under_way.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
@@ -250,12 +259,12 @@ class NcclChannel:
         self._under_way.append(self._sent)
         header = HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
         await self._connection.send(header + b"".join(digests))
-        sending = asyncio.create_task(self._thread.run(world.send, self._staging.data(slot, count)))
+        sending = asyncio.create_task(self._thread.run(group.send, self._staging.data(slot, count)))
         self._sending.add(sending)
-        sending.add_done_callback(self._left)
+        sending.add_done_callback(self._on_sent)
         return digests
 
-    def _left(self, sending: asyncio.Task[None]) -> None:
+    def _on_sent(self, sending: asyncio.Task[None]) -> None:
         self._sending.discard(sending)
         if not sending.cancelled() and (error := sending.exception()) is not None and not self._closed:
             _log.warning("%s", error)
@@ -268,7 +277,7 @@ class NcclChannel:
         self._closed = True
         self._connection.close()
         if self._building.done():
-            self._built(self._building)
+            self._on_built(self._building)
         else:
             self._building.cancel()
         for sending in self._sending:
@@ -276,17 +285,17 @@ class NcclChannel:
         self._packer.stop()
         self._thread.stop()
 
-    def _build(self) -> worlds.ProcessGroup:
+    def _build(self) -> process_group.ProcessGroup:
         port, secret = GREETING.unpack(self._connection.greeting)
-        store = worlds.open_store(self._store_host, port, None)
+        store = process_group.open_store(self._store_host, port, None)
         host = self._connection.local_host()
-        world = worlds.build(self._name, store, worlds.PREFILL_RANK, host, self._device)
+        group = process_group.build(self._name, store, process_group.PREFILL_RANK, host, self._device)
         self._staging.prepare()
         device = self._staging.data(0, 1).device
-        world.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
-        return world
+        group.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
+        return group
 
-    def _built(self, building: asyncio.Task[worlds.ProcessGroup]) -> None:
+    def _on_built(self, building: asyncio.Task[process_group.ProcessGroup]) -> None:
         if building.cancelled():
             return
         if (error := building.exception()) is not None:

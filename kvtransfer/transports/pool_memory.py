@@ -77,7 +77,7 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
     return KVMemory(layout, num_blocks, _map(fd, size))
 
 
-def let_go(held: list[KVMemory | None]) -> None:
+def unmap(held: list[KVMemory | None]) -> None:
     """Drop a reference to a mapped pool, by emptying the list, in a thread where it may take long.
 
     Of a decode worker that died the last mapping may be ours, and the kernel frees the pages with it: half a

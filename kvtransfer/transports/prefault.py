@@ -65,7 +65,7 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-def whole_memory() -> int | None:
+def total_memory() -> int | None:
     """Bytes that the machine has, or its container where that may have less, used or not.
 
     None where neither can be told.

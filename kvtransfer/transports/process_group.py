@@ -33,9 +33,9 @@ BUILD_S = 20.0
 """How long a process waits for the other one to join."""
 TRANSFER_S = 10.0
 """How long one message may take."""
-ONE_GPU_SINCE = (2, 30)
+SHARED_GPU_SINCE = (2, 30)
 """The first NCCL that lets two ranks share a GPU."""
-_LOOK_S = 0.0005
+_POLL_S = 0.0005
 
 
 class ProcessGroup(Protocol):
@@ -54,7 +54,7 @@ class ProcessGroup(Protocol):
         ...
 
 
-def host_store(host: str) -> tuple[socket.socket, int]:
+def listen_for_store(host: str) -> tuple[socket.socket, int]:
     """A listening socket at `host`, for the store of one pair, and its port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -86,12 +86,12 @@ def open_store(host: str, port: int, listener: socket.socket | None) -> c10d.Sto
 def build(name: str, store: c10d.Store, rank: int, host: str, device: torch.device) -> ProcessGroup:
     """Join the other process of the pair, from `host`, this end's own address. Raises TransportError."""
     try:
-        return _NcclWorld(store, rank, device) if name == NCCL else _GlooWorld(store, rank, host)
+        return _NcclGroup(store, rank, device) if name == NCCL else _GlooGroup(store, rank, host)
     except RuntimeError as error:
         raise TransportError(f"the {name} world of two was not built: {_first_line(error)}") from error
 
 
-class _GlooWorld:
+class _GlooGroup:
     def __init__(self, store: c10d.Store, rank: int, host: str) -> None:
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
@@ -117,7 +117,7 @@ def _finish(start: Callable[[], c10d.Work]) -> None:
         raise TransportError(f"a transfer over Gloo failed: {_first_line(error)}") from error
 
 
-class _NcclWorld:
+class _NcclGroup:
     """Written against torch's documentation; see README for where it was run."""
 
     def __init__(self, store: c10d.Store, rank: int, device: torch.device) -> None:
@@ -153,20 +153,20 @@ class _NcclWorld:
                 if self._aborted.is_set() or time.monotonic() > deadline:
                     self.abort()
                     raise TransportError("a transfer over NCCL was aborted or did not end in time")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except RuntimeError as error:
             self.abort()
             raise TransportError(f"a transfer over NCCL failed: {_first_line(error)}") from error
 
 
-def nccl_unusable(device: torch.device, other: str = "") -> str | None:
+def nccl_unusable_reason(device: torch.device, other: str = "") -> str | None:
     """Why NCCL cannot be used between blocks on `device` and those on the GPU whose UUID is `other`."""
     if device.type != "cuda":
         return "its blocks must be on a GPU"
     if not distributed.is_nccl_available():
         return "this torch has no NCCL"
     version = torch.cuda.nccl.version()
-    if other == gpu_uuid(device) and version < ONE_GPU_SINCE:
+    if other == gpu_uuid(device) and version < SHARED_GPU_SINCE:
         text = ".".join(map(str, version))
         return f"NCCL {text} does not let two ranks share a GPU (2.30 does): use cuda_ipc"
     return None

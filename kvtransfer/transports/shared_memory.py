@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, Welcome
+from kvtransfer.transports.base import Locality, ReceiverHooks, Welcome
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
-from kvtransfer.transports.memory_mapping import PoolPort
+from kvtransfer.transports.memory_mapping import MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "shared_memory"
@@ -22,14 +22,14 @@ class SharedMemoryReceiver:
 
     in_place = True
 
-    def __init__(self, name: str, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
+    def __init__(self, name: str, pool: PoolMemory, mapping: MemoryMapping, hooks: ReceiverHooks) -> None:
         self.name = name
-        self._port = port
-        self._socket = PoolFdSocket(lambda: port.export(pool), hooks.dead)
+        self._mapping = mapping
+        self._socket = PoolFdSocket(lambda: mapping.export(pool), hooks.dead)
 
-    def unreachable(self, writer: Place) -> str | None:
+    def unreachable_reason(self, writer: Locality) -> str | None:
         """It has to be where our memory can be mapped and computed in."""
-        return self._port.unreachable(writer, in_place=True)
+        return self._mapping.unreachable_reason(writer, in_place=True)
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -63,6 +63,6 @@ class SharedMemoryReceiver:
         await self._socket.close()
 
 
-async def open_shared_memory(welcome: Welcome, port: PoolPort) -> KVMemory:
+async def open_shared_memory(welcome: Welcome, mapping: MemoryMapping) -> KVMemory:
     """Register with a decode worker and map its pool. Raises TransportError."""
-    return await register(welcome, lambda pool: port.map(pool, welcome.layout, welcome.num_blocks))
+    return await register(welcome, lambda pool: mapping.map(pool, welcome.layout, welcome.num_blocks))

@@ -13,7 +13,7 @@ import struct
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports.base import ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
 from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
 from kvtransfer.transports.failpoints import damage_payload, damage_place, truncate_payload
@@ -27,13 +27,13 @@ _ACCEPTED = b"+"
 def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
     """The decode worker's end: copies frames into `memory`."""
 
-    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-        return _Frames(writer, connection, memory, hooks)
+    def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
+        return _FrameReader(writer, connection, memory, hooks)
 
-    return SocketReceiver(NAME, host, open_frames, hooks)
+    return SocketReceiver(NAME, host, open_reader, hooks)
 
 
-class _Frames:
+class _FrameReader:
     """Header and payload in turn."""
 
     def __init__(
@@ -47,10 +47,10 @@ class _Frames:
     def greeting(self) -> bytes:
         return _ACCEPTED
 
-    def target(self) -> memoryview:
+    def first_buffer(self) -> memoryview:
         return self._header
 
-    def filled(self) -> memoryview:
+    def buffer_filled(self) -> memoryview:
         if self._frame is None:
             slot, generation, index, length, digest = _HEADER.unpack(self._header)
             if length != self._staging.nbytes:
@@ -59,7 +59,7 @@ class _Frames:
             return self._staging
         frame, self._frame = self._frame, None
         self._take(*frame)
-        self._connection.took(1)
+        self._connection.acknowledge(1)
         return self._header
 
     def ended(self) -> None:
@@ -67,7 +67,7 @@ class _Frames:
 
     def _take(self, slot: int, generation: int, index: int, digest: bytes) -> None:
         writer, hooks = self._writer, self._hooks
-        ref = hooks.named(writer, slot, generation)
+        ref = hooks.resolve(writer, slot, generation)
         blocks = None if ref is None else hooks.destinations(writer, ref, range(index, index + 1))
         if ref is None or blocks is None:
             return
@@ -105,11 +105,11 @@ class TcpChannel:
         """Whether the other end closed the socket."""
         return self._connection.broken
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
         """Send a run block by block; returns when its bytes are the kernel's. Raises TransportError."""
         digests = []
         for index, block in enumerate(run.block_ids, run.first):
-            if not wanted(run.ref):
+            if not still_granted(run.ref):
                 return None
             payload = await fetch_block(run.memory, block, run.computed)
             digests.append(block_digest(run.ref, index, payload))

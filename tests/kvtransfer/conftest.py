@@ -24,7 +24,7 @@ from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.drivers.types import GrantedBlocks, Ready
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import Key, PendingTransfer
-from kvtransfer.protocol.transfer_table import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
@@ -146,7 +146,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
         transport: str,
         blocks: int = 16,
         lease_times: LeaseTimes | None = None,
-        patience: Patience | None = None,
+        timeouts: EscalationTimeouts | None = None,
         **fingerprint: object,
     ) -> DecodeEnd:
         end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
@@ -161,7 +161,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
             lease_times=lease_times,
-            patience=patience,
+            timeouts=timeouts,
         )
         await end.server.start()
         await end.listen()

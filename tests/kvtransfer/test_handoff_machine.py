@@ -41,7 +41,7 @@ from kvtransfer.protocol.messages import (
 )
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.sender import Sender
-from kvtransfer.protocol.transfer_table import Phase
+from kvtransfer.protocol.transfer_table import ReceiverPhase
 
 BLOCK_SIZE = 2
 POOL = 10
@@ -170,7 +170,7 @@ class HandoffMachine(RuleBasedStateMachine):
             return
         if process.in_place:
             self.send(process, process.sender.push(ref, first, upto - first))
-        elif process.sender.writing(ref):
+        elif process.sender.is_writing(ref):
             digests = [digest(ref, index) for index in range(first, upto)]
             process.data.extend((ref, index) for index in range(first, upto))
             self.send(process, process.sender.push(ref, first, upto - first, digests))
@@ -210,7 +210,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.perform(self.receiver.cancel(key))
         self.outcome.setdefault(key, "cancelled")
 
-    @precondition(lambda self: self.receiver.granted())
+    @precondition(lambda self: self.receiver.open_grants())
     @rule()
     def abort_newest(self) -> None:
         key, actions = self.receiver.abort_newest_grant()
@@ -262,7 +262,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def take(self) -> None:
         for process in self.processes:
             for key, offer in process.offers.items():
-                if process.sender.take(key):
+                if process.sender.start_writing(key):
                     process.held[offer.ref] = offer
                     process.pushed[offer.ref] = offer.cached_tokens // BLOCK_SIZE
             process.offers.clear()
@@ -341,7 +341,7 @@ class HandoffMachine(RuleBasedStateMachine):
         named += [SendStopped(ref) for _, ref in self.writing()]
         # The slot of an open grant under an earlier generation of it.
         named += [SendStopped(ref._replace(generation=ref.generation - 1)) for _, ref in self.writing()]
-        granted = {grant.ref: writer for writer, grant in self.receiver.granted()}
+        granted = {grant.ref: writer for writer, grant in self.receiver.open_grants()}
         writers = [process.id for process in self.processes]
         return [(w, m) for m in named[-16:] for w in writers if granted.get(m.ref) != w]
 
@@ -398,11 +398,11 @@ class HandoffMachine(RuleBasedStateMachine):
     def nobody_else_has_what_a_writer_may_write(self) -> None:
         if not hasattr(self, "pool"):
             return
-        granted = {grant.ref: grant for _, grant in self.receiver.granted()}
+        granted = {grant.ref: grant for _, grant in self.receiver.open_grants()}
         owned = {block for done in self.owned.values() for block in done.block_ids}
         seen: set[int] = set()
         for grant in granted.values():
-            fresh = set(grant.fresh)
+            fresh = set(grant.allocated)
             assert not fresh & seen, "a block is in two grants"
             assert not fresh & owned, "a block that was handed over is still granted"
             assert all(self.pool.references(b) == 1 or b in self.pool._quarantine for b in fresh)
@@ -422,11 +422,11 @@ class HandoffMachine(RuleBasedStateMachine):
         for done in self.owned.values():
             times.update(done.block_ids)
         quarantined = 0
-        for attempt in self.receiver._book.table:
-            if attempt.phase is Phase.QUARANTINED:
-                quarantined += len(attempt.held.fresh)
+        for attempt in self.receiver._transfers.grants:
+            if attempt.phase is ReceiverPhase.QUARANTINED:
+                quarantined += len(attempt.open_grant.allocated)
             else:
-                times.update(attempt.held.block_ids)
+                times.update(attempt.open_grant.block_ids)
         assert all(pool.references(block) == times[block] for block in range(POOL))
         shared = sum(count > 1 for count in times.values())
         resting = pool.cached() - sum(pool._cache.key_of(block) is not None for block in times)
@@ -458,10 +458,10 @@ class HandoffMachine(RuleBasedStateMachine):
                             step(process)
                 for key in list(process.sender._attempts):
                     self.send(process, process.sender.withdraw(key))
-                for ref in process.sender.held():
+                for ref in process.sender.held_grants():
                     self.send(process, process.sender.stop(ref))
         self.pool.invariants()
-        assert self.receiver.granted() == []
+        assert self.receiver.open_grants() == []
         for key in list(self.attempts):
             self.perform(self.receiver.cancel(key))
             self.outcome.setdefault(key, "cancelled")
@@ -511,7 +511,7 @@ def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
             steps_now.append((1, lambda: machine.withdraw(rng)))
         if len(machine.outcome) < len(machine.attempts):
             steps_now.append((1, lambda: machine.cancel(rng)))
-        if machine.receiver.granted():
+        if machine.receiver.open_grants():
             steps_now.append((1, machine.abort_newest))
         if machine.stale():
             steps_now.append((1, lambda: machine.somebody_speaks_of_what_is_not_his(rng)))

@@ -19,7 +19,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.transports import process_group as worlds
+from kvtransfer.transports import process_group
 from kvtransfer.transports.pool_memory import PoolMemory
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, DecodeEnd, pattern, until
 
@@ -35,7 +35,7 @@ def gpu_transport(request: pytest.FixtureRequest) -> str:
         pytest.skip("no CUDA device")
     if request.param == "nccl" and writer_device("nccl") == "cuda:0":
         version = torch.cuda.nccl.version()
-        if version < worlds.ONE_GPU_SINCE:
+        if version < process_group.SHARED_GPU_SINCE:
             pytest.skip(f"one GPU, and NCCL {version} wants one for each rank")
     return str(request.param)
 

@@ -14,11 +14,10 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports import process_group as worlds
-from kvtransfer.transports import staging
+from kvtransfer.transports import process_group, staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.nccl import GREETING, NcclChannel, paired_receiver
+from kvtransfer.transports.nccl import GREETING, NcclChannel, process_group_receiver
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)
@@ -36,13 +35,13 @@ class Sink:
         self.corrupt = 0
         self.dead = 0
         self.open = True
-        self.transport = paired_receiver(
-            worlds.GLOO,
+        self.transport = process_group_receiver(
+            process_group.GLOO,
             "127.0.0.1",
             self.memory,
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
-                named=lambda writer, *name: REF if self.open and name == REF[1:] else None,
+                resolve=lambda writer, *name: REF if self.open and name == REF[1:] else None,
                 destinations=lambda writer, ref, places: self.blocks(places) if self.open else None,
                 arrived=lambda writer, ref, first, digests: self.arrived.update(enumerate(digests, first)),
                 corrupt=lambda writer, ref: self.count("corrupt"),
@@ -89,7 +88,7 @@ def scratch() -> KVMemory:
 
 @pytest.fixture
 async def channel(sink, scratch):
-    channel = await NcclChannel.open(worlds.GLOO, sink.welcome(), scratch)
+    channel = await NcclChannel.open(process_group.GLOO, sink.welcome(), scratch)
     yield channel
     channel.close()
 
@@ -164,7 +163,7 @@ async def test_who_joins_without_the_secret_is_not_listened_to(sink, scratch):
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     port, secret = GREETING.unpack(connection.greeting)
     connection.greeting = GREETING.pack(port, bytes(len(secret)))
-    stranger = NcclChannel(worlds.GLOO, connection, "127.0.0.1", scratch)
+    stranger = NcclChannel(process_group.GLOO, connection, "127.0.0.1", scratch)
     await until(lambda: sink.dead == 1, 10.0)
     stranger.close()
 
@@ -177,21 +176,21 @@ async def test_a_frame_of_a_wrong_size_ends_the_pair(sink, channel, count):
 
 async def test_a_peer_that_freezes_inside_a_message_hangs_nobody(monkeypatch):
     """The receive of a message that never comes ends by itself, and no event loop waits for it."""
-    monkeypatch.setattr(worlds, "TRANSFER_S", 0.5)
-    listener, port = worlds.host_store("127.0.0.1")
+    monkeypatch.setattr(process_group, "TRANSFER_S", 0.5)
+    listener, port = process_group.listen_for_store("127.0.0.1")
     script = (
-        "import sys, time, torch; from kvtransfer.transports import worlds;"
-        "store = worlds.open_store('127.0.0.1', int(sys.argv[1]), None);"
-        "world = worlds.build('gloo', store, 1, '127.0.0.1', torch.device('cpu'));"
+        "import sys, time, torch; from kvtransfer.transports import process_group;"
+        "store = process_group.open_store('127.0.0.1', int(sys.argv[1]), None);"
+        "world = process_group.build('gloo', store, 1, '127.0.0.1', torch.device('cpu'));"
         "print('joined', flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, str(port), cwd=ROOT, stdout=subprocess.PIPE
     )
     try:
-        store = await asyncio.to_thread(worlds.open_store, "127.0.0.1", port, listener)
+        store = await asyncio.to_thread(process_group.open_store, "127.0.0.1", port, listener)
         cpu = torch.device("cpu")
-        world = await asyncio.to_thread(worlds.build, worlds.GLOO, store, 0, "127.0.0.1", cpu)
+        world = await asyncio.to_thread(process_group.build, process_group.GLOO, store, 0, "127.0.0.1", cpu)
         assert process.stdout is not None
         await process.stdout.readline()
         os.kill(process.pid, signal.SIGSTOP)
@@ -205,13 +204,13 @@ async def test_a_peer_that_freezes_inside_a_message_hangs_nobody(monkeypatch):
 
 
 def test_nccl_is_refused_where_it_cannot_be():
-    assert worlds.nccl_unusable(torch.device("cpu")) == "its blocks must be on a GPU"
+    assert process_group.nccl_unusable_reason(torch.device("cpu")) == "its blocks must be on a GPU"
 
 
 async def test_a_world_that_is_never_built_ends_the_pair(sink, scratch, monkeypatch):
     """A writer that shows its token and joins no world: as one that hangs while it builds."""
-    monkeypatch.setattr(worlds, "BUILD_S", 0.3)
-    monkeypatch.setattr(worlds, "TRANSFER_S", 0.3)
+    monkeypatch.setattr(process_group, "BUILD_S", 0.3)
+    monkeypatch.setattr(process_group, "TRANSFER_S", 0.3)
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     await until(lambda: sink.dead == 1)
     await until(lambda: connection.broken)

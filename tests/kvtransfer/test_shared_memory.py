@@ -13,12 +13,12 @@ import pytest
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome, host_id
-from kvtransfer.transports.memory_mapping import HostPort
+from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import allocate_pool, map_pool
 from kvtransfer.transports.shared_memory import SharedMemoryReceiver, open_shared_memory
 from tests.kvtransfer.conftest import LAYOUT, until
 
-PORT = HostPort(host_id())
+PORT = HostMapping(host_id())
 
 
 def mappings() -> int:
@@ -102,6 +102,6 @@ async def test_a_pool_that_dies_with_our_mapping_is_unmapped_beside_the_event_lo
     peer.memory = map_pool(pool.file(), LAYOUT, 4)
     gone: list[str] = []
     weakref.finalize(peer.memory, lambda: gone.append(threading.current_thread().name))
-    peer.release()
+    peer.unmap()
     assert peer.memory is None
     await until(lambda: gone == ["kv-unmap"])

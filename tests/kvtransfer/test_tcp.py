@@ -35,7 +35,7 @@ class Sink:
             self.memory,
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
-                named=lambda writer, slot, generation: (
+                resolve=lambda writer, slot, generation: (
                     REF if self.open and (slot, generation) == REF[1:] else None
                 ),
                 destinations=lambda writer, ref, places: places if places.stop <= 4 else None,

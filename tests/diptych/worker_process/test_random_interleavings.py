@@ -155,7 +155,7 @@ async def test_200_requests_leave_nothing_behind(
         assert await made.empty() == []
         for prefill in made.prefills:
             for peer in prefill.client._peers.values():
-                assert peer._sender.held() == []
+                assert peer._sender.held_grants() == []
                 assert not peer._progress
                 assert not peer._asks
     ours = [record for record in caplog.records if record.name.split(".")[0] in OUR_LOGGERS]

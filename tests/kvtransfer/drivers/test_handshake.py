@@ -22,7 +22,7 @@ def answer(ours: list[str], theirs: list[str], host: str = HERE, device: str = "
     hello = handoff_pb2.HandoffHello(
         fingerprint=FINGERPRINT.to_proto(), transports=theirs, host_id=host, device=device
     )
-    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).transport_for(hello)
+    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).choose_transport(hello)
     return found if isinstance(found, str) else f"-> {found.name}"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.lease import Progress
+from kvtransfer.protocol.lease import TransferProgress
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 STALL_S = 0.6
@@ -19,7 +19,7 @@ async def test_a_silent_data_connection_ends_the_link_and_the_next_one_works(mak
     pair = await make_pair(copying, stall_s=STALL_S)
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
-    (receiver,) = pair.decode.server._reception.transports
+    (receiver,) = pair.decode.server._handshake.transports
     (data,) = receiver._listener._sockets.values()
     data._transport.pause_reading()
     fill(granted, 10, 1)
@@ -53,7 +53,7 @@ async def test_an_idle_link_lives(make_pair, copying, times):
 
 
 def test_only_silence_with_blocks_under_way_is_a_stall():
-    progress = Progress(0.0, 0.25, stall_s=2.0)
+    progress = TransferProgress(0.0, 0.25, stall_s=2.0)
     now = 0.0
 
     def after(seconds: float, sent: int, acknowledged: int) -> bool:
@@ -73,7 +73,7 @@ def test_only_silence_with_blocks_under_way_is_a_stall():
 
 
 def test_time_in_which_this_process_did_not_run_is_not_the_peers_silence():
-    progress = Progress(0.0, 0.25, stall_s=2.0)
+    progress = TransferProgress(0.0, 0.25, stall_s=2.0)
     assert not progress.stalled(0.25, 3, 0)
     assert not progress.stalled(60.0, 3, 0)
     assert not progress.stalled(60.25, 3, 0)

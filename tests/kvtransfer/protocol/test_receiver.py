@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.transfer_table import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 
 WRITER = WriterId("w", 1)
 KEY = ("r", 1)
@@ -209,7 +209,7 @@ def test_what_no_pool_could_hold_is_denied_at_once():
 
 def test_waits_are_escalated_and_free_nothing():
     pool = BlockPool(8)
-    receiver = Receiver(pool, 2, lambda: 0, Patience(early_ask_s=1.0, stopping_s=30.0))
+    receiver = Receiver(pool, 2, lambda: 0, EscalationTimeouts(attach_timeout_s=1.0, stop_timeout_s=30.0))
     receiver.link_up(WRITER, in_place=True)
     receiver.ask(WRITER, ("early", 1))
     receiver.expect(PendingTransfer(KEY, 6, []))

@@ -31,14 +31,14 @@ def asking() -> Sender:
 def writing() -> Sender:
     sender = asking()
     assert sender.granted(REF, [1, 2], 0) == [GrantReceived(REF, (1, 2), 0)]
-    assert sender.take(KEY)
+    assert sender.start_writing(KEY)
     return sender
 
 
 def test_a_commit_ends_it():
     sender = writing()
     assert sender.commit(REF, 6, (9,), "note") == (True, [SendCommit(REF, 6, (9,), "note")])
-    assert sender.held() == []
+    assert sender.held_grants() == []
     assert sender.stop(REF) == []
 
 
@@ -60,7 +60,7 @@ def test_an_offer_that_nobody_took_goes_back_at_once():
     sender = asking()
     sender.granted(REF, [1, 2], 0)
     assert sender.abort(REF) == [SendStopped(REF), GrantDenied(KEY, None, "the blocks were taken back")]
-    assert not sender.take(KEY)
+    assert not sender.start_writing(KEY)
 
 
 def test_a_grant_that_crosses_a_withdrawal_goes_back():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.transports import prefault as module
-from kvtransfer.transports.prefault import available_memory, populate, whole_memory
+from kvtransfer.transports.prefault import available_memory, populate, total_memory
 
 SIZE = 8 << 20
 
@@ -141,6 +141,6 @@ def test_available_memory_is_told_and_a_container_may_have_less(monkeypatch, tmp
     (tmp_path / "memory.current").write_text("100\n")
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     assert available_memory() == 200
-    assert whole_memory() == 300
+    assert total_memory() == 300
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 200

@@ -17,7 +17,7 @@ import pytest
 from diptych.runtime.peer_credentials import peer_credentials
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.protocol.transfer_table import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.writer_process import WriterProcess
 from tests.kvtransfer.conftest import INCARNATION, until
 
@@ -98,7 +98,9 @@ async def test_a_closed_stream_alone_frees_nothing(make_pair):
 
 
 async def test_a_deaf_writer_is_fenced_in_the_end(make_pair):
-    pair = await make_pair("shared_memory", lease_times=QUICK, patience=Patience(stopping_s=0.3))
+    pair = await make_pair(
+        "shared_memory", lease_times=QUICK, timeouts=EscalationTimeouts(stop_timeout_s=0.3)
+    )
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, "shared_memory") as process:
         pair.decode.server.cancel(("r", 1))
