@@ -1,4 +1,4 @@
-"""The prefill worker's end of the handoff: one Peer a decode process, linked when it is needed."""
+"""Client of the prefill worker: one Peer a decode process, linked when it is needed."""
 
 from __future__ import annotations
 
@@ -40,12 +40,16 @@ class _Denial:
 
 
 class HandoffClient:
-    """One per prefill worker. Callbacks run on the event loop.
+    """Links of one prefill worker to decode processes. Callbacks run on the event loop.
 
-    `on_abort(key)`: stop computing this attempt, then `peer.stop`. `on_peer_lost(address, keys)`: the same
-    for all of them, and the decode process may be gone. `scratch` makes the own blocks when the first
-    copying peer needs them; without it only peers that share memory are accepted. Sent blocks of which
-    none is acknowledged for `stall_s` end a link. `device` is where this worker computes.
+    Args:
+        scratch: makes the own blocks when the first copying peer needs them; without it only peers that share
+            memory are accepted.
+        on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
+        on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
+        heartbeat: state of this worker's engine.
+        stall_s: seconds without an acknowledgement of sent blocks that end a link.
+        device: device on which this worker computes.
     """
 
     def __init__(
@@ -78,15 +82,18 @@ class HandoffClient:
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._last_denials: dict[str, _Denial] = {}
-        """How the last try to link to an address failed: all that waited for it are refused with it."""
+        """Last failed try to link to each address: all calls that waited for it fail with it."""
         self._opening: set[PeerLink] = set()
-        """Welcomed, their transport on its way: they hear our heartbeats, and have no lease yet."""
+        """Links whose transport is being opened: they get heartbeats and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._tick_task: asyncio.Task[None] | None = None
         self._closed = False
 
     async def peer(self, address: str, expected_incarnation: int) -> Peer:
-        """The decode process at `address`, linked. Raises HandoffRefused, also if another one is there."""
+        """Return the linked Peer of the decode process at `address`.
+
+        Raises HandoffDenied, also (PeerReplaced) if another process has the address.
+        """
         peer = self._peers.get(address)
         if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
             return peer
@@ -96,12 +103,12 @@ class HandoffClient:
             if peer is not None and peer.linked:
                 if peer.incarnation == expected_incarnation:
                     return peer
-                # A late request for the process that was here before. A second hello from us would end the
+                # A late request for the process that was here before. A second hello from here would end the
                 # good link, and with it all that is on its way there.
                 raise PeerReplaced
             last = self._last_denials.get(address)
             if last is not None and last is not tried and last.incarnation == expected_incarnation:
-                # While we waited, and each try may take seconds.
+                # It failed during the wait for the lock, and each try may take seconds.
                 raise HandoffDenied(last.reason, last.message)
             try:
                 return await self._link(address, expected_incarnation)
@@ -129,7 +136,7 @@ class HandoffClient:
         link = await PeerLink.connect(
             address, self._writer_id, self._fingerprint, self._transports, gpu_uuid(self._device)
         )
-        # Its lease of us runs from the welcome on, and opening a channel may compile a kernel, for seconds.
+        # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
         try:
             if self._closed:
@@ -148,7 +155,7 @@ class HandoffClient:
         return peer
 
     async def _peer_for(self, address: str, incarnation: int) -> Peer:
-        """The Peer of this process; that of an earlier process at the same address is given up."""
+        """Return the Peer of this process; close that of an earlier process at the same address."""
         peer = self._peers.get(address)
         if peer is not None and peer.incarnation != incarnation:
             del self._peers[address]
@@ -188,7 +195,10 @@ class HandoffClient:
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
     def flush_prefix_cache(self) -> int:
-        """Forget what own blocks hold of prompts; held ones stay with who holds them. How many keys went."""
+        """Remove the cached prefixes of scratch, but not blocks that are held.
+
+        Return the number of keys that went.
+        """
         return 0 if self._scratch is None else self._scratch.flush()
 
     def _own_scratch(self) -> Scratch:
@@ -212,15 +222,15 @@ class HandoffClient:
         self._on_peer_lost(peer.address, keys)
 
     async def _relink(self, peer: Peer) -> None:
-        """Come back if the process lives, to say what was stopped; soon let go of its memory.
+        """Link again if the process lives, to send Stopped for orphaned grants; soon unmap its memory.
 
-        A decode worker that hears nothing of blocks that we might write kills this process: one that was
-        only stopped, or cut off for a while, has to find us at its door when it goes on.
+        A decode worker that gets no message about blocks that this process might write kills it: one that was
+        only stopped, or cut off for a while, has to get a new link from this process when it goes on.
         """
         lost_at = time.monotonic()
         while (gone_for := time.monotonic() - lost_at) < _RELINK_FOR_S:
             if self._peers.get(peer.address) is not peer:
-                return  # another process has its address and its place here
+                return  # another process has its address
             try:
                 await self.peer(peer.address, peer.incarnation)
                 return
@@ -240,7 +250,7 @@ class HandoffClient:
             await asyncio.sleep(self._lease_times.interval_s)
             try:
                 self._tick_once(time.monotonic())
-            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+            except Exception:  # one bad tick must not end the heartbeats
                 _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:
@@ -252,7 +262,7 @@ class HandoffClient:
                 _log.warning("decode worker %s does not answer", link.welcome.worker_id)
                 link.close()
             elif peer.stalled(now):
-                _log.warning("decode worker %s does not take our blocks", link.welcome.worker_id)
+                _log.warning("decode worker %s does not acknowledge blocks", link.welcome.worker_id)
                 link.close()
             else:
                 link.put(message)

@@ -1,4 +1,8 @@
-"""Who may link to this decode worker, by which transport, and what it is told in welcome."""
+"""Handshake of two workers: model and KV layout must be equal, then a transport is chosen.
+
+Both sides check the fingerprint; a difference is refused with the field's name. No field can be converted by
+index arithmetic yet, so every one must be equal.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from kvtransfer.transports.base import Locality, ReceivingTransport
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The model and the arrangement of its KV blocks; the field names are those of the protocol."""
+    """Model and KV layout of a worker; the field names are those of the protocol."""
 
     model_digest: str
     dtype: str
-    """Of the computation."""
+    """Number type of the computation."""
     kv_dtype: str
     kv_layout: str
     """Order of the elements inside a block."""
@@ -27,21 +31,21 @@ class Fingerprint:
     num_kv_heads: int
     head_dim: int
     hash_version: int
-    """Of the block keys."""
+    """Version of the hash that makes block keys."""
     tensor_parallel: int = 1
 
     def to_proto(self) -> handoff_pb2.Fingerprint:
-        """The message of the hello."""
+        """Return the message for a hello or welcome."""
         return handoff_pb2.Fingerprint(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
     def from_proto(cls, message: handoff_pb2.Fingerprint) -> Fingerprint:
-        """Read a hello's fingerprint; absent fields are empty or zero and so will not match."""
+        """Read a peer's fingerprint; absent fields are empty or zero and so will not match."""
         return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
 
 
 def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
-    """The name of the first field in which the two differ, None when blocks can be exchanged."""
+    """Return the name of the first field in which the two differ, None if blocks can be exchanged."""
     for field in fields(Fingerprint):
         if getattr(a, field.name) != getattr(b, field.name):
             return field.name
@@ -49,7 +53,7 @@ def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
 
 
 class Handshake:
-    """Answers hellos in the name of `decode_id`."""
+    """Answers of the decode worker `decode_id` to the hellos of prefill workers."""
 
     def __init__(
         self,
@@ -64,21 +68,24 @@ class Handshake:
         self.transports = transports
 
     def choose_transport(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
-        """The first of the writer's transports that serves both, or the name of what does not fit."""
+        """Return the first of the writer's transports that serves both sides.
+
+        Where there is none, return a text that names the obstacle.
+        """
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field
-        place = Locality(hello.host_id, hello.device)
+        locality = Locality(hello.host_id, hello.device)
         why = []
         for transport in (t for name in hello.transports for t in self.transports if t.name == name):
-            reason = transport.unreachable_reason(place)
+            reason = transport.unreachable_reason(locality)
             if reason is None:
                 return transport
             why.append(f"{transport.name}: {reason}")
         return f"transports ({'; '.join(why) or 'none in common'})"
 
     def make_welcome(self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport) -> Response:
-        """Admits the writer to the transport: the token in the answer is its ticket."""
+        """Admit the writer to the transport and return the answer, whose token proves the admission."""
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
                 worker_id=self._decode_id.worker_id,

@@ -1,4 +1,4 @@
-"""One stream from a prefill worker to a decode worker: connect, hello, then messages both ways."""
+"""Streams between a prefill and a decode worker: hello and welcome, then messages both ways."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 
 
 class PeerLink:
-    """The I/O of one stream; what its messages mean is decided elsewhere."""
+    """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
 
     def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
         self.welcome = welcome
         self._stream = stream
         self._send_queue: SendQueue[Request] = SendQueue()
-        # From the hello on: what is heard of us then does not wait until we read.
+        # From the hello on: heartbeats to the peer do not wait until this side reads.
         self._writing = asyncio.create_task(self._write())
         self._task: asyncio.Task[None] | None = None
 
@@ -45,7 +45,14 @@ class PeerLink:
         transports: Sequence[str],
         device: str = "",
     ) -> PeerLink:
-        """Connect and say hello; `device` is the UUID of the GPU with our blocks. Raises HandoffRefused."""
+        """Connect and exchange hello and welcome.
+
+        Args:
+            device: UUID of the GPU that holds this worker's blocks, empty for host memory.
+
+        Raises:
+            HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
+        """
         hello = handoff_pb2.HandoffHello(
             worker_id=me.worker_id,
             incarnation=me.incarnation,
@@ -71,15 +78,15 @@ class PeerLink:
         self._task = asyncio.create_task(self._run(handle, ended))
 
     def put(self, request: Request) -> None:
-        """Send it after what was put before; dropped when the stream is gone."""
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
         self._send_queue.put(request)
 
     def close(self) -> None:
-        """End the stream from our side; `ended` follows."""
+        """End the stream from this side; `ended` follows."""
         self._stream.cancel()
 
     async def wait_closed(self) -> None:
-        """Until the stream has ended, and `ended` was called if it was started."""
+        """Wait until the stream has ended, and `ended` was called if the link was started."""
         self._stream.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -88,7 +95,7 @@ class PeerLink:
 
     async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
         try:
-            # However it ends, the link is lost, and that is all that matters here.
+            # The link is lost however the stream ends.
             with contextlib.suppress(StreamLost, asyncio.CancelledError):
                 while (response := await self._stream.read()) is not None:
                     handle(response)
@@ -129,7 +136,7 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
     except TimeoutError as error:
         raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
     if first is None or first.WhichOneof("message") != "welcome":
-        raise HandoffDenied(_PEER_LOST, "the decode worker did not say welcome")
+        raise HandoffDenied(_PEER_LOST, "the decode worker did not send welcome")
     return first.welcome
 
 
@@ -140,7 +147,7 @@ def _denied(error: StreamLost) -> HandoffDenied:
 
 
 class ServerLink:
-    """The I/O of one stream; what its messages mean is decided elsewhere."""
+    """Stream of one prefill worker at the decode worker; the meaning of its messages is decided elsewhere."""
 
     def __init__(self, writer: WriterId, stream: Stream) -> None:
         self.writer = writer
@@ -150,11 +157,11 @@ class ServerLink:
         self._closed = False
 
     def put(self, response: Response) -> None:
-        """Send it after what was put before; dropped when the stream is gone."""
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
         self._send_queue.put(response)
 
     def close(self) -> None:
-        """End the stream from our side."""
+        """End the stream from this side."""
         self._closed = True
         self._send_queue.close()
         if self._task is not None:
@@ -185,7 +192,7 @@ class ServerLink:
 
 
 async def read_hello(stream: Stream) -> handoff_pb2.HandoffHello | None:
-    """The first message, None if it is not a hello. Raises StreamLost."""
+    """Read the first message; None if it is not a hello. Raises StreamLost."""
     first: Request | None = await stream.read()
     if first is None or first.WhichOneof("message") != "hello":
         return None

@@ -1,8 +1,8 @@
-"""One decode process as the prefill worker sees it: ask for blocks, fill them, commit or stop.
+"""Decode process as the prefill worker sees it: ask for blocks, fill them, commit or stop.
 
 Drives `Sender` with the current link. In place, the decode pool is mapped and the owner computes straight
 into the granted blocks; otherwise it computes in scratch and `PushQueue` copies. A Peer outlives its links:
-what was being written when one broke is still answered for on the next.
+grants that were being written when a link broke are answered for on the next one.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from kvtransfer.protocol.messages import (
 from kvtransfer.protocol.sender import Sender
 from kvtransfer.transports.base import PushChannel, Run
 from kvtransfer.transports.blocking import queued_work, wait_written
-from kvtransfer.transports.pool_memory import unmap
+from kvtransfer.transports.pool_memory import release_mapping
 
 
 @dataclass(slots=True)
 class _PushState:
     next_block: int
-    """The first block that was not pushed."""
+    """Index of the first block that was not pushed."""
     bytes_sent: int = 0
 
 
 class Peer:
-    """Made by `HandoffClient.peer`. Callbacks come on the event loop."""
+    """Client of one decode process, made by `HandoffClient.peer`. Callbacks come on the event loop."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Peer:
         self.address = address
         self.incarnation = incarnation
         self.memory: KVMemory | None = None
-        """The decode worker's pool while it is mapped."""
+        """The decode worker's pool while it is mapped, None where blocks are copied."""
         self._on_abort, self._on_lost = on_abort, on_lost
         self._scratch: Scratch | None = None
         self._queue: PushQueue | None = None
@@ -71,28 +71,33 @@ class Peer:
 
     @property
     def linked(self) -> bool:
-        """Whether there is a stream."""
+        """True while there is a stream."""
         return self._link is not None
 
     @property
     def in_place(self) -> bool:
-        """Whether this worker computes straight into the decode worker's pool."""
+        """True if this worker computes straight into the decode worker's pool."""
         return self.memory is not None
 
-    # -- what the prefill worker does
+    # -- the prefill worker's side
 
     async def ask(
         self, key: Key, num_tokens: int, keys: Sequence[bytes], *, keep: bool = True
     ) -> GrantedBlocks:
-        """Wait for blocks for `num_tokens` tokens; `keys` are those of their full blocks.
+        """Wait for blocks for `num_tokens` tokens. Cancelling the call takes the ask back.
 
-        Where blocks are copied, `keep` lets those that were computed here enter the cache of this worker.
-        Raises GrantRefused, PeerLost, or ValueError for an attempt that has asked before. Cancelling the
-        call takes the ask back.
+        Args:
+            keys: hash of each full block of the tokens; empty when no prefix cache must be read.
+            keep: where blocks are copied, lets those that were computed here enter the own prefix cache.
+
+        Raises:
+            GrantDeniedError: the decode worker denied the ask.
+            PeerLost: the link broke.
+            ValueError: the attempt has asked before.
         """
         if key in self._pending_asks:
             raise ValueError("blocks for this attempt were asked for already")
-        # Taken before the first await, so that the second of two asks fails and not the first.
+        # Entered before the first await, so that the second of two asks fails and not the first.
         offered: asyncio.Future[GrantReceived] = asyncio.get_running_loop().create_future()
         self._pending_asks[key] = offered
         blocks: ScratchBlocks | None = None
@@ -115,7 +120,7 @@ class Peer:
         return self._granted_blocks(offer, blocks, keep)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
-        """The first `upto_tokens` tokens are computed: their full blocks may go. Returns at once."""
+        """Send the full blocks of the first `upto_tokens` tokens, which are computed. Returns at once."""
         self._push(granted, upto_tokens // granted.memory.layout.block_size)
 
     async def commit(
@@ -125,10 +130,10 @@ class Peer:
         first_tokens: Sequence[work_pb2.SampledToken],
         times: work_pb2.PhaseTimes,
     ) -> bool:
-        """All is computed and nothing more will be written; what was not pushed goes first.
+        """End the handoff of blocks that are all computed, after pushing the rest of them.
 
-        `times` gets kv_send, the bytes and the cached tokens. False: the grant was revoked or the link
-        broke meanwhile; the attempt is over here either way, and `stop` is not needed.
+        `times` gets kv_send, the bytes and the cached tokens. Returns False if the grant was revoked or the
+        link broke meanwhile; the attempt is over here either way, and `stop` is not needed.
         """
         started = time.monotonic()
         ref = granted.ref
@@ -148,7 +153,7 @@ class Peer:
     async def stop(self, granted: GrantedBlocks, failure: work_pb2.Failure | None = None) -> None:
         """Promise that nothing more is written to this grant. Needed after on_abort and on_peer_lost too.
 
-        Call it only when the engine has left the blocks. `failure` says why the prefill gave up by itself.
+        Call it only when the engine has left the blocks. `failure` is set if the prefill gave up by itself.
         """
         if self._progress.pop(granted.ref, None) is None:
             return
@@ -178,7 +183,14 @@ class Peer:
         on_message: Callable[[Response], None],
         progress: TransferProgress,
     ) -> None:
-        """A stream is up and its transport registered: the mapped pool, or scratch and a data channel."""
+        """Take a stream whose transport is registered.
+
+        Args:
+            memory: the mapped pool of the decode worker, None where blocks are copied.
+            copying: the own blocks and the data channel, None in place.
+            on_message: called with every message of the peer.
+            progress: detector of a data connection that falls silent.
+        """
         self._link, self.memory = link, memory
         self._transport = link.welcome.transport
         self._sender.link_up()
@@ -193,16 +205,19 @@ class Peer:
         link.start(handle, lambda: self._on_stream_end(link))
 
     async def wait_quiesced(self) -> None:
-        """Wait until nothing of an earlier link is under way: what maps a pool may still copy into it."""
+        """Wait until nothing of an earlier link is in flight.
+
+        A transport that maps the pool may still copy into it.
+        """
         if self._queue is not None and not self.linked:
             await self._queue.close()
 
     def stalled(self, now: float) -> bool:
-        """Whether blocks are sent that do not arrive. Ask at every interval."""
+        """Return True if blocks are sent that do not arrive. Call it at every interval."""
         return self._queue is not None and self.linked and self._queue.stalled(now)
 
     async def close(self) -> None:
-        """End the link and let go of the mapping."""
+        """End the link and unmap the pool."""
         link, queue = self._link, self._queue
         if link is not None:
             await link.wait_closed()
@@ -211,9 +226,9 @@ class Peer:
         self.unmap()
 
     def unmap(self) -> None:
-        """Let go of the mapping; grants that are still being written keep it until they are dropped."""
+        """Unmap the pool; grants that are still being written keep the mapping until they are dropped."""
         held, self.memory = [self.memory], None
-        unmap(held)
+        release_mapping(held)
 
     def _on_stream_end(self, link: PeerLink) -> None:
         if self._link is link:
@@ -222,7 +237,7 @@ class Peer:
                 self._queue.cancel()
             self._actions.run(self._sender.link_lost())
 
-    # -- inner workings
+    # -- messages and actions
 
     def _granted_blocks(
         self, offer: GrantReceived, blocks: ScratchBlocks | None, keep: bool
@@ -278,7 +293,7 @@ class Peer:
             case "abort":
                 self._actions.run(self._sender.abort(ref_of(response.abort.grant)))
             case _:
-                pass  # heartbeats are the client's; the rest is from a newer peer
+                pass  # heartbeats are the client's; other messages are from a newer peer
 
     def _perform(self, action: SenderAction) -> None:
         match action:

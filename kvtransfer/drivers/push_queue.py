@@ -1,4 +1,4 @@
-"""Sends blocks over a copying transport in the order given, beside the computation of the next ones."""
+"""Queue of blocks that a copying transport sends in order, beside the computation of the next ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ _log = logging.getLogger(__name__)
 
 
 class PushQueue:
-    """One per link. `still_granted(ref)` is asked between blocks; `on_sent` is told after each run."""
+    """Send queue of one link.
+
+    Args:
+        still_granted: asked between blocks; a run of a revoked grant is dropped.
+        on_sent: called with the digests after each run.
+        on_broken: called when the transport fails.
+    """
 
     def __init__(
         self,
@@ -35,7 +41,7 @@ class PushQueue:
         self._task = asyncio.create_task(self._work())
 
     def put(self, run: Run) -> None:
-        """Send these blocks after all earlier ones. They must not change until `when_idle` says so."""
+        """Send these blocks after all earlier ones. They must not change until `when_idle` calls back."""
         if not self._ended:
             self._pending[run.ref] += 1
             self._runs.put(run)
@@ -55,18 +61,21 @@ class PushQueue:
         await flushed.wait()
 
     def stalled(self, now: float) -> bool:
-        """Whether what was sent does not arrive. Ask at the interval of `progress`."""
+        """Return True if sent blocks are not acknowledged. Call it at the interval of `progress`."""
         channel = self._channel
         if self._ended:
             return False
         return channel.broken or self._progress.stalled(now, channel.sent, channel.acknowledged)
 
     def cancel(self) -> None:
-        """Drop what is left and close the channel, soon."""
+        """Drop the rest of the queue and close the channel, soon."""
         self._task.cancel()
 
     async def close(self) -> None:
-        """Drop what is left and close the channel. Who is cancelled while it waits is cancelled."""
+        """Drop the rest of the queue and close the channel.
+
+        A caller that is cancelled meanwhile is cancelled.
+        """
         self._task.cancel()
         await asyncio.wait((self._task,))
 
@@ -79,7 +88,7 @@ class PushQueue:
         except TransportError as error:
             _log.warning("%s", error)
             self._on_broken()
-        except Exception:  # a bug, or a kind of failure nobody thought of: the blocks do not arrive
+        except Exception:  # a bug or an unknown kind of failure: the blocks do not arrive
             _log.exception("a transport failed")
             self._on_broken()
         finally:

@@ -1,7 +1,7 @@
-"""The decode worker's end of the handoff: grants blocks, fences writers, hands blocks over.
+"""Server of the decode worker: grants blocks, fences writers, hands verified blocks to the worker.
 
-Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with links, the
-transports and a clock. All of it runs on one event loop and never blocks it.
+Drives `Receiver` (blocks) and one `Lease` a writer (liveness) with links, transports and a clock. All of it
+runs on one event loop and never blocks it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,16 @@ _log = logging.getLogger(__name__)
 
 
 class HandoffServer:
-    """One per decode worker. Callbacks run on the event loop; each key gets at most one of them.
+    """Handoff service of one decode worker.
 
-    `on_ready` gives the blocks away; `on_failed(key, reason, message)` says that none will come. After
-    `cancel` neither is called. `running()` is the number of sequences that decode now.
+    Callbacks run on the event loop; each key gets at most one of them.
+
+    Args:
+        running: returns the number of sequences that decode now.
+        on_ready: takes the blocks of a finished handoff.
+        on_failed: `on_failed(key, reason, message)` reports an attempt that gets no blocks. After `cancel`
+            neither is called.
+        heartbeat: state of this worker's engine.
     """
 
     def __init__(
@@ -114,21 +120,21 @@ class HandoffServer:
     # -- the owner's side
 
     def expect(self, expected: PendingTransfer) -> None:
-        """The gateway attached an attempt. ValueError if it is attached already."""
+        """Take an attempt that the gateway attached. Raises ValueError if it is attached already."""
         self._actions.run(self._receiver.expect(expected))
 
     def cancel(self, key: Key) -> None:
-        """The attempt is over for any reason; a no-op after on_ready and on_failed."""
+        """End an attempt for any reason; a no-op after on_ready and on_failed."""
         self._actions.run(self._receiver.cancel(key))
 
     def blocks_freed(self) -> None:
-        """Blocks went back to the pool, or fewer sequences run: serve asks that wait."""
+        """Serve waiting asks after blocks went back to the pool, or fewer sequences run."""
         self._actions.run(self._receiver.blocks_freed())
 
     def abort_newest_grant(self) -> Key | None:
-        """Take the newest grant back for the sake of running sequences; None: there is none.
+        """Revoke the newest grant for the sake of running sequences and return its key; None without one.
 
-        Its key gets no callback: the caller answers for it. Its blocks come when its writer has stopped.
+        The key gets no callback: the caller answers for it. Its blocks return when its writer has stopped.
         """
         key, actions = self._receiver.abort_newest_grant()
         self._actions.run(actions)
@@ -136,11 +142,11 @@ class HandoffServer:
 
     @property
     def num_grants(self) -> int:
-        """Grants that prefill workers are filling."""
+        """The number of grants that prefill workers are filling."""
         return self._receiver.num_grants
 
     def stats(self) -> HandoffStats:
-        """The numbers of this moment."""
+        """Return the counts of this moment."""
         stats = self._receiver.stats()
         return HandoffStats(
             writers=len(self._writers),
@@ -155,7 +161,7 @@ class HandoffServer:
     # -- links
 
     async def serve_link(self, stream: Stream) -> None:
-        """One stream, from hello to end. Raises Refused and StreamLost."""
+        """Serve one stream from hello to end. Raises Refused and StreamLost."""
         hello = await read_hello(stream)
         if hello is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
@@ -187,7 +193,9 @@ class HandoffServer:
             return
         writer.lease.on_message(now)
         if not writer.transport.registered(writer.id):
-            _log.error("prefill worker %s speaks before it registered", writer.id.worker_id)
+            _log.error(
+                "prefill worker %s sent a message before its transport registered", writer.id.worker_id
+            )
             link.close()
             return
         self._actions.run(self._event(writer.id, kind, request, now))
@@ -236,7 +244,7 @@ class HandoffServer:
             await asyncio.sleep(self._lease_times.interval_s)
             try:
                 self._tick_once(time.monotonic())
-            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+            except Exception:  # one bad tick must not end the heartbeats
                 _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What the decode side tells its owner, and the numbers that it shows."""
+"""Values that the drivers exchange with the two worker programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtransfer.protocol.messages import GrantRef, Key
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Verified blocks. The references to all of `block_ids` belong to the receiver of this."""
+    """Verified blocks of a finished handoff. The references to all of `block_ids` belong to the recipient."""
 
     key: Key
     block_ids: list[int]
@@ -27,23 +27,24 @@ class Ready:
     times: work_pb2.PhaseTimes
     """The prefill worker's phases, and kv_receive."""
     in_place: bool
-    """Whether the prefill worker computed straight into the blocks."""
+    """True if the prefill worker computed straight into the blocks."""
     transport: str
-    """The name of what brought them."""
+    """Name of the transport that brought them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a heartbeat says of this process' engine."""
+    """State of this process' engine, as a heartbeat carries it."""
 
     progress: int = 0
-    """Grows with every step."""
+    """Counter of the engine's steps."""
     busy: bool = False
-    """Whether there is a step to be made."""
+    """True while there is a step to run."""
     late_s: float = 0.0
-    """By how much the running step is past its predicted end."""
+    """Seconds by which the running step is past its predicted end."""
 
     def to_proto(self) -> work_pb2.Heartbeat:
+        """Return the message for the wire."""
         beat = work_pb2.Heartbeat(progress=self.progress, busy=self.busy)
         if self.late_s > 0:
             beat.late.FromNanoseconds(round(self.late_s * 1e9))
@@ -51,13 +52,13 @@ class Heartbeat:
 
     @staticmethod
     def late_s_of(beat: work_pb2.Heartbeat) -> float:
-        """What a peer's beat says of its step, in seconds."""
+        """Return the seconds by which the step of a peer is late, read from its heartbeat."""
         return beat.late.ToNanoseconds() / 1e9 if beat.HasField("late") else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """The decode side of the handoff in numbers."""
+    """Counts of the decode side of the handoff."""
 
     writers: int
     """Prefill processes with a link, or with blocks that they may still write."""
@@ -65,31 +66,31 @@ class HandoffStats:
     waiting_asks: int
     quarantined_blocks: int
     quarantine_age_s: float
-    """Of the oldest quarantined grant; 0 when there is none."""
+    """Age in seconds of the oldest quarantined grant; 0 without one."""
     stale_messages: int
     fenced: int
-    """Processes that had to be cut off since the start."""
+    """Processes that were fenced since the start."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrantedBlocks:
-    """Blocks to compute into. Keep it until `commit` or `stop`: it keeps the memory mapped."""
+    """Blocks to compute a prefill into. Keep it until `commit` or `stop`: it keeps the memory mapped."""
 
     key: Key
     memory: KVMemory
-    """Where `block_table` points: the decode worker's pool, or scratch."""
+    """Memory of the blocks in `block_table`: the decode worker's pool, or scratch."""
     block_table: list[int]
-    """Blocks for all of the attempt's tokens."""
+    """Blocks for all of the attempt's tokens, in order."""
     computed_tokens: int
     """Tokens whose KV is in `memory` already: compute from here."""
     cached_tokens: int
     """Tokens whose KV the decode worker already held."""
     ref: GrantRef
     scratch: ScratchBlocks | None
-    """Set when the blocks are copied."""
+    """Blocks of this worker that are copied; None where it computes in place."""
     target_table: Sequence[int]
     """The granted blocks, in the decode worker's pool."""
     transport: str
-    """The name of what the blocks are handed over by."""
+    """Name of the transport."""
     keep: bool
-    """Whether the blocks in scratch may be used again, once they are complete."""
+    """True if the scratch blocks may enter the prefix cache once they are complete."""

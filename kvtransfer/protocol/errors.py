@@ -4,7 +4,7 @@ HandoffError
 ├── HandoffDenied         the two workers cannot work together (or not now)
 │   └── PeerReplaced      another process has the address; the one that was meant is gone
 ├── GrantDeniedError      this attempt gets no blocks
-│   └── AttemptOver       the attempt ended at the decode worker, which has told the gateway why
+│   └── AttemptOver       the attempt ended at the decode worker, which reports it to the gateway
 └── PeerLost              the link broke; every grant is void
 """
 

@@ -202,7 +202,7 @@ class GrantRevoked:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """End of the link: the asks of `asking` are over, the grants of `writing` are void and each needs `stop`."""
+    """Loss of the link: the asks of `asking` are over; each grant of `writing` is void and needs `stop`."""
 
     asking: tuple[Key, ...]
     writing: tuple[GrantRef, ...]

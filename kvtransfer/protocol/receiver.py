@@ -166,11 +166,11 @@ class Receiver:
         if attempt is None:
             return []
         grant = attempt.open_grant
-        places = range(first_block, first_block + num_blocks)
-        as_granted = attempt.phase is ReceiverPhase.GRANTED and grant.may_write(places)
+        indices = range(first_block, first_block + num_blocks)
+        as_granted = attempt.phase is ReceiverPhase.GRANTED and grant.may_write(indices)
         if not as_granted or len(digests) not in (0, num_blocks):
             return self._fail_corrupt(attempt, "blocks outside the granted table were announced")
-        grant.pushed_digests.update(zip(places, digests, strict=False))
+        grant.pushed_digests.update(zip(indices, digests, strict=False))
         return []
 
     def resolve(self, writer: WriterId, slot: int, generation: int) -> GrantRef | None:
@@ -181,15 +181,15 @@ class Receiver:
             return None
         return attempt.open_grant.ref
 
-    def destinations(self, writer: WriterId, ref: GrantRef, places: range) -> list[int] | None:
+    def destinations(self, writer: WriterId, ref: GrantRef, indices: range) -> list[int] | None:
         """Return the blocks into which these indices of a grant may be copied now.
 
         None if the data is stale.
         """
         attempt = self._transfers.find_open(writer, ref)
-        if attempt is None or not attempt.open_grant.may_write(places):
+        if attempt is None or not attempt.open_grant.may_write(indices):
             return None
-        return attempt.open_grant.block_ids[places.start : places.stop]
+        return attempt.open_grant.block_ids[indices.start : indices.stop]
 
     def arrived(
         self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]
@@ -201,10 +201,10 @@ class Receiver:
             digests: digest of the bytes of each.
         """
         attempt = self._transfers.find_open(writer, ref)
-        places = range(first, first + len(digests))
-        if attempt is None or not attempt.open_grant.may_write(places):
+        indices = range(first, first + len(digests))
+        if attempt is None or not attempt.open_grant.may_write(indices):
             return []
-        attempt.open_grant.arrived_digests.update(zip(places, digests, strict=True))
+        attempt.open_grant.arrived_digests.update(zip(indices, digests, strict=True))
         attempt.waiting_since = None  # more may follow
         return self._handoff_if_complete(attempt) if attempt.phase is ReceiverPhase.COMMITTED else []
 

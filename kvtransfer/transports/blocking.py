@@ -1,4 +1,9 @@
-"""A thread for calls that block on another process, so that neither an event loop nor an engine ever does."""
+"""Waits for a GPU or another process, off the event loop.
+
+Host code runs ahead of a GPU, and promises must not. The engine queues a worker's steps on the default stream
+of its device, so that an event recorded there after a step's call returned comes when the step's writes are
+done. On the CPU the call itself has written them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,20 @@ T = TypeVar("T")
 
 
 class BlockingThread:
-    """Runs one call after another. A daemon: a call that never returns does not keep the process alive."""
+    """Thread that runs blocking calls one after another, so that neither an event loop nor an engine blocks.
+
+    It is a daemon: a call that never returns does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The call's result or error. When this is cancelled, a call that has begun still goes on."""
+        """Return the call's result or raise its error.
+
+        If the caller is cancelled, a call that has begun goes on.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -61,7 +72,7 @@ def _set_error(result: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
-    """What comes when all steps queued until now have written to `memory`; None: they have."""
+    """Return the event after which all steps queued until now have written to `memory`; None: they have."""
     device = memory.data.device
     if device.type != "cuda":
         return None
@@ -71,7 +82,7 @@ def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
 
 
 async def wait_written(memory: KVMemory) -> None:
-    """Wait for that, without keeping the event loop."""
+    """Wait until all steps queued until now have written to `memory`, without blocking the event loop."""
     event = queued_work(memory)
     if event is not None:
         await asyncio.to_thread(event.synchronize)

@@ -1,11 +1,11 @@
-"""CUDA IPC between GPUs of one host: a chunk's blocks are pushed into the mapped decode pool by one kernel.
+"""CUDA IPC between GPUs of one host: one kernel copies a chunk's blocks into the mapped decode pool.
 
 The writer computes in blocks of its own and maps the pool, which its GPU reaches over NVLink or PCIe. When a
-chunk is computed, one launch copies its blocks of all layers to their places, beside the computation of the
-next chunk; a flag of the grant is set behind it. Once both have happened, `pushed` goes out with the digests.
-The decode worker then looks at the flag, takes the digests of what lies in its pool, and compares.
+chunk is computed, one launch copies its blocks of all layers to their destinations, beside the computation of
+the next chunk; a flag of the grant is set behind it. Once both have happened, `pushed` goes out with the
+digests. The decode worker then reads the flag, takes the digests of the bytes in its pool, and compares.
 
-Nobody stands between the writer and the pool, so that the fence is that of shared memory: its death.
+No process stands between the writer and the pool, so that the fence is that of shared memory: its death.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaIpcReceiver:
-    """The decode worker's end: gives its pool to admitted writers, and checks what they announce."""
+    """End of the decode worker: maps its pool into admitted writers, and checks what they announce."""
 
     name = NAME
     in_place = False
@@ -43,25 +43,25 @@ class CudaIpcReceiver:
         self._checks: set[asyncio.Task[object]] = set()
 
     def unreachable_reason(self, writer: Locality) -> str | None:
-        """It has to be where our memory can be mapped."""
+        """Return why a writer there cannot map this pool, None if it can."""
         return self._mapping.unreachable_reason(writer, in_place=False)
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen, and read the pool once for the checks. Raises OSError."""
         await self._socket.start()
         self._keep(self._thread.run(self._mapping.digests, self._pool.memory, [0], _NO_GRANT, 0))
 
     @property
     def endpoint(self) -> str:
-        """The socket's abstract name behind an @."""
+        """Abstract name of the socket behind an @."""
         return self._socket.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`."""
+        """Let the process `pid` register as `writer`; return the token."""
         return self._socket.admit(writer, pid)
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether it maps our pool, as far as we know."""
+        """Return True if this writer maps the pool, as far as this process knows."""
         return self._socket.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -69,7 +69,7 @@ class CudaIpcReceiver:
         self._socket.fence(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """Check these blocks where they lie; `arrived` or `corrupt` follows, unless the grant ends."""
+        """Check announced blocks in the pool; `arrived` or `corrupt` follows, unless the grant ends."""
         blocks = self._hooks.destinations(writer, ref, range(first, first + count))
         if blocks is None:
             return
@@ -80,7 +80,7 @@ class CudaIpcReceiver:
         self._keep(self._check(writer, ref, first, blocks))
 
     def link_lost(self, writer: WriterId) -> None:
-        """Proves nothing: the process may still write."""
+        """Do nothing: a broken stream proves nothing, the process may still write."""
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
@@ -102,11 +102,14 @@ class CudaIpcReceiver:
             _log.error("the pool cannot be read for checks: %s", error)
 
     async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: Sequence[int]) -> None:
-        """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
+        """Compute the digests of blocks in the pool.
+
+        Digests of blocks that have meanwhile got another owner are of no open grant.
+        """
         memory = self._pool.memory
         try:
             digests = await self._thread.run(self._mapping.digests, memory, blocks, ref, first)
-        except Exception:  # whatever it was: blocks that nobody could check are not to be used
+        except Exception:  # of any kind: blocks that could not be checked are not used
             _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
@@ -118,7 +121,7 @@ class CudaIpcReceiver:
 
 
 class CudaIpcChannel:
-    """The prefill worker's end: the mapped pool, and a thread that waits for copies into it."""
+    """End of the prefill worker: the mapped pool, and a thread that waits for copies into it."""
 
     def __init__(self, target: KVMemory, flags: Flags, mapping: MemoryMapping) -> None:
         self._target, self._flags, self._mapping = target, flags, mapping
@@ -151,21 +154,21 @@ class CudaIpcChannel:
 
     @property
     def sent(self) -> int:
-        """Blocks whose copy was started."""
+        """Number of blocks whose copy was started."""
         return self._sent
 
     @property
     def acknowledged(self) -> int:
-        """Blocks whose copy is done."""
+        """Number of blocks whose copy is done."""
         return self._acknowledged
 
     @property
     def broken(self) -> bool:
-        """There is no connection that could break: the stream's end says it."""
+        """False: there is no connection that could break, the stream's end shows the loss."""
         return False
 
     async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Push a run; returns when it lies in the decode worker's pool. Raises TransportError."""
+        """Copy a run; returns when it lies in the decode worker's pool. Raises TransportError."""
         if not still_granted(run.ref):
             return None
         self._sent += len(run.block_ids)
@@ -183,7 +186,7 @@ class CudaIpcChannel:
         return copying.result()
 
     def close(self) -> None:
-        """Push no more. Call it when no `send` runs."""
+        """Copy no more. Call it when no `send` runs."""
         if not self._closed:
             self._closed = True
             self._thread.stop()

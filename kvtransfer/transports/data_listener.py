@@ -1,9 +1,9 @@
-"""Data sockets of copying transports: a token, then frames one way and the number of arrivals the other way.
+"""Receiving end of transports whose data comes by sockets: a token, then frames one way, counts back.
 
     writer → token of the welcome                     decode → a greeting when it is accepted
     writer → frame*, as its transport arranges them   decode → count*, of blocks taken or dropped so far
 
-Closing a data socket is the fence: nothing that it brought is copied from that moment on.
+Closing a data socket is the fence, and the proof: nothing that it brought is copied from that moment on.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError
 TOKEN_BYTES = 32
 REGISTRATION_S = 2.0
 COUNT = struct.Struct("<Q")
-"""Blocks taken or dropped since the socket was opened."""
+"""Number of blocks taken or dropped since the socket was opened."""
 _log = logging.getLogger(__name__)
 
 
 class FrameReader(Protocol):
-    """Reads the frames of one data socket into buffers of its own."""
+    """Reader of the frames of one data socket, into buffers of its own."""
 
     def greeting(self) -> bytes:
-        """What an accepted writer is told; of a fixed length."""
+        """Return the bytes that an accepted writer is sent, of a fixed length."""
         ...
 
     def first_buffer(self) -> memoryview:
-        """The buffer to be filled first."""
+        """Return the buffer to be filled first."""
         ...
 
     def buffer_filled(self) -> memoryview:
-        """The buffer is full; which is to be filled next. Raises TransportError to end the socket."""
+        """Take the full buffer and return the one to be filled next.
+
+        Raises TransportError to end the socket.
+        """
         ...
 
     def ended(self) -> None:
-        """No more frames come."""
+        """Take the end of the frames."""
         ...
 
 
 class DataListener:
-    """One listener, one data socket a writer."""
+    """Listening socket with one data socket a writer."""
 
     def __init__(
         self,
@@ -69,14 +72,14 @@ class DataListener:
 
     @property
     def endpoint(self) -> str:
-        """host:port."""
+        """Address as host:port."""
         if self._server is None:
             raise TransportError("not started")
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def admit(self, writer: WriterId) -> bytes:
-        """Let whoever shows the token, once, write as `writer`."""
+        """Let the process that shows the returned token, once, write as `writer`."""
         token = secrets.token_bytes(TOKEN_BYTES)
         for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
             del self._admitted[old]
@@ -84,7 +87,7 @@ class DataListener:
         return token
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether its data socket is open."""
+        """Return True while the data socket of the writer is open."""
         return writer in self._sockets
 
     def end_socket(self, writer: WriterId) -> None:
@@ -104,7 +107,7 @@ class DataListener:
             self._server = None
 
     def accept(self, token: bytes, connection: DataSocket) -> WriterId | None:
-        """The writer whose token this is."""
+        """Return the writer whose token this is, None for an unknown token."""
         for known, writer in self._admitted.items():
             if hmac.compare_digest(known, token):
                 del self._admitted[known]
@@ -114,14 +117,14 @@ class DataListener:
         return None
 
     def ended(self, writer: WriterId, connection: DataSocket) -> None:
-        """A data socket is closed for us."""
+        """Report the writer of a closed data socket dead."""
         if self._sockets.get(writer) is connection:
             del self._sockets[writer]
             self._dead(writer)
 
 
 class DataSocket(asyncio.BufferedProtocol):
-    """Reads the token, then frames, straight into their buffers."""
+    """Data socket of one writer: reads the token, then frames, straight into their buffers."""
 
     def __init__(self, listener: DataListener) -> None:
         self._listener = listener
@@ -133,16 +136,16 @@ class DataSocket(asyncio.BufferedProtocol):
         self._filled = 0
         self._taken = 0
         self.closed = False
-        """Nothing that it brought may be copied any more."""
+        """True once nothing that it brought may be copied any more."""
 
     def acknowledge(self, blocks: int) -> None:
-        """Tell the writer that so many more blocks were taken or dropped."""
+        """Send the count after `blocks` more blocks were taken or dropped."""
         self._taken += blocks
         if self._transport is not None and not self.closed:
             self._transport.write(COUNT.pack(self._taken))
 
     def local_host(self) -> str:
-        """Our own address on this connection."""
+        """Return the address of this end."""
         if self._transport is None:
             raise TransportError("not connected")
         return str(self._transport.get_extra_info("sockname")[0])
@@ -150,7 +153,7 @@ class DataSocket(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface but not the type.
         self._transport = cast("asyncio.Transport", transport)
-        # Frees nothing: a socket that never says who it is holds nothing but itself.
+        # Frees no block: a socket without a token holds nothing but itself.
         self._deadline = asyncio.get_running_loop().call_later(REGISTRATION_S, self.end)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -211,16 +214,16 @@ OpenFrames = Callable[[WriterId, DataSocket], FrameReader]
 
 
 def always_reachable(writer: Locality) -> str | None:
-    """No place is out of reach of a socket."""
+    """Return None: a socket reaches every locality."""
     return None
 
 
 class SocketReceiver:
-    """One data socket for each writer.
+    """Receiving end with one data socket for each writer.
 
     Args:
-        open_frames: makes the reader of a writer's frames.
-        unreachable: why a writer at a place cannot come this way, None if it can.
+        open_reader: makes the reader of a writer's frames.
+        unreachable: returns why a writer at a locality cannot use the transport, None if it can.
     """
 
     in_place = False
@@ -243,15 +246,18 @@ class SocketReceiver:
 
     @property
     def endpoint(self) -> str:
-        """host:port of the data sockets."""
+        """Address of the data sockets as host:port."""
         return self._listener.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let whoever shows the token write as `writer`; the pid means nothing across hosts."""
+        """Let the process that shows the returned token write as `writer`.
+
+        The pid means nothing across hosts.
+        """
         return self._listener.admit(writer)
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether its data socket is open."""
+        """Return True while the data socket of the writer is open."""
         return self._listener.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -259,10 +265,10 @@ class SocketReceiver:
         self._listener.end_socket(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """The frames say it themselves."""
+        """Do nothing: the frames themselves show what arrived."""
 
     def link_lost(self, writer: WriterId) -> None:
-        """Without a stream the data has no meaning: close it."""
+        """Close the data socket: without a stream the data has no meaning."""
         self._listener.end_socket(writer)
 
     async def close(self) -> None:

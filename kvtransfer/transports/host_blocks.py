@@ -1,7 +1,8 @@
-"""The digest of one pushed block: xxh3-128 over the grant, the block's place in it, and the bytes.
+"""Bytes and digests of blocks, for transports that send host memory: a view on the CPU, a copy from a GPU.
 
-The name of the grant comes first, so that a block of another request, of an earlier generation, or from
-another place in the same table is caught like a flipped bit. It guards against faults, not against forgers.
+The digest of a pushed block is xxh3-128 over the grant, the block's index in it, and the bytes. The name of
+the grant comes first, so that a block of another request, of an earlier generation, or of another index of
+the same table is caught like a flipped bit. It guards against faults, not against forgers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PLACE = struct.Struct("<IQIII")
 
 
 def block_digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes that bind `payload` to block `index` of the grant's table."""
+    """Return 16 bytes that bind `payload` to block `index` of the grant's table."""
     request_id, attempt = ref.key
     name = request_id.encode()
     hasher = xxhash.xxh3_128(_PLACE.pack(ref.slot, ref.generation, attempt, index, len(name)))
@@ -30,14 +31,14 @@ def block_digest(ref: GrantRef, index: int, payload: bytes | bytearray | memoryv
 
 
 def host_view(flat: torch.Tensor) -> memoryview:
-    """The writable bytes of a contiguous uint8 tensor in this process' memory."""
+    """Return the writable bytes of a contiguous uint8 tensor in this process' memory."""
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def read_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None = None) -> memoryview:
-    """The bytes of a block: a view of them on the CPU; from a GPU a copy, made once `computed` has come.
+    """Return the bytes of a block: a view on the CPU, from a GPU a copy that is made after `computed`.
 
-    That waits for the GPU, though not for steps that were queued later: it is none of an event loop's calls.
+    It waits for the GPU, though not for steps that were queued later. Do not call it on an event loop.
     """
     flat = _flat(memory, block)
     if flat.device.type == "cpu":
@@ -49,16 +50,16 @@ def read_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None =
 
 
 async def fetch_block(memory: KVMemory, block: int, computed: torch.cuda.Event | None) -> memoryview:
-    """`read_block` for event loops."""
+    """Return the bytes of a block as `read_block` does, without blocking the event loop."""
     if memory.data.device.type == "cpu":
         return read_block(memory, block)
     return await asyncio.to_thread(read_block, memory, block, computed)
 
 
 def write_block(memory: KVMemory, block: int, payload: memoryview) -> None:
-    """Make these the bytes of a block; does not wait for a GPU.
+    """Write the bytes of a block; does not wait for a GPU.
 
-    There it is queued on the stream of the engine's steps: those that come later see it, and a block that is
+    On a GPU the write is queued on the stream of the engine's steps: later steps see it, and a block that is
     granted anew is not written by both at once.
     """
     flat = _flat(memory, block)
@@ -69,5 +70,5 @@ def write_block(memory: KVMemory, block: int, payload: memoryview) -> None:
 
 
 def _flat(memory: KVMemory, block: int) -> torch.Tensor:
-    """One block as `[bytes_per_block]` uint8, sharing its memory."""
+    """Return one block as `[bytes_per_block]` uint8, sharing its memory."""
     return memory.data[block].view(-1).view(torch.uint8)

@@ -1,15 +1,15 @@
-"""NCCL, and the same driver over Gloo: blocks travel in a group of two, packed into ring slots.
+"""Process-group transports, NCCL and Gloo: blocks travel between two ranks, packed into ring slots.
 
-Beside it runs a data socket (`data_listener`), which says what the next message is and how many blocks were
-taken; its end is the end of the pair, and the fence.
+Beside the process group runs a data socket (`data_listener`), which carries the header of the next message
+one way and the count of taken blocks the other way. Its end is the end of the group, and the fence.
 
-    greeting = port of the pair's store u16, secret of the pair
+    greeting = port of the group's store u16, secret of the group
     frame    = slot u32, generation u64, first index u32, count u32, count digests
 
 For each frame one message of `count` blocks follows in the group. It is received into a slot of the ring,
-never into the pool: from there a block is copied only if its grant is open at this moment, and belongs there
-by its digest. A receive is posted only once its frame has come, so that a group at rest holds neither a
-thread nor, with NCCL, a kernel on the GPU. At most as many messages are under way as there are slots.
+never into the pool: from there a block is copied only if its grant is open at this moment, and its digest
+fits grant and index. A receive is posted only once its frame has come, so that an idle group holds neither a
+thread nor, with NCCL, a kernel on the GPU. At most as many messages are in flight as there are slots.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_staging(name: str, memory: KVMemory) -> Staging:
-    """NCCL's slots are beside the blocks; Gloo's are the host's, wherever the blocks are."""
+    """Make the ring slots of one end: on the GPU for NCCL, in host memory for Gloo."""
     return DeviceStaging(memory) if name == process_group.NCCL else HostStaging(memory)
 
 
@@ -56,7 +56,10 @@ class _Frame:
 
 
 def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
-    """The decode worker's end: a group for each writer. Gloo reaches everywhere; NCCL has its conditions."""
+    """Make the end of the decode worker, with a process group for each writer.
+
+    Gloo reaches every locality; NCCL needs GPUs on both sides.
+    """
 
     def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
         return _FrameReader(name, writer, connection, memory, hooks)
@@ -72,7 +75,7 @@ def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: Receiv
 
 
 class _FrameReader:
-    """Reads the frames of one writer, and receives and unpacks the messages that they name."""
+    """Reader of one writer's frames, which receives and unpacks the messages that they announce."""
 
     def __init__(
         self, name: str, writer: WriterId, connection: DataSocket, memory: KVMemory, hooks: ReceiverHooks
@@ -111,7 +114,7 @@ class _FrameReader:
             return self._digests
         self._reading_digests = False
         if self._frames.qsize() + self._received.qsize() >= SLOTS:
-            raise TransportError("more messages under way than there are slots")
+            raise TransportError("more messages in flight than there are slots")
         whole = bytes(self._digests)
         digests = tuple(whole[at : at + DIGEST_BYTES] for at in range(0, len(whole), DIGEST_BYTES))
         self._frames.put_nowait(_Frame(slot, generation, first, digests))
@@ -138,12 +141,15 @@ class _FrameReader:
             self._connection.end()
 
     async def _join(self) -> process_group.ProcessGroup:
-        """The group, if it is built in time; else the end of this side ends the other one's wait."""
+        """Return the group once it is built; a timeout here ends the other side's wait too.
+
+        Raises TransportError.
+        """
         try:
             async with asyncio.timeout(process_group.BUILD_S + process_group.TRANSFER_S):
                 return await self._thread.run(self._build)
         except TimeoutError as error:
-            raise TransportError(f"the {self._name} group of two was not built in time") from error
+            raise TransportError(f"the {self._name} process group was not built in time") from error
 
     def _build(self) -> process_group.ProcessGroup:
         store = process_group.open_store(self._host, self._port, self._listener)
@@ -156,14 +162,14 @@ class _FrameReader:
         return group
 
     async def _receive(self, group: process_group.ProcessGroup) -> None:
-        """One message after another, each into the next slot: that it is free is what the counts say."""
+        """Receive one message after another, each into the next slot, which is free as the counts show."""
         for slot in itertools.cycle(range(SLOTS)):
             frame = await self._frames.get()
             await self._thread.run(group.receive, self._staging.data(slot, len(frame.digests)))
             self._received.put_nowait((slot, frame))
 
     async def _copy_received(self) -> None:
-        """Copy what was received to where it belongs, while the next message comes."""
+        """Copy received blocks to their destinations, while the next message comes."""
         while True:
             slot, frame = await self._received.get()
             ref = self._hooks.resolve(self._writer, frame.slot, frame.generation)
@@ -174,8 +180,8 @@ class _FrameReader:
     async def _unpack(self, slot: int, frame: _Frame, ref: GrantRef) -> None:
         writer, hooks = self._writer, self._hooks
 
-        def destinations(places: range) -> Sequence[int] | None:
-            return None if self._connection.closed else hooks.destinations(writer, ref, places)
+        def destinations(indices: range) -> Sequence[int] | None:
+            return None if self._connection.closed else hooks.destinations(writer, ref, indices)
 
         intact = await self._staging.unpack(slot, ref, frame.first, frame.digests, destinations)
         if intact is None or self._connection.closed:
@@ -190,7 +196,10 @@ _log = logging.getLogger(__name__)
 
 
 class NcclChannel:
-    """The prefill worker's end: one group with one decode worker."""
+    """End of the prefill worker: a process group with one decode worker.
+
+    A slot is packed while the one before is sent. At most as many messages are in flight as there are slots.
+    """
 
     def __init__(self, name: str, connection: DataConnection, host: str, scratch: KVMemory) -> None:
         self._name, self._connection = name, connection
@@ -202,7 +211,7 @@ class NcclChannel:
         self._building = asyncio.create_task(self._thread.run(self._build))
         self._building.add_done_callback(self._on_built)
         self._slot = self._sent = 0
-        self._under_way: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
         self._sending: set[asyncio.Task[None]] = set()
         self._failed = self._closed = False
 
@@ -219,21 +228,24 @@ class NcclChannel:
 
     @property
     def sent(self) -> int:
-        """Blocks whose frames were sent."""
+        """Number of blocks whose frames were sent."""
         return self._sent
 
     @property
     def acknowledged(self) -> int:
-        """Blocks that the other end has taken or dropped."""
+        """Number of blocks that the other end has taken or dropped."""
         return self._connection.acknowledged
 
     @property
     def broken(self) -> bool:
-        """Whether the other end closed the data socket, or the group could not be built."""
+        """True if the other end closed the data socket, or the group could not be built."""
         return self._connection.broken or self._failed
 
     async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Send a run, a slot at a time; the last ones are still on their way then. Raises TransportError."""
+        """Send a run, a slot at a time; the last ones are still in flight on return.
+
+        Raises TransportError.
+        """
         group = await asyncio.shield(self._building)
         digests: list[bytes] = []
         size = self._staging.blocks
@@ -246,8 +258,8 @@ class NcclChannel:
     async def _send_slot(
         self, group: process_group.ProcessGroup, run: Run, at: int, count: int
     ) -> list[bytes]:
-        if len(self._under_way) == SLOTS:  # the slot is free when what it held was taken at the other end
-            await self._connection.until_acknowledged(self._under_way.popleft())
+        if len(self._in_flight) == SLOTS:  # the slot is free when what it held was taken at the other end
+            await self._connection.until_acknowledged(self._in_flight.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
         packing = asyncio.create_task(self._packer.run(self._staging.pack, slot, run, at, count))
         try:
@@ -256,7 +268,7 @@ class NcclChannel:
             await packing  # until then the blocks are read
             raise
         self._sent += count
-        self._under_way.append(self._sent)
+        self._in_flight.append(self._sent)
         header = HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
         await self._connection.send(header + b"".join(digests))
         sending = asyncio.create_task(self._thread.run(group.send, self._staging.data(slot, count)))

@@ -1,4 +1,4 @@
-"""The transports by name: which there are, in what order `auto` tries them, and how their ends are opened."""
+"""Registry of the transports by name: their order for `auto`, and how their ends are opened."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from kvtransfer.transports.memory_mapping import HostMapping, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
 IN_PLACE = frozenset({shared_memory.NAME, shared_memory.ON_GPU})
-"""With these the prefill worker computes straight into the decode worker's pool."""
+"""Transports with which the prefill worker computes straight into the decode worker's pool."""
 _ON_HOST = (shared_memory.NAME, tcp.NAME)
 _ON_GPU = (shared_memory.ON_GPU, cuda_ipc.NAME, tcp.NAME)
 _NEEDS_GPU = frozenset({shared_memory.ON_GPU, cuda_ipc.NAME, process_group.NCCL})
 
 
 class UnusableTransport(StartupError, ValueError):
-    """It moves no blocks of such a worker."""
+    """Transport that cannot move the blocks of such a worker."""
 
 
 def transports_for(flag: str, device: torch.device) -> tuple[str, ...]:
-    """What `--transport` means for a worker whose blocks are on `device`, names in order of preference.
+    """Return the transports that `--transport` stands for, in order of preference, with blocks on `device`.
 
-    `cuda_ipc` computes in place where both workers have the same GPU. Raises UnusableTransport for
-    what cannot be.
+    `cuda_ipc` computes in place where both workers have the same GPU. Raises UnusableTransport.
     """
     if flag == "auto":
         return _ON_HOST if device.type == "cpu" else _ON_GPU
@@ -49,7 +48,7 @@ def transports_for(flag: str, device: torch.device) -> tuple[str, ...]:
 
 
 def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) -> ReceivingTransport:
-    """The decode worker's end. ValueError if there is no such transport."""
+    """Make the end of the decode worker. Raises ValueError for an unknown transport."""
     match name:
         case shared_memory.NAME | shared_memory.ON_GPU:
             return shared_memory.SharedMemoryReceiver(name, pool, mapping_for(pool.memory.data.device), hooks)
@@ -63,12 +62,12 @@ def make_receiver(name: str, pool: PoolMemory, host: str, hooks: ReceiverHooks) 
 
 
 async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
-    """The decode worker's pool, for `device` to compute in. Raises TransportError."""
+    """Map the decode worker's pool, for `device` to compute in. Raises TransportError."""
     return await shared_memory.open_shared_memory(welcome, mapping_for(device))
 
 
 async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushChannel:
-    """The prefill worker's end of a copying transport, which sends blocks of `scratch`.
+    """Open the end of the prefill worker of a copying transport, which sends blocks of `scratch`.
 
     Raises TransportError.
     """
@@ -83,5 +82,5 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
 
 
 def mapping_for(device: torch.device) -> MemoryMapping:
-    """How pools on such a device are mapped."""
+    """Return the memory mapping of pools on such a device."""
     return HostMapping(host_id()) if device.type == "cpu" else CudaMapping(device, host_id())

@@ -1,7 +1,7 @@
-"""In place: the prefill worker maps the decode pool and computes straight into granted blocks.
+"""Shared-memory transport: the prefill worker maps the decode pool and computes straight into granted blocks.
 
 With the pool in a memfd this is `shared_memory`, between CPU workers of one host. With the pool on a GPU it
-is `cuda_shared`, between workers on that same GPU: the pool goes over as an IPC handle, nothing is copied.
+is `cuda_shared`, between workers on that same GPU: the pool is passed as an IPC handle, nothing is copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ON_GPU = "cuda_shared"
 
 
 class SharedMemoryReceiver:
-    """The decode worker's end: gives its pool to admitted writers and keeps a pidfd of each."""
+    """End of the decode worker: maps its pool into admitted writers and keeps a pidfd of each."""
 
     in_place = True
 
@@ -28,7 +28,7 @@ class SharedMemoryReceiver:
         self._socket = PoolFdSocket(lambda: mapping.export(pool), hooks.dead)
 
     def unreachable_reason(self, writer: Locality) -> str | None:
-        """It has to be where our memory can be mapped and computed in."""
+        """Return why a writer there cannot map this pool and compute in it, None if it can."""
         return self._mapping.unreachable_reason(writer, in_place=True)
 
     async def start(self) -> None:
@@ -37,15 +37,15 @@ class SharedMemoryReceiver:
 
     @property
     def endpoint(self) -> str:
-        """The socket's abstract name behind an @."""
+        """Abstract name of the socket behind an @."""
         return self._socket.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`."""
+        """Let the process `pid` register as `writer`; return the token."""
         return self._socket.admit(writer, pid)
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether it maps our pool, as far as we know."""
+        """Return True if this writer maps the pool, as far as this process knows."""
         return self._socket.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -53,10 +53,10 @@ class SharedMemoryReceiver:
         self._socket.fence(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """They were computed in place."""
+        """Do nothing: the blocks were computed in place."""
 
     def link_lost(self, writer: WriterId) -> None:
-        """Proves nothing: the process may still write."""
+        """Do nothing: a broken stream proves nothing, the process may still write."""
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""

@@ -2,8 +2,8 @@
 
     frame = slot u32, generation u64, index u32, length u32, digest, bytes
 
-A frame is read into a staging buffer; it is copied into its block only if its grant is open at this moment
-and its bytes match the digest, which binds them to request, grant and place. So stale or damaged data never
+A frame is read into a staging buffer. It is copied into its block only if its grant is open at this moment
+and its bytes match the digest, which binds them to request, grant and index. So stale or damaged data never
 reaches the pool, and closing the socket is proof that nothing more can. Frames are not encrypted.
 """
 
@@ -25,7 +25,7 @@ _ACCEPTED = b"+"
 
 
 def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
-    """The decode worker's end: copies frames into `memory`."""
+    """Make the end of the decode worker, which copies frames into `memory`."""
 
     def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
         return _FrameReader(writer, connection, memory, hooks)
@@ -34,7 +34,7 @@ def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketRec
 
 
 class _FrameReader:
-    """Header and payload in turn."""
+    """Reader of headers and payloads in turn."""
 
     def __init__(
         self, writer: WriterId, connection: DataSocket, memory: KVMemory, hooks: ReceiverHooks
@@ -63,7 +63,7 @@ class _FrameReader:
         return self._header
 
     def ended(self) -> None:
-        """What was not copied yet never will be."""
+        """Do nothing: bytes that were not copied yet never will be."""
 
     def _take(self, slot: int, generation: int, index: int, digest: bytes) -> None:
         writer, hooks = self._writer, self._hooks
@@ -79,7 +79,7 @@ class _FrameReader:
 
 
 class TcpChannel:
-    """The prefill worker's end: one data socket to one decode worker."""
+    """End of the prefill worker: one data socket to one decode worker."""
 
     def __init__(self, connection: DataConnection) -> None:
         self._connection = connection
@@ -92,21 +92,21 @@ class TcpChannel:
 
     @property
     def sent(self) -> int:
-        """Blocks that were given to the socket."""
+        """Number of blocks that were given to the socket."""
         return self._sent
 
     @property
     def acknowledged(self) -> int:
-        """Blocks that the other end has taken or dropped."""
+        """Number of blocks that the other end has taken or dropped."""
         return self._connection.acknowledged
 
     @property
     def broken(self) -> bool:
-        """Whether the other end closed the socket."""
+        """True if the other end closed the socket."""
         return self._connection.broken
 
     async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Send a run block by block; returns when its bytes are the kernel's. Raises TransportError."""
+        """Send a run block by block; returns when the kernel has its bytes. Raises TransportError."""
         digests = []
         for index, block in enumerate(run.block_ids, run.first):
             if not still_granted(run.ref):
