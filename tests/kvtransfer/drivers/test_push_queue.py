@@ -1,4 +1,4 @@
-"""The queue of blocks to send, at its end."""
+"""End of the push queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REF = GrantRef(("r", 1), 0, 1)
 
 
 class SlowChannel:
-    """A copy that was begun cannot be called back."""
+    """Channel whose started copies cannot be cancelled."""
 
     sent = acknowledged = 0
     broken = closed = False
@@ -38,8 +38,8 @@ class SlowChannel:
         self.closed = True
 
 
-async def test_who_is_cancelled_while_he_waits_for_its_end_is_cancelled() -> None:
-    """Else a request that nobody wants any more would ask for blocks, and hold them."""
+async def test_close_lets_a_cancelled_caller_go() -> None:
+    """Else a cancelled request would ask for blocks, and hold them."""
     channel = SlowChannel()
     progress = TransferProgress(0.0, 1.0, 10.0)
     queue = PushQueue(channel, lambda ref: True, lambda *sent: None, lambda: None, progress)

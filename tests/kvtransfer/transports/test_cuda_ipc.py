@@ -1,6 +1,6 @@
-"""Pushing into a mapped pool: what is announced must be there, and a promise waits for the copies.
+"""Copies into a mapped pool: announced blocks must be there, and Stopped waits for the copies.
 
-The pool is a memfd here: IPC handles, streams and the copy kernel are the GPU's, and not tried by this.
+The pool is a memfd here. IPC handles, streams and the copy kernel are a GPU's and not tried here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REF = GrantRef(("r", 1), 2, 9)
 CPU = torch.device("cpu")
 
 
-def test_a_flag_says_how_much_of_which_grant_is_written():
+def test_flag_counts_the_written_blocks_of_its_grant():
     ours = Flags.create(4)
     theirs = Flags.open(ours.fd, 4)
     assert not ours.written(REF, 1)
@@ -41,7 +41,7 @@ def test_a_flag_says_how_much_of_which_grant_is_written():
     ours.close()
 
 
-async def test_blocks_announced_before_they_are_written_are_not_believed(make_pair, times):
+async def test_pushed_without_the_flag_fails_the_attempt(make_pair, times):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
@@ -56,14 +56,14 @@ async def test_blocks_announced_before_they_are_written_are_not_believed(make_pa
 
 
 class Silent(HostMapping):
-    """Copies, and forgets the flag."""
+    """Mapping that copies and forgets the flag."""
 
     def start_copy(self, run, target, flag):
         return super().start_copy(run, target, Flags.create(64).word(run.ref, 0))
 
 
 class Slow(HostMapping):
-    """Does not end a copy before it is let."""
+    """Mapping whose copies end only when the test lets them."""
 
     def __init__(self) -> None:
         super().__init__("host")
@@ -81,7 +81,7 @@ class Slow(HostMapping):
 
 
 @pytest.mark.parametrize("why", ["cancelled", "link lost"])
-async def test_no_promise_to_stop_while_a_copy_is_under_way(make_pair, why):
+async def test_stopped_waits_for_the_copy_in_flight(make_pair, why):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
@@ -105,8 +105,8 @@ async def test_no_promise_to_stop_while_a_copy_is_under_way(make_pair, why):
     assert pair.prefill.scratch.available() == 16
 
 
-async def test_what_changed_in_the_pool_is_noticed(make_pair, times):
-    """As by a copy that went wrong: the digests are those of the pool's bytes, not of what was sent."""
+async def test_changed_bytes_in_the_pool_fail_the_attempt(make_pair, times):
+    """A copy that went wrong: the digests are those of the pool's bytes, not of the bytes that were sent."""
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
@@ -130,7 +130,7 @@ async def test_what_changed_in_the_pool_is_noticed(make_pair, times):
     await until(pair.decode.settled)
 
 
-async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monkeypatch):
+async def test_failed_check_fails_the_attempt(make_pair, times, monkeypatch):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
@@ -147,7 +147,7 @@ async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monk
     await until(pair.decode.settled)
 
 
-async def test_a_pool_of_another_kind_is_refused(make_pair):
+async def test_map_refuses_a_pool_of_another_kind(make_pair):
     pair = await make_pair("cuda_ipc")
     (receiver,) = pair.decode.server._handshake.transports
     assert isinstance(receiver, CudaIpcReceiver)
@@ -165,12 +165,12 @@ async def test_a_pool_of_another_kind_is_refused(make_pair):
 
 
 @pytest.mark.parametrize("flag", ["cuda_ipc", "nccl"])
-def test_a_cpu_worker_is_told_that_it_has_no_gpu(flag):
+def test_transports_for_refuses_gpu_transports_on_the_cpu(flag):
     with pytest.raises(ValueError, match="GPU"):
         registry.transports_for(flag, CPU)
 
 
-def test_auto_takes_what_is_fastest():
+def test_transports_for_auto_prefers_the_fastest():
     assert registry.transports_for("auto", CPU) == ("shared_memory", "tcp")
     gpu = torch.device("cuda", 0)
     assert registry.transports_for("auto", gpu) == ("cuda_shared", "cuda_ipc", "tcp")
@@ -180,7 +180,7 @@ def test_auto_takes_what_is_fastest():
         registry.transports_for("shared_memory", gpu)
 
 
-async def test_nothing_is_left_open(make_pair, times):
+async def test_close_leaves_no_file_or_thread_open(make_pair, times):
     before = len(os.listdir("/proc/self/fd"))
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
