@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: `python docs/generate.py`; with `--check`, fail when one is not current.
+"""Write the reference pages from the code: `python docs/generate.py`; `--check` fails when one is not current.
 
 | page | made from |
 |---|---|
@@ -51,7 +51,8 @@ class ProtoFile:
 
     def markdown(self) -> Iterator[str]:
         for index, service in enumerate(self.file.service):
-            yield f"## {service.name}\n\n{self.comment(SERVICE, index)}\n\n| RPC | request | response | |\n|---|---|---|---|\n"
+            yield f"## {service.name}\n\n{self.comment(SERVICE, index)}\n\n"
+            yield "| RPC | request | response | |\n|---|---|---|---|\n"
             for number, rpc in enumerate(service.method):
                 stream = "stream of " if rpc.server_streaming else ""
                 yield f"| `{rpc.name}` | {_link(rpc.input_type)} | {stream}{_link(rpc.output_type)} | "
@@ -122,8 +123,10 @@ def grpc_page() -> str:
         if protoc.main([*command, f"--descriptor_set_out={out.name}", *names]):
             raise RuntimeError("protoc failed")
         files = {one.name: one for one in FileDescriptorSet.FromString(Path(out.name).read_bytes()).file}
-    head = "# gRPC reference\n\nPackage `diptych.v1`. InferenceService is on the public port, AdminService on the admin port.\n\n"
-    return head + "".join(part for name in names for part in ProtoFile(files[name]).markdown())
+    head = "Package `diptych.v1`. InferenceService is on the public port, AdminService on the admin port."
+    return f"# gRPC reference\n\n{head}\n\n" + "".join(
+        part for name in names for part in ProtoFile(files[name]).markdown()
+    )
 
 
 def python_page() -> str:
@@ -133,7 +136,7 @@ def python_page() -> str:
         "googleapis-common-protos.\n\n"
     ]
     for cls in (Client, AsyncClient):
-        parts.append(f"## {cls.__name__}\n\n```\n{_signature(cls.__name__, cls)}\n```\n\n{_text(cls)}\n\n")
+        parts.append(_entry(f"## {cls.__name__}", _signature(cls.__name__, cls), cls))
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
                 kind = "async " if inspect.iscoroutinefunction(method) else ""
@@ -148,6 +151,10 @@ def python_page() -> str:
         if inspect.isclass(cls) and cls not in (Client, AsyncClient):
             parts.append(f"## {name}\n\n{_text(cls)}\n\n{_fields(cls)}")
     return "".join(parts)
+
+
+def _entry(heading: str, signature: str, of: object) -> str:
+    return f"{heading}\n\n```\n{signature}\n```\n\n{_text(of)}\n\n"
 
 
 def _signature(name: str, of: Callable[..., object]) -> str:

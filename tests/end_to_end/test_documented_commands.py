@@ -1,8 +1,8 @@
 """Every command of the documents is run, or checked by the tool that would run it, and none is left out.
 
-A command is matched with the first handler whose pattern fits; a command that fits none fails the test, so that a new one
-cannot stand in a document unseen. Programs that run until they are stopped are checked by `diptych config`, which takes
-their flags and says what they come to; that `diptych up` serves is what the other tests here stand on.
+A command is matched with the first handler whose pattern fits; one that fits none fails the test, so that a new one
+cannot stand in a document unseen. Programs that run until they are stopped are checked by `diptych config`, which
+takes their flags and says what they come to; that `diptych up` serves is what the other tests here stand on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 DIPTYCH = [sys.executable, "-m", "diptych"]
 FOREIGN = ("openssl", "export", "printf", "podman", "git", "cd", "kubectl")
 """Commands of other tools; what of them is ours (flags, files, manifests) is tested where it lies."""
-PROGRAMS = {"up": [], "gateway": [], "prefill": [], "decode": []}
 
 
 def run(words: list[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -65,6 +64,10 @@ def run_client_command(command: Command, stack: Stack, folder: Path) -> None:
     address = stack.address if name == "generate" else stack.admin_address
     output = run([*DIPTYCH, name, *(one for one in rest if one != "ID"), "--address", address]).stdout
     assert output.strip()
+
+
+def show_help(command: Command, stack: Stack, folder: Path) -> None:
+    run([*DIPTYCH, command.words[1], "--help"])
 
 
 def run_plain(command: Command, stack: Stack, folder: Path) -> None:
