@@ -1,4 +1,4 @@
-"""Write the reference pages from the code: `python docs/generate.py`; `--check` fails when one is not current.
+"""Write the reference pages from the code: `python docs/generate.py`; `--check` fails if one is not current.
 
 | page | made from |
 |---|---|
@@ -132,17 +132,15 @@ def grpc_page() -> str:
 def python_page() -> str:
     """Return the reference of the Python client."""
     parts = [
-        "# Python client\n\n`from diptych import Client, AsyncClient, chat, CallFailed`. It needs grpcio, protobuf and "
-        "googleapis-common-protos.\n\n"
+        "# Python client\n\n`from diptych import Client, AsyncClient, chat, CallFailed`. It needs grpcio, protobuf "
+        "and googleapis-common-protos.\n\n"
     ]
     for cls in (Client, AsyncClient):
         parts.append(_entry(f"## {cls.__name__}", _signature(cls.__name__, cls), cls))
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
                 kind = "async " if inspect.iscoroutinefunction(method) else ""
-                parts.append(
-                    f"### {cls.__name__}.{name}\n\n```\n{kind}{_signature(name, method)}\n```\n\n{_text(method)}\n\n"
-                )
+                parts.append(_entry(f"### {cls.__name__}.{name}", kind + _signature(name, method), method))
     parts.append(
         f"## chat\n\n```\n{_signature('chat', diptych.client.chat)}\n```\n\n{_text(diptych.client.chat)}\n\n"
     )
