@@ -131,10 +131,8 @@ def grpc_page() -> str:
 
 def python_page() -> str:
     """Return the reference of the Python client."""
-    parts = [
-        "# Python client\n\n`from diptych import Client, AsyncClient, chat, CallFailed`. It needs grpcio, protobuf "
-        "and googleapis-common-protos.\n\n"
-    ]
+    needs = "It needs grpcio, protobuf and googleapis-common-protos."
+    parts = [f"# Python client\n\n`from diptych import Client, AsyncClient, chat, CallFailed`. {needs}\n\n"]
     for cls in (Client, AsyncClient):
         parts.append(_entry(f"## {cls.__name__}", _signature(cls.__name__, cls), cls))
         for name, method in inspect.getmembers(cls, inspect.isfunction):

@@ -1,9 +1,9 @@
 """Both phases on one GPU at the same time, in one process over one copy of the weights.
 
-A thread replays decode steps while another computes chunks of prompts, each on a stream of its own: streams of
-unequal priority, or green contexts that give each phase multiprocessors of its own (CUDA driver API, Green
-Contexts). Beside them stand each phase alone, and what taking turns would make of the two. The load is that of
-1,024 tokens in, 128 out.
+A thread replays decode steps while another computes chunks of prompts, each on a stream of its own: streams
+of unequal priority, or green contexts that give each phase multiprocessors of its own (CUDA driver API).
+Beside them stand each phase alone, and what taking turns would make of the two. The load is that of 1,024
+tokens in, 128 out.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _run(
 
 @contextlib.contextmanager
 def green_streams(device: torch.device, decode_sms: int) -> Iterator[tuple[torch.cuda.Stream, ...]]:
-    """Split the device's multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
+    """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
 
     Raises Unmeasured where the driver has no green contexts.
     """

@@ -1,8 +1,8 @@
 """Every command of the documents is run, or checked by the tool that would run it, and none is left out.
 
-A command is matched with the first handler whose pattern fits; one that fits none fails the test, so that a new
-one cannot stand in a document unseen. Programs that run until they are stopped are checked by `diptych config`,
-which takes their flags and says what they come to; that `diptych up` serves is what the other tests stand on.
+A command is matched with the first handler whose pattern fits; one that fits none fails the test, so that a
+new one cannot stand in a document unseen. Programs that run until they are stopped are checked by `diptych
+config`, which takes their flags; that `diptych up` serves is what the other tests stand on.
 """
 
 from __future__ import annotations
