@@ -114,8 +114,8 @@ class HandoffClient:
                 return await self._link(address, expected_incarnation)
             except PeerReplaced:
                 raise
-            except HandoffDenied as refused:
-                failure = refused.failure
+            except HandoffDenied as denied:
+                failure = denied.failure
                 self._last_denials[address] = _Denial(expected_incarnation, failure.reason, failure.message)
                 raise
 

@@ -40,7 +40,7 @@ class PeerLink:
     async def connect(
         cls,
         address: str,
-        me: WriterId,
+        writer_id: WriterId,
         fingerprint: Fingerprint,
         transports: Sequence[str],
         device: str = "",
@@ -54,8 +54,8 @@ class PeerLink:
             HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
         """
         hello = handoff_pb2.HandoffHello(
-            worker_id=me.worker_id,
-            incarnation=me.incarnation,
+            worker_id=writer_id.worker_id,
+            incarnation=writer_id.incarnation,
             pid=os.getpid(),
             fingerprint=fingerprint.to_proto(),
             transports=transports,

@@ -67,7 +67,7 @@ class Peer:
         self._sender = Sender()
         self._actions: ActionQueue[SenderAction] = ActionQueue(self._perform)
         self._pending_asks: dict[Key, asyncio.Future[GrantReceived]] = {}
-        self._progress: dict[GrantRef, _PushState] = {}
+        self._push_states: dict[GrantRef, _PushState] = {}
 
     @property
     def linked(self) -> bool:
@@ -87,7 +87,7 @@ class Peer:
         """Wait for blocks for `num_tokens` tokens. Cancelling the call takes the ask back.
 
         Args:
-            keys: hash of each full block of the tokens; empty when no prefix cache must be read.
+            keys: hash of each full block of the tokens; empty when no prefix cache may be read.
             keep: where blocks are copied, lets those that were computed here enter the own prefix cache.
 
         Raises:
@@ -98,8 +98,8 @@ class Peer:
         if key in self._pending_asks:
             raise ValueError("blocks for this attempt were asked for already")
         # Entered before the first await, so that the second of two asks fails and not the first.
-        offered: asyncio.Future[GrantReceived] = asyncio.get_running_loop().create_future()
-        self._pending_asks[key] = offered
+        grant_arrival: asyncio.Future[GrantReceived] = asyncio.get_running_loop().create_future()
+        self._pending_asks[key] = grant_arrival
         blocks: ScratchBlocks | None = None
         try:
             if self._scratch is not None:
@@ -107,7 +107,7 @@ class Peer:
             if not self.linked:
                 raise PeerLost
             self._actions.run(self._sender.ask(key))
-            offer = await offered
+            grant = await grant_arrival
             if not self._sender.start_writing(key):
                 raise (AttemptOver() if self.linked else PeerLost())
         except BaseException:
@@ -117,7 +117,7 @@ class Peer:
             raise
         finally:
             del self._pending_asks[key]
-        return self._granted_blocks(offer, blocks, keep)
+        return self._granted_blocks(grant, blocks, keep)
 
     async def push(self, granted: GrantedBlocks, upto_tokens: int) -> None:
         """Send the full blocks of the first `upto_tokens` tokens, which are computed. Returns at once."""
@@ -141,8 +141,8 @@ class Peer:
             self._push(granted, len(granted.block_table))
             if self._queue is not None:
                 await self._queue.flush(ref)
-        progress = self._progress.pop(ref, None)
-        times.kv_bytes_transferred = 0 if progress is None else progress.bytes_sent
+        state = self._push_states.pop(ref, None)
+        times.kv_bytes_transferred = 0 if state is None else state.bytes_sent
         times.cached_tokens = granted.computed_tokens
         times.kv_send.FromNanoseconds(int((time.monotonic() - started) * 1e9))
         committed, actions = self._sender.commit(ref, num_tokens, tuple(first_tokens), times)
@@ -155,7 +155,7 @@ class Peer:
 
         Call it only when the engine has left the blocks. `failure` is set if the prefill gave up by itself.
         """
-        if self._progress.pop(granted.ref, None) is None:
+        if self._push_states.pop(granted.ref, None) is None:
             return
         await wait_written(granted.memory)
         reason = None if failure is None else failure.reason
@@ -240,35 +240,35 @@ class Peer:
     # -- messages and actions
 
     def _granted_blocks(
-        self, offer: GrantReceived, blocks: ScratchBlocks | None, keep: bool
+        self, grant: GrantReceived, blocks: ScratchBlocks | None, keep: bool
     ) -> GrantedBlocks:
         memory = self.memory if self._scratch is None else self._scratch.memory
         if memory is None:
             raise RuntimeError("granted without memory")
-        self._progress[offer.ref] = _PushState(offer.cached_tokens // memory.layout.block_size)
+        self._push_states[grant.ref] = _PushState(grant.cached_tokens // memory.layout.block_size)
         return GrantedBlocks(
-            key=offer.ref.key,
+            key=grant.ref.key,
             memory=memory,
-            block_table=list(offer.block_ids) if blocks is None else blocks.block_ids,
-            computed_tokens=offer.cached_tokens if blocks is None else blocks.cached_tokens,
-            cached_tokens=offer.cached_tokens,
-            ref=offer.ref,
+            block_table=list(grant.block_ids) if blocks is None else blocks.block_ids,
+            computed_tokens=grant.cached_tokens if blocks is None else blocks.cached_tokens,
+            cached_tokens=grant.cached_tokens,
+            ref=grant.ref,
             scratch=blocks,
-            target_table=offer.block_ids,
+            target_table=grant.block_ids,
             transport=self._transport,
             keep=keep,
         )
 
     def _push(self, granted: GrantedBlocks, upto_block: int) -> None:
-        progress = self._progress.get(granted.ref)
-        if progress is None or upto_block <= progress.next_block:
+        state = self._push_states.get(granted.ref)
+        if state is None or upto_block <= state.next_block:
             return
-        first, progress.next_block = progress.next_block, upto_block
+        first, state.next_block = state.next_block, upto_block
         if granted.scratch is None:
             self._actions.run(self._sender.push(granted.ref, first, upto_block - first))
         elif self._queue is not None and self._sender.is_writing(granted.ref):
             blocks = granted.block_table[first:upto_block]
-            progress.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
+            state.bytes_sent += len(blocks) * granted.memory.layout.bytes_per_block
             targets = granted.target_table[first:upto_block]
             computed = queued_work(granted.memory)
             self._queue.put(Run(granted.ref, first, granted.memory, blocks, targets, computed))

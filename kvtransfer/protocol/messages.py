@@ -58,7 +58,7 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Grant to send: blocks that the writer may fill.
+    """Message to the writer: it may fill these blocks.
 
     The KV of the first `cached_tokens` tokens is in the pool already.
     """
@@ -71,7 +71,7 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class SendDenied:
-    """Denial of an ask to send; `reason` is a FailureReason of the wire.
+    """Message to the writer: its ask is denied; `reason` is a FailureReason of the wire.
 
     None: the attempt ended at this worker, and the gateway knows why.
     """
@@ -84,7 +84,7 @@ class SendDenied:
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Request to stop writing to send, which the writer answers with Stopped."""
+    """Message to the writer: stop writing to this grant and answer with Stopped."""
 
     writer: WriterId
     ref: GrantRef
@@ -116,7 +116,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class FenceWriter:
-    """Order to make sure that this writer can write no more, and to report it dead when that is proven."""
+    """Order to fence this writer, and to report it dead when it is proven that it can write no more."""
 
     writer: WriterId
     why: str
@@ -130,21 +130,24 @@ ReceiverAction = SendGrant | SendDenied | SendAbort | Handoff | Fail | FenceWrit
 
 @dataclass(frozen=True, slots=True)
 class SendAsk:
-    """Ask for blocks to send."""
+    """Message to the decode worker: blocks are wanted for this attempt."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendWithdrawal:
-    """Withdrawal of an unanswered ask to send."""
+    """Message to the decode worker: an unanswered ask is withdrawn."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendStopped:
-    """Promise to send: no further write of this grant comes; `reason` if the prefill gave up by itself."""
+    """Message to the decode worker: the promise that no further write of this grant comes.
+
+    `reason` is set if the prefill gave up by itself.
+    """
 
     ref: GrantRef
     reason: int | None = None
@@ -153,7 +156,7 @@ class SendStopped:
 
 @dataclass(frozen=True, slots=True)
 class SendPushed:
-    """Announcement to send: `num_blocks` blocks of the grant, from index `first_block` on, are written."""
+    """Message to the decode worker: `num_blocks` blocks of the grant, from `first_block` on, are written."""
 
     ref: GrantRef
     first_block: int
@@ -163,7 +166,7 @@ class SendPushed:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """End of the handoff to send, with the promise that no further write comes."""
+    """Message to the decode worker: all is written, with the promise that no further write comes."""
 
     ref: GrantRef
     num_tokens: int
@@ -174,10 +177,7 @@ class SendCommit:
 
 @dataclass(frozen=True, slots=True)
 class GrantReceived:
-    """Granted blocks for the owner, which calls `start_writing`.
-
-    Blocks that it does not take return when the link or the ask ends.
-    """
+    """Granted blocks for the owner, which calls `start_writing`; else they return when link or ask ends."""
 
     ref: GrantRef
     block_ids: tuple[int, ...]

@@ -29,18 +29,15 @@ from kvtransfer.protocol.messages import (
 )
 from kvtransfer.protocol.transfer_table import (
     EscalationTimeouts,
-    ReceiverPhase,
     ReceiverStats,
     ReceivingAttempt,
     TransferTable,
 )
+from kvtransfer.protocol.transfer_table import ReceiverPhase as Phase
 
 
 class Receiver:
-    """State machine over the blocks of `pool`.
-
-    `running()` is the number of decoding sequences, one spare block for each.
-    """
+    """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now."""
 
     def __init__(
         self,
@@ -59,19 +56,17 @@ class Receiver:
 
     # -- the gateway's side
 
-    def expect(self, expected: PendingTransfer) -> list[ReceiverAction]:
+    def expect(self, pending: PendingTransfer) -> list[ReceiverAction]:
         """Take an attempt that the gateway attached. Raises ValueError if it is attached already."""
-        if expected.num_tokens < 1:
+        if pending.num_tokens < 1:
             raise ValueError("an attempt needs at least one token")
-        attempt = self._transfers.attempts.get(expected.key)
+        attempt = self._transfers.attempts.get(pending.key)
         if attempt is None:
-            self._transfers.attempts[expected.key] = ReceivingAttempt(
-                expected.key, ReceiverPhase.ATTACHED, expected
-            )
+            self._transfers.attempts[pending.key] = ReceivingAttempt(pending.key, Phase.ATTACHED, pending)
             return []
         if attempt.pending is not None:
-            raise ValueError("this attempt is expected already")
-        attempt.pending = expected
+            raise ValueError("this attempt is attached already")
+        attempt.pending = pending
         return self._enqueue(attempt)
 
     def cancel(self, key: Key) -> list[ReceiverAction]:
@@ -96,7 +91,7 @@ class Receiver:
 
         Its blocks return once its writer stops.
         """
-        newest = self._transfers.grants.newest(lambda attempt: attempt.phase is ReceiverPhase.GRANTED)
+        newest = self._transfers.grants.newest(lambda attempt: attempt.phase is Phase.GRANTED)
         if newest is None:
             return None, []
         return newest.key, self._cancel(newest, "the blocks were needed elsewhere")
@@ -133,9 +128,7 @@ class Receiver:
         if writer not in self._links:
             self._transfers.stale_messages += 1
             return []
-        attempt = self._transfers.attempts.setdefault(
-            key, ReceivingAttempt(key, ReceiverPhase.ASKED_BEFORE_ATTACH)
-        )
+        attempt = self._transfers.attempts.setdefault(key, ReceivingAttempt(key, Phase.ASKED_BEFORE_ATTACH))
         if attempt.writer is not None:
             self._transfers.stale_messages += 1
             text = "blocks for this attempt were asked for already"
@@ -144,30 +137,24 @@ class Receiver:
         return self._enqueue(attempt) if attempt.pending is not None else []
 
     def withdraw(self, writer: WriterId, key: Key) -> list[ReceiverAction]:
-        """End an ask that the writer takes back.
-
-        If a grant is on its way to the writer, its Stopped will follow.
-        """
+        """End an ask that the writer withdraws; if a grant is on its way, the writer's Stopped follows."""
         attempt = self._transfers.attempts.get(key)
         if attempt is None or attempt.writer != writer or attempt.grant is not None:
             self._transfers.stale_messages += 1
             return []
         reason = FailureReason.FAILURE_REASON_PEER_LOST
-        return self._fail(attempt, reason, "the prefill worker took its ask back") + self.blocks_freed()
+        return self._fail(attempt, reason, "the prefill worker withdrew its ask") + self.blocks_freed()
 
     def pushed(
         self, writer: WriterId, ref: GrantRef, first_block: int, num_blocks: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:
-        """Record that the writer wrote blocks.
-
-        A copying writer gives the digest of each, an in-place one gives none.
-        """
+        """Record blocks that the writer wrote, with the digest of each; an in-place writer gives none."""
         attempt = self._transfers.find_open(writer, ref)
         if attempt is None:
             return []
         grant = attempt.open_grant
         indices = range(first_block, first_block + num_blocks)
-        as_granted = attempt.phase is ReceiverPhase.GRANTED and grant.may_write(indices)
+        as_granted = attempt.phase is Phase.GRANTED and grant.may_write(indices)
         if not as_granted or len(digests) not in (0, num_blocks):
             return self._fail_corrupt(attempt, "blocks outside the granted table were announced")
         grant.pushed_digests.update(zip(indices, digests, strict=False))
@@ -182,10 +169,7 @@ class Receiver:
         return attempt.open_grant.ref
 
     def destinations(self, writer: WriterId, ref: GrantRef, indices: range) -> list[int] | None:
-        """Return the blocks into which these indices of a grant may be copied now.
-
-        None if the data is stale.
-        """
+        """Return the blocks into which these indices of a grant may be copied now, None for stale data."""
         attempt = self._transfers.find_open(writer, ref)
         if attempt is None or not attempt.open_grant.may_write(indices):
             return None
@@ -194,19 +178,14 @@ class Receiver:
     def arrived(
         self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:
-        """Record blocks that were copied to their destinations.
-
-        Args:
-            first: index in the table of the first of them.
-            digests: digest of the bytes of each.
-        """
+        """Record blocks that were copied to their destinations, from index `first` on, by their digests."""
         attempt = self._transfers.find_open(writer, ref)
         indices = range(first, first + len(digests))
         if attempt is None or not attempt.open_grant.may_write(indices):
             return []
         attempt.open_grant.arrived_digests.update(zip(indices, digests, strict=True))
         attempt.waiting_since = None  # more may follow
-        return self._handoff_if_complete(attempt) if attempt.phase is ReceiverPhase.COMMITTED else []
+        return self._handoff_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
 
     def corrupt(self, writer: WriterId, ref: GrantRef) -> list[ReceiverAction]:
         """Fail the attempt of a block that arrived with bytes that do not match its digest."""
@@ -218,16 +197,13 @@ class Receiver:
     def commit(
         self, writer: WriterId, ref: GrantRef, num_tokens: int, first_tokens: FirstTokens, note: object = None
     ) -> list[ReceiverAction]:
-        """Hand off a grant once all of it has arrived.
-
-        The commit is the writer's promise that no further write comes.
-        """
+        """Hand a grant off once all of it has arrived; the writer promises that no further write comes."""
         attempt = self._transfers.find(writer, ref)
-        if attempt is None or attempt.phase is ReceiverPhase.COMMITTED:
+        if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
-        if attempt.phase is ReceiverPhase.QUARANTINED:
+        if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
-        attempt.move(ReceiverPhase.COMMITTED)
+        attempt.move(Phase.COMMITTED)
         grant = attempt.open_grant
         grant.first_tokens, grant.note = first_tokens, note
         if num_tokens != grant.num_tokens:
@@ -242,9 +218,9 @@ class Receiver:
     ) -> list[ReceiverAction]:
         """Release a grant of which the writer promises that no further write comes, and fail its attempt."""
         attempt = self._transfers.find(writer, ref)
-        if attempt is None or attempt.phase is ReceiverPhase.COMMITTED:
+        if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
-        if attempt.phase is ReceiverPhase.QUARANTINED:
+        if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
         if reason is None or reason == FailureReason.FAILURE_REASON_DRAINING:
             # The gateway takes this worker for the sender of the failure, and it is the writer that leaves.
@@ -258,20 +234,17 @@ class Receiver:
         """Escalate what has waited too long. Waits are counted from the first tick that sees them."""
         self._now = now
         actions: list[ReceiverAction] = []
-        for attempt in self._transfers.in_phase(ReceiverPhase.ASKED_BEFORE_ATTACH):
-            if self._waited_s(attempt) >= self._timeouts.attach_timeout_s:
+        for attempt in self._transfers.in_phase(Phase.ASKED_BEFORE_ATTACH):
+            if self._waited_s(attempt) >= self._timeouts.attach_s:
                 reason = FailureReason.FAILURE_REASON_PEER_LOST
                 actions += self._deny(attempt, reason, "the gateway did not attach this attempt")
-        for attempt in self._transfers.in_phase(ReceiverPhase.COMMITTED):
+        for attempt in self._transfers.in_phase(Phase.COMMITTED):
             # No late write can do harm: only a frame that names an open grant is copied.
-            if self._waited_s(attempt) >= self._timeouts.arrival_timeout_s:
+            if self._waited_s(attempt) >= self._timeouts.arrival_s:
                 actions += self._fail_corrupt(attempt, "blocks that were committed did not arrive")
         overdue: dict[WriterId, None] = {}
         for attempt in self._transfers.grants:
-            if (
-                attempt.phase is ReceiverPhase.QUARANTINED
-                and self._waited_s(attempt) >= self._timeouts.stop_timeout_s
-            ):
+            if attempt.phase is Phase.QUARANTINED and self._waited_s(attempt) >= self._timeouts.stop_s:
                 overdue[attempt.requester] = None
         actions += [FenceWriter(writer, "it does not stop writing an aborted grant") for writer in overdue]
         return actions
@@ -331,34 +304,28 @@ class Receiver:
 
     def _fail(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
         """End the attempt from this side, whatever its phase; report it if the gateway attached it."""
-        if attempt.phase is ReceiverPhase.GRANTED:
+        if attempt.phase is Phase.GRANTED:
             self._transfers.quarantine(attempt)
-        elif attempt.phase is ReceiverPhase.COMMITTED:
+        elif attempt.phase is Phase.COMMITTED:
             self._transfers.release(attempt)
         else:
             self._transfers.drop(attempt)
         return [Fail(attempt.key, reason, message)] if attempt.pending is not None else []
 
     def _fail_corrupt(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
-        """Fail an attempt whose blocks cannot be used.
-
-        A writer that made no promise to stop is sent Abort.
-        """
+        """Fail an attempt whose blocks cannot be used, with Abort unless its writer promised to stop."""
         actions: list[ReceiverAction] = []
-        if attempt.phase is ReceiverPhase.GRANTED:
+        if attempt.phase is Phase.GRANTED:
             actions.append(SendAbort(attempt.requester, attempt.open_grant.ref))
         actions += self._fail(attempt, FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED, message)
         return actions + self.blocks_freed()
 
     def _cancel(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
-        """End an attempt that this side does not need any more.
-
-        There is no Fail, but its writer is sent Abort or a denial.
-        """
+        """End an attempt without a Fail, with Abort or a denial for its writer."""
         actions: list[ReceiverAction] = []
-        if attempt.phase is ReceiverPhase.GRANTED:
+        if attempt.phase is Phase.GRANTED:
             actions.append(SendAbort(attempt.requester, attempt.open_grant.ref))
-        elif attempt.phase in (ReceiverPhase.ASKED_BEFORE_ATTACH, ReceiverPhase.WAITING):
+        elif attempt.phase in (Phase.ASKED_BEFORE_ATTACH, Phase.WAITING):
             actions.append(SendDenied(attempt.requester, attempt.key, None, message))
         self._fail(attempt, FailureReason.FAILURE_REASON_UNSPECIFIED, message)
         return actions + self.blocks_freed()

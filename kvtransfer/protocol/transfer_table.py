@@ -56,10 +56,7 @@ class ReceivingAttempt:
     writer: WriterId | None = None
     grant: Grant | None = None
     waiting_since: float | None = None
-    """Time of the first tick in ASKED_BEFORE_ATTACH or QUARANTINED, or in COMMITTED since the last arrival.
-
-    None before.
-    """
+    """Time of the first tick in a phase with a timeout, in COMMITTED since the last arrival; None before."""
 
     @property
     def attached(self) -> PendingTransfer:
@@ -83,10 +80,7 @@ class ReceivingAttempt:
         return self.grant
 
     def move(self, phase: ReceiverPhase) -> None:
-        """Change the phase, the only way to do so.
-
-        Raises RuntimeError for a transition that is not in TRANSITIONS.
-        """
+        """Change the phase. Raises RuntimeError for a transition that is not in TRANSITIONS."""
         if phase not in TRANSITIONS[self.phase]:
             raise RuntimeError(f"an attempt cannot go from {self.phase.value} to {phase.value}")
         self.phase, self.waiting_since = phase, None
@@ -96,11 +90,11 @@ class ReceivingAttempt:
 class EscalationTimeouts:
     """Seconds until a wait is escalated; waiting alone frees nothing."""
 
-    attach_timeout_s: float = 1.0
+    attach_s: float = 1.0
     """After this long without its attach an ask is denied."""
-    stop_timeout_s: float = 30.0
+    stop_s: float = 30.0
     """After this long without an answer to Abort the writer is fenced."""
-    arrival_timeout_s: float = 5.0
+    arrival_s: float = 5.0
     """Copies that a commit announced and of which none comes any more are given up: a frame whose header was
     damaged names no grant, and no error would be seen."""
 
@@ -141,9 +135,7 @@ class TransferTable:
         self.waiting[attempt.key] = attempt
 
     def next_waiting(self) -> ReceivingAttempt | None:
-        """Return the attempt that is served next: the highest priority, then the first come.
-
-        None without one.
+        """Return the waiting attempt of the highest priority, the first come of equals; None without one.
 
         No other attempt overtakes it: an attempt that needs many blocks would never get them.
         """
@@ -165,8 +157,8 @@ class TransferTable:
         attempt.grant = grant
         del self.waiting[attempt.key]
         attempt.move(ReceiverPhase.GRANTED)
-        writable = tuple(grant.block_ids[: grant.num_blocks])
-        return SendGrant(attempt.requester, ref, writable, self._allocator.tokens_in(grant.cached_blocks))
+        block_ids = tuple(grant.block_ids[: grant.num_blocks])
+        return SendGrant(attempt.requester, ref, block_ids, self._allocator.tokens_in(grant.cached_blocks))
 
     def hand_off(self, attempt: ReceivingAttempt) -> None:
         """End an attempt whose blocks, references included, have a new owner now."""
@@ -210,10 +202,7 @@ class TransferTable:
         return attempt
 
     def find_open(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
-        """Return the attempt as `find` does, but None for a quarantined one.
-
-        Only a promise to stop or the writer's death ends a quarantine.
-        """
+        """Return the attempt as `find` does, but None for a quarantined one."""
         attempt = self.find(writer, ref)
         return attempt if attempt is not None and attempt.phase is not ReceiverPhase.QUARANTINED else None
 

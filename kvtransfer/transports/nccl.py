@@ -34,17 +34,24 @@ from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.data_connection import DataConnection, endpoint_address
 from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
 from kvtransfer.transports.host_blocks import DIGEST_BYTES
+from kvtransfer.transports.process_group import (
+    DECODE_RANK,
+    NCCL,
+    PREFILL_RANK,
+    ProcessGroup,
+    nccl_unusable_reason,
+)
 from kvtransfer.transports.staging import SLOTS, DeviceStaging, HostStaging, Staging
 
 _SECRET_BYTES = 32
 GREETING = struct.Struct(f"<H{_SECRET_BYTES}s")
-HEADER = struct.Struct("<IQII")
+_HEADER = struct.Struct("<IQII")
 _log = logging.getLogger(__name__)
 
 
 def make_staging(name: str, memory: KVMemory) -> Staging:
     """Make the ring slots of one end: on the GPU for NCCL, in host memory for Gloo."""
-    return DeviceStaging(memory) if name == process_group.NCCL else HostStaging(memory)
+    return DeviceStaging(memory) if name == NCCL else HostStaging(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,7 @@ def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: Receiv
         return _FrameReader(name, writer, connection, memory, hooks)
 
     def unreachable_reason(writer: Locality) -> str | None:
-        return (
-            process_group.nccl_unusable_reason(memory.data.device, writer.device)
-            if name == process_group.NCCL
-            else None
-        )
+        return nccl_unusable_reason(memory.data.device, writer.device) if name == NCCL else None
 
     return SocketReceiver(name, host, open_reader, hooks, unreachable_reason)
 
@@ -88,14 +91,14 @@ class _FrameReader:
         try:
             self._listener, self._port = process_group.listen_for_store(self._host)
         except OSError as error:
-            raise TransportError(f"no port for the pair's store: {error}") from error
-        self._header = memoryview(bytearray(HEADER.size))
+            raise TransportError(f"no port for the process group's store: {error}") from error
+        self._header = memoryview(bytearray(_HEADER.size))
         self._digests = memoryview(bytearray(0))
         self._reading_digests = False
         self._frames: asyncio.Queue[_Frame] = asyncio.Queue()
         self._received: asyncio.Queue[tuple[int, _Frame]] = asyncio.Queue()
         self._thread = BlockingThread(f"{name}-receive")
-        self._group: process_group.ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         self._task = asyncio.create_task(self._serve())
 
     def greeting(self) -> bytes:
@@ -105,7 +108,7 @@ class _FrameReader:
         return self._header
 
     def buffer_filled(self) -> memoryview:
-        slot, generation, first, count = HEADER.unpack(self._header)
+        slot, generation, first, count = _HEADER.unpack(self._header)
         if not self._reading_digests:
             if not 1 <= count <= self._staging.blocks:
                 raise TransportError(f"a frame of {count} blocks")
@@ -136,11 +139,11 @@ class _FrameReader:
         except* TransportError as errors:
             if not self._connection.closed:
                 worker = self._writer.worker_id
-                _log.warning("the pair with prefill worker %s: %s", worker, errors.exceptions[0])
+                _log.warning("the process group with prefill worker %s: %s", worker, errors.exceptions[0])
         finally:
             self._connection.end()
 
-    async def _join(self) -> process_group.ProcessGroup:
+    async def _join(self) -> ProcessGroup:
         """Return the group once it is built; a timeout here ends the other side's wait too.
 
         Raises TransportError.
@@ -151,9 +154,9 @@ class _FrameReader:
         except TimeoutError as error:
             raise TransportError(f"the {self._name} process group was not built in time") from error
 
-    def _build(self) -> process_group.ProcessGroup:
+    def _build(self) -> ProcessGroup:
         store = process_group.open_store(self._host, self._port, self._listener)
-        group = process_group.build(self._name, store, process_group.DECODE_RANK, self._host, self._device)
+        group = process_group.build(self._name, store, DECODE_RANK, self._host, self._device)
         self._staging.prepare()
         shown = torch.empty(_SECRET_BYTES, dtype=torch.uint8, device=self._staging.data(0, 1).device)
         group.receive(shown)
@@ -161,7 +164,7 @@ class _FrameReader:
             raise TransportError("another process than the one of the data connection joined the group")
         return group
 
-    async def _receive(self, group: process_group.ProcessGroup) -> None:
+    async def _receive(self, group: ProcessGroup) -> None:
         """Receive one message after another, each into the next slot, which is free as the counts show."""
         for slot in itertools.cycle(range(SLOTS)):
             frame = await self._frames.get()
@@ -192,10 +195,7 @@ class _FrameReader:
             hooks.corrupt(writer, ref)
 
 
-_log = logging.getLogger(__name__)
-
-
-class NcclChannel:
+class ProcessGroupChannel:
     """End of the prefill worker: a process group with one decode worker.
 
     A slot is packed while the one before is sent. At most as many messages are in flight as there are slots.
@@ -216,12 +216,9 @@ class NcclChannel:
         self._failed = self._closed = False
 
     @classmethod
-    async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> NcclChannel:
+    async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> ProcessGroupChannel:
         """Connect and register; the group is built meanwhile. Raises TransportError."""
-        if (
-            name == process_group.NCCL
-            and (why := process_group.nccl_unusable_reason(scratch.data.device)) is not None
-        ):
+        if name == NCCL and (why := nccl_unusable_reason(scratch.data.device)) is not None:
             raise TransportError(f"nccl: {why}")
         connection = await DataConnection.open(welcome, GREETING.size)
         return cls(name, connection, endpoint_address(welcome)[0], scratch)
@@ -255,9 +252,7 @@ class NcclChannel:
             digests += await self._send_slot(group, run, at, min(size, len(run.block_ids) - at))
         return digests
 
-    async def _send_slot(
-        self, group: process_group.ProcessGroup, run: Run, at: int, count: int
-    ) -> list[bytes]:
+    async def _send_slot(self, group: ProcessGroup, run: Run, at: int, count: int) -> list[bytes]:
         if len(self._in_flight) == SLOTS:  # the slot is free when what it held was taken at the other end
             await self._connection.until_acknowledged(self._in_flight.popleft())
         slot, self._slot = self._slot, (self._slot + 1) % SLOTS
@@ -269,7 +264,7 @@ class NcclChannel:
             raise
         self._sent += count
         self._in_flight.append(self._sent)
-        header = HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
+        header = _HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
         await self._connection.send(header + b"".join(digests))
         sending = asyncio.create_task(self._thread.run(group.send, self._staging.data(slot, count)))
         self._sending.add(sending)
@@ -297,17 +292,17 @@ class NcclChannel:
         self._packer.stop()
         self._thread.stop()
 
-    def _build(self) -> process_group.ProcessGroup:
+    def _build(self) -> ProcessGroup:
         port, secret = GREETING.unpack(self._connection.greeting)
         store = process_group.open_store(self._store_host, port, None)
         host = self._connection.local_host()
-        group = process_group.build(self._name, store, process_group.PREFILL_RANK, host, self._device)
+        group = process_group.build(self._name, store, PREFILL_RANK, host, self._device)
         self._staging.prepare()
         device = self._staging.data(0, 1).device
         group.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
         return group
 
-    def _on_built(self, building: asyncio.Task[process_group.ProcessGroup]) -> None:
+    def _on_built(self, building: asyncio.Task[ProcessGroup]) -> None:
         if building.cancelled():
             return
         if (error := building.exception()) is not None:

@@ -7,7 +7,6 @@ import torch
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.runtime.startup_error import StartupError
 from kvtransfer.transports import cuda_ipc, nccl, process_group, shared_memory, tcp
-from kvtransfer.transports import nccl as paired_channel
 from kvtransfer.transports.base import (
     PushChannel,
     ReceiverHooks,
@@ -75,7 +74,7 @@ async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushCh
         case tcp.NAME:
             return await tcp.TcpChannel.open(welcome)
         case process_group.GLOO | process_group.NCCL:
-            return await paired_channel.NcclChannel.open(name, welcome, scratch)
+            return await nccl.ProcessGroupChannel.open(name, welcome, scratch)
         case cuda_ipc.NAME:
             return await cuda_ipc.CudaIpcChannel.open(welcome, mapping_for(scratch.data.device))
     raise TransportError(f"the decode worker chose {name!r}, which is not known here")

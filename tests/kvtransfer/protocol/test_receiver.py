@@ -209,7 +209,7 @@ def test_ask_beyond_the_pool_is_denied_at_once():
 
 def test_tick_escalates_waits_and_frees_nothing():
     pool = BlockPool(8)
-    receiver = Receiver(pool, 2, lambda: 0, EscalationTimeouts(attach_timeout_s=1.0, stop_timeout_s=30.0))
+    receiver = Receiver(pool, 2, lambda: 0, EscalationTimeouts(attach_s=1.0, stop_s=30.0))
     receiver.link_up(WRITER, in_place=True)
     receiver.ask(WRITER, ("early", 1))
     receiver.expect(PendingTransfer(KEY, 6, []))

@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import process_group, staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.nccl import GREETING, NcclChannel, process_group_receiver
+from kvtransfer.transports.nccl import GREETING, ProcessGroupChannel, process_group_receiver
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)
@@ -88,7 +88,7 @@ def scratch() -> KVMemory:
 
 @pytest.fixture
 async def channel(sink, scratch):
-    channel = await NcclChannel.open(process_group.GLOO, sink.welcome(), scratch)
+    channel = await ProcessGroupChannel.open(process_group.GLOO, sink.welcome(), scratch)
     yield channel
     channel.close()
 
@@ -148,7 +148,7 @@ async def test_fence_ends_all_copies(sink, channel, scratch):
     assert sink.dead == 1
 
 
-async def _keep_sending(channel: NcclChannel, scratch: KVMemory) -> None:
+async def _keep_sending(channel: ProcessGroupChannel, scratch: KVMemory) -> None:
     while True:
         await channel.send(Run(REF, 1, scratch, range(1, BLOCKS)), wanted)
 
@@ -163,7 +163,7 @@ async def test_join_without_the_secret_ends_the_group(sink, scratch):
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     port, secret = GREETING.unpack(connection.greeting)
     connection.greeting = GREETING.pack(port, bytes(len(secret)))
-    stranger = NcclChannel(process_group.GLOO, connection, "127.0.0.1", scratch)
+    stranger = ProcessGroupChannel(process_group.GLOO, connection, "127.0.0.1", scratch)
     await until(lambda: sink.dead == 1, 10.0)
     stranger.close()
 

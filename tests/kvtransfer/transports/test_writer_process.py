@@ -98,9 +98,7 @@ async def test_closed_stream_alone_frees_nothing(make_pair):
 
 
 async def test_writer_that_ignores_abort_is_fenced(make_pair):
-    pair = await make_pair(
-        "shared_memory", lease_times=QUICK, timeouts=EscalationTimeouts(stop_timeout_s=0.3)
-    )
+    pair = await make_pair("shared_memory", lease_times=QUICK, timeouts=EscalationTimeouts(stop_s=0.3))
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, "shared_memory") as process:
         pair.decode.server.cancel(("r", 1))
