@@ -195,10 +195,7 @@ class HandoffClient:
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
     def flush_prefix_cache(self) -> int:
-        """Remove the cached prefixes of scratch, but not blocks that are held.
-
-        Return the number of keys that went.
-        """
+        """Remove the cached prefixes of scratch, not held blocks; return the number of keys that went."""
         return 0 if self._scratch is None else self._scratch.flush()
 
     def _own_scratch(self) -> Scratch:

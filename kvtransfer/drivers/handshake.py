@@ -68,10 +68,7 @@ class Handshake:
         self.transports = transports
 
     def choose_transport(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
-        """Return the first of the writer's transports that serves both sides.
-
-        Where there is none, return a text that names the obstacle.
-        """
+        """Return the first of the writer's transports that serves both, else a text naming the obstacle."""
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field

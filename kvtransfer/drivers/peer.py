@@ -205,10 +205,7 @@ class Peer:
         link.start(handle, lambda: self._on_stream_end(link))
 
     async def wait_quiesced(self) -> None:
-        """Wait until nothing of an earlier link is in flight.
-
-        A transport that maps the pool may still copy into it.
-        """
+        """Wait until no copy of an earlier link is in flight."""
         if self._queue is not None and not self.linked:
             await self._queue.close()
 

@@ -72,10 +72,7 @@ class PushQueue:
         self._task.cancel()
 
     async def close(self) -> None:
-        """Drop the rest of the queue and close the channel.
-
-        A caller that is cancelled meanwhile is cancelled.
-        """
+        """Drop the rest of the queue and close the channel; a caller cancelled meanwhile is cancelled."""
         self._task.cancel()
         await asyncio.wait((self._task,))
 

@@ -60,10 +60,7 @@ class Scratch:
             raise
 
     def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
-        """Return the blocks to the pool.
-
-        `keep` enters the full ones, which are complete, into the prefix cache.
-        """
+        """Return the blocks to the pool; `keep` enters the full, complete ones into the prefix cache."""
         if keep and blocks.distrusted == self._pool.distrusted:
             parent = b""
             for block, key in zip(blocks.block_ids, blocks.keys, strict=False):

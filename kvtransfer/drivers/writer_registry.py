@@ -31,10 +31,7 @@ class Writer:
 
 
 class WriterRegistry:
-    """Known writers.
-
-    Their links, losses and proven deaths are events of `receiver`; `actions` performs what follows.
-    """
+    """Known writers; what happens to them are events of `receiver`, and `actions` performs what follows."""
 
     def __init__(
         self, receiver: Receiver, actions: ActionQueue[ReceiverAction], lease_times: LeaseTimes
@@ -137,10 +134,7 @@ class WriterRegistry:
             self._known.pop(writer.id, None)
 
     def tick(self, now: float, beat: Response) -> None:
-        """Cut off writers that do not answer, and send `beat` to those with a link.
-
-        Call it every interval.
-        """
+        """Cut off writers that do not answer, send `beat` to those with a link. Call it every interval."""
         for writer in list(self._known.values()):
             self._tick_writer(writer, now)
             if writer.link is not None:

@@ -142,10 +142,7 @@ class BlockAllocator:
         return max(self._blocks_for(pending.num_tokens), pending.reserve_blocks or 0)
 
     def allocate(self, pending: PendingTransfer) -> Allocation | None:
-        """Pin the cached prefix and allocate the rest.
-
-        None, with nothing changed, while there is not enough room.
-        """
+        """Pin the cached prefix and allocate the rest; None, and nothing changed, while room is short."""
         # At least one token has to be computed: its logits give the first token.
         pins = self._pool.acquire_prefix(pending.keys[: (pending.num_tokens - 1) // self._block_size])
         blocks, running = self.blocks_needed(pending), self._running()

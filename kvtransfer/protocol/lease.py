@@ -30,10 +30,7 @@ class StallClock:
         self._checked_at, self._interval_s = now, interval_s
 
     def stall_s(self, now: float) -> float:
-        """Return the seconds that this process lost since the last check.
-
-        0 if this check is about in time.
-        """
+        """Return the seconds lost since the last check, 0 if this check is about in time."""
         late = now - self._checked_at - self._interval_s
         self._checked_at = now
         return late if late > self._interval_s else 0.0
@@ -61,10 +58,7 @@ class RunningTime:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """Timeouts in seconds.
-
-    A stopped peer is fenced within `fence_after_s` of its last message, plus one interval.
-    """
+    """Seconds. A stopped peer is fenced within `fence_after_s` of its last message, plus one interval."""
 
     interval_s: float = 0.25
     """Seconds between heartbeats, and between ticks."""

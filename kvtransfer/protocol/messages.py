@@ -26,10 +26,7 @@ class WriterId(NamedTuple):
 
 
 class GrantRef(NamedTuple):
-    """Name of one grant.
-
-    Generations grow at every grant, so that an old one is never mistaken for a new one.
-    """
+    """Name of one grant. Generations grow at every grant, so that an old name never fits a new one."""
 
     key: Key
     slot: int
@@ -58,10 +55,7 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Message to the writer: it may fill these blocks.
-
-    The KV of the first `cached_tokens` tokens is in the pool already.
-    """
+    """Message to the writer: it may fill these blocks, whose first `cached_tokens` tokens are there."""
 
     writer: WriterId
     ref: GrantRef
@@ -144,10 +138,7 @@ class SendWithdrawal:
 
 @dataclass(frozen=True, slots=True)
 class SendStopped:
-    """Message to the decode worker: the promise that no further write of this grant comes.
-
-    `reason` is set if the prefill gave up by itself.
-    """
+    """Message to the decode worker: no further write of this grant comes; `reason` if the prefill gave up."""
 
     ref: GrantRef
     reason: int | None = None

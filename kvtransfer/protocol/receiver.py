@@ -87,10 +87,7 @@ class Receiver:
         return actions
 
     def abort_newest_grant(self) -> tuple[Key | None, list[ReceiverAction]]:
-        """Revoke the newest grant and return its key, None without one.
-
-        Its blocks return once its writer stops.
-        """
+        """Revoke the newest grant, whose blocks return once its writer stops; its key, None without one."""
         newest = self._transfers.grants.newest(lambda attempt: attempt.phase is Phase.GRANTED)
         if newest is None:
             return None, []

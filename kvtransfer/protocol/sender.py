@@ -135,10 +135,7 @@ class Sender:
     def commit(
         self, ref: GrantRef, num_tokens: int, first_tokens: FirstTokens, note: object = None
     ) -> tuple[bool, list[SenderAction]]:
-        """End the handoff of a fully written grant.
-
-        False if it was revoked, with the promise to stop made all the same.
-        """
+        """End the handoff of a written grant; False, with the promise to stop, if it was revoked."""
         if not self.is_writing(ref):
             return False, self.stop(ref)
         self._forget(self._attempts[ref.key])
@@ -172,10 +169,7 @@ class Sender:
         return [GrantDenied(key, reason, message)]
 
     def abort(self, ref: GrantRef) -> list[SenderAction]:
-        """Revoke a grant that the decode worker wants back.
-
-        Deny it to an owner that has not started to write.
-        """
+        """Revoke a grant that the decode worker wants back; deny it to an owner that is not writing."""
         attempt = self._find(ref)
         if attempt is None:
             return [SendStopped(ref)]

@@ -86,10 +86,7 @@ class ReceivingTransport(Protocol):
         ...
 
     def link_lost(self, writer: WriterId) -> None:
-        """Take the end of the writer's stream.
-
-        A transport whose data path this process owns closes it here.
-        """
+        """Take the end of the writer's stream; a transport whose data path this process owns closes it."""
         ...
 
     async def close(self) -> None:

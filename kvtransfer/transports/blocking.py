@@ -33,7 +33,7 @@ class BlockingThread:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the call's result or raise its error.
 
-        If the caller is cancelled, a call that has begun goes on.
+        A call that has begun goes on if the caller is cancelled.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()

@@ -97,7 +97,7 @@ def export_memory(device: torch.device, address: int) -> tuple[bytes, int]:
 
 
 def open_memory(device: torch.device, handle: bytes) -> int:
-    """Map another process' allocation for `device`, with peer access, and return its address.
+    """Map another process' allocation for `device`, with peer access; return the address.
 
     Raises CudaError.
     """

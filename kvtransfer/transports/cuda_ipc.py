@@ -102,9 +102,9 @@ class CudaIpcReceiver:
             _log.error("the pool cannot be read for checks: %s", error)
 
     async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: Sequence[int]) -> None:
-        """Compute the digests of blocks in the pool.
+        """Digest blocks in the pool.
 
-        Digests of blocks that have meanwhile got another owner are of no open grant.
+        Digests of blocks that got another owner meanwhile are of no open grant.
         """
         memory = self._pool.memory
         try:

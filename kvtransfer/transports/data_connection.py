@@ -98,10 +98,7 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def endpoint_address(welcome: Welcome) -> tuple[str, int]:
-    """Return host and port of a data listener.
-
-    A listener on all addresses is reached at the address of its gRPC server.
-    """
+    """Return host and port of a data listener; one on all addresses has the host of its gRPC server."""
     host, _, port = welcome.endpoint.rpartition(":")
     host = host.strip("[]")
     if host in ("0.0.0.0", "::", ""):

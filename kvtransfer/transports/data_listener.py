@@ -38,10 +38,7 @@ class FrameReader(Protocol):
         ...
 
     def buffer_filled(self) -> memoryview:
-        """Take the full buffer and return the one to be filled next.
-
-        Raises TransportError to end the socket.
-        """
+        """Take the full buffer, return the next one to fill. Raises TransportError to end the socket."""
         ...
 
     def ended(self) -> None:
@@ -250,10 +247,7 @@ class SocketReceiver:
         return self._listener.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process that shows the returned token write as `writer`.
-
-        The pid means nothing across hosts.
-        """
+        """Let the process that shows the returned token write as `writer`; pids mean nothing across hosts."""
         return self._listener.admit(writer)
 
     def registered(self, writer: WriterId) -> bool:

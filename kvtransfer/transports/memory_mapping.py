@@ -34,10 +34,7 @@ class ExportedPool:
 
 
 class MemoryMapping(Protocol):
-    """Mapping of pools of one kind of memory.
-
-    Calls may block and are made off the event loop, but for the first.
-    """
+    """Mapping of pools of one kind of memory. All calls but the first may block: not on the event loop."""
 
     def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
         """Return why a writer there cannot map a pool of this process, None if it can. On the event loop."""
@@ -67,10 +64,7 @@ class MemoryMapping(Protocol):
         ...
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
-        """Compute the digests of blocks with their present bytes in `memory`.
-
-        `first` is the index of the first.
-        """
+        """Compute the digests of blocks in `memory` as they are now; `first` is the index of the first."""
         ...
 
 
@@ -169,10 +163,7 @@ class HostMapping:
         self._host_id = host_id
 
     def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
-        """Return why a writer there cannot map the pool, None if it can.
-
-        It must be on this host with its blocks in host memory.
-        """
+        """Return why a writer there is not on this host with its blocks in host memory, None if it is."""
         if writer.host_id != self._host_id:
             return "on another host"
         return None if not writer.device else "one side's blocks are on a GPU, the other's are not"

@@ -144,10 +144,7 @@ class _FrameReader:
             self._connection.end()
 
     async def _join(self) -> ProcessGroup:
-        """Return the group once it is built; a timeout here ends the other side's wait too.
-
-        Raises TransportError.
-        """
+        """Return the group once it is built. Raises TransportError, which ends the other side's wait too."""
         try:
             async with asyncio.timeout(process_group.BUILD_S + process_group.TRANSFER_S):
                 return await self._thread.run(self._build)
@@ -239,10 +236,7 @@ class ProcessGroupChannel:
         return self._connection.broken or self._failed
 
     async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
-        """Send a run, a slot at a time; the last ones are still in flight on return.
-
-        Raises TransportError.
-        """
+        """Send a run, a slot at a time; the last are in flight on return. Raises TransportError."""
         group = await asyncio.shield(self._building)
         digests: list[bytes] = []
         size = self._staging.blocks

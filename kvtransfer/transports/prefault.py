@@ -99,10 +99,7 @@ def _machine_memory(field: str) -> int | None:
 
 
 def _container_memory() -> int | None:
-    """Return the bytes that cgroup v2 leaves a container, which sees its own group as the root.
-
-    Cached files count as used.
-    """
+    """Return the bytes that cgroup v2 leaves a container, seen as the root; cached files count as used."""
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     return None if limit is None or used is None else limit - used
 

@@ -160,10 +160,7 @@ class _NcclGroup:
 
 
 def nccl_unusable_reason(device: torch.device, other: str = "") -> str | None:
-    """Return why NCCL cannot join blocks on `device` with those on the GPU of UUID `other`.
-
-    None: it can.
-    """
+    """Return why NCCL cannot join `device` with the GPU of UUID `other`, None if it can."""
     if device.type != "cuda":
         return "its blocks must be on a GPU"
     if not distributed.is_nccl_available():

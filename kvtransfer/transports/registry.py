@@ -66,10 +66,7 @@ async def map_pool(welcome: Welcome, device: torch.device) -> KVMemory:
 
 
 async def open_channel(name: str, welcome: Welcome, scratch: KVMemory) -> PushChannel:
-    """Open the end of the prefill worker of a copying transport, which sends blocks of `scratch`.
-
-    Raises TransportError.
-    """
+    """Open the prefill worker's end of a copying transport for blocks of `scratch`. Raises TransportError."""
     match name:
         case tcp.NAME:
             return await tcp.TcpChannel.open(welcome)

@@ -41,9 +41,9 @@ class Staging(Protocol):
         ...
 
     def pack(self, slot: int, run: Run, at: int, count: int) -> list[bytes]:
-        """Copy `count` blocks of a run, from its block `at` on, into a slot; return the digest of each.
+        """Copy `count` blocks of a run, from its block `at` on, into a slot; return their digests.
 
-        Blocks.
+        It blocks.
         """
         ...
 

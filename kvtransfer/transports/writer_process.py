@@ -47,10 +47,7 @@ class WriterProcess:
         return cls(pid, pidfd)
 
     def kill(self) -> None:
-        """Send SIGKILL.
-
-        `watch` reports the death, not this call. Raises ValueError for the calling process.
-        """
+        """Send SIGKILL; `watch` reports the death. Raises ValueError for the calling process."""
         if self.pid == os.getpid():
             raise ValueError("a process cannot fence itself and live to use the proof")
         if self._pidfd is None:
@@ -60,10 +57,7 @@ class WriterProcess:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Call `on_death` once on the running loop when the process is dead.
-
-        Raises ValueError after `close`.
-        """
+        """Call `on_death` once on the running loop when the process is dead. ValueError after `close`."""
         if self._pidfd is None:
             raise ValueError("the process is not watched any more")
         self._loop = asyncio.get_running_loop()
