@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
-from gateway.session.retry_policy import WAIT_FOR_WORKER_S
+from gateway.session.retry_policy import WORKER_WAIT_S
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
@@ -95,7 +95,7 @@ class GatewaySettings(ProgramSettings):
     )
 
     recovery_wait_s: Annotated[float, Field(ge=0, le=600)] = Field(
-        WAIT_FOR_WORKER_S,
+        WORKER_WAIT_S,
         description="seconds that a request which lost its worker waits for another one to come",
     )
 

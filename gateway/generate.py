@@ -20,7 +20,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
-from gateway.attempt.work import Job, TraceParent, work_id
+from gateway.attempt.work import Job, TraceParent, new_work_id
 from gateway.call import REJECTIONS, Call
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer, text_after
@@ -34,10 +34,10 @@ from gateway.request.validate_resumption import resumable as can_resume
 from gateway.request_parser import RequestParser
 from gateway.request_telemetry import OPERATION_KEY, RequestTelemetry, operation_of
 from gateway.responses import Responses, add_account
+from gateway.session.events import Admitted
 from gateway.session.live_requests import LiveRequests
-from gateway.session.ports import Recovery
 from gateway.session.request_driver import RequestDriver
-from gateway.session.session_events import Admitted
+from gateway.session.retry_policy import RetryLimits
 from gateway.worker_pool.worker_pool import WorkerPool
 
 
@@ -52,7 +52,7 @@ class Generator:
         gate: AdmissionGate,
         reader: RequestParser,
         *,
-        recovery: Recovery,
+        retry_limits: RetryLimits,
         tokens: ResumeTokens,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
@@ -64,7 +64,7 @@ class Generator:
         self._live = live
         self._gate = gate
         self._reader = reader
-        self._recovery = recovery
+        self._retry_limits = retry_limits
         self._tokens = tokens
         self._telemetry = telemetry
         self._metrics = metrics
@@ -93,7 +93,7 @@ class Generator:
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
-            limit = min(self._fleet.roster.token_limit() or self._context, self._context)
+            limit = min(self._fleet.registry.token_limit() or self._context, self._context)
             call.charges.require(1, 0, self._clock())  # who may not begin is owed no tokenising
             request = await self._reader.read(message, call, report, limit)
             job = self._job(request, call, limit)
@@ -138,7 +138,7 @@ class Generator:
         request = job.request
         if self.draining:
             raise Draining()
-        missing = self._fleet.roster.missing_role()
+        missing = self._fleet.registry.missing_role()
         if missing is not None:
             raise NoReadyWorker(missing.value)
         self._live.reserve(job.tenant, request.request_id)
@@ -161,8 +161,8 @@ class Generator:
                 on_admitted=partial(conversation.feed, Admitted()),
             )
             report.queued = True
-            if self._recovery.budget is not None:
-                self._recovery.budget.arrived(request.choices, self._clock())
+            if self._retry_limits.budget is not None:
+                self._retry_limits.budget.record_arrival(request.choices, self._clock())
             conversation.start_timers(request.time_limit_s)
             return await self._answer(conversation, call, one_message=one_message)
         finally:
@@ -174,7 +174,7 @@ class Generator:
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
         return Job(
-            work_id=work_id(request.request_id),
+            work_id=new_work_id(request.request_id),
             request=request,
             max_tokens=request.output_budget(limit),
             stop_token_ids=request.worker_stop_ids(self._model.card.eos_token_ids),
@@ -191,9 +191,9 @@ class Generator:
         outputs = [self._output(request, stop_ids, text.copy()) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
         conversation = RequestDriver(
-            job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
+            job, outputs, self._fleet, clock=self._clock, hold=hold, retry_limits=self._retry_limits
         )
-        if request.received and not conversation.restore(request.received):
+        if request.received and not conversation.restore_output(request.received):
             raise InvalidParameter("received_token_ids", "goes on after the end of the output")
         return conversation
 
@@ -220,14 +220,14 @@ class Generator:
         self, conversation: RequestDriver, call: Call, *, one_message: bool
     ) -> pb.GenerateResponse:
         """Write pieces until the end; returns the last message (written already, unless ``one_message``)."""
-        outgoing, first = conversation.outgoing, True
+        output_buffer, first = conversation.output_buffer, True
         while True:
-            await outgoing.ready()
-            if outgoing.error is not None:
+            await output_buffer.ready()
+            if output_buffer.error is not None:
                 await self._deliver_rest(conversation, call, first=first)
-            if outgoing.complete:
+            if output_buffer.complete:
                 break
-            await call.write(await self._responses.message(conversation, outgoing.take(), first=first))
+            await call.write(await self._responses.message(conversation, output_buffer.take(), first=first))
             first = False
         message = await self._last_message(conversation, first=first)
         add_account(message, conversation, call.received_at)
@@ -238,23 +238,23 @@ class Generator:
     async def _last_message(self, conversation: RequestDriver, *, first: bool) -> pb.GenerateResponse:
         request = conversation.job.request
         if request.best_of is None:
-            return await self._responses.message(conversation, conversation.outgoing.take(), first=first)
+            return await self._responses.message(conversation, conversation.output_buffer.take(), first=first)
         ranked = best([output.logprob for output in conversation.outputs], request.n)
         return await self._responses.best(conversation, ranked)
 
     async def _deliver_rest(self, conversation: RequestDriver, call: Call, *, first: bool) -> NoReturn:
         """The request failed. What was promised as delivered is delivered, unless nothing goes out at all."""
-        outgoing = conversation.outgoing
-        if outgoing.error is None:
+        output_buffer = conversation.output_buffer
+        if output_buffer.error is None:
             raise RuntimeError("the request did not fail")
-        if outgoing.held:
-            if isinstance(outgoing.error, Interrupted):
-                raise outgoing.error.before_output() from outgoing.error  # safe to replay
-            raise outgoing.error
+        if output_buffer.held:
+            if isinstance(output_buffer.error, Interrupted):
+                raise output_buffer.error.before_output() from output_buffer.error  # safe to replay
+            raise output_buffer.error
         pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
         if pending:
             await call.write(await self._responses.message(conversation, pending, first=first))
-        raise outgoing.error
+        raise output_buffer.error
 
 
 def _owed(ticket: Ticket | None) -> Ticket:

@@ -38,8 +38,7 @@ from gateway.model.served_model import ServedModel
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
 from gateway.session.live_requests import LiveRequests
-from gateway.session.ports import Recovery
-from gateway.session.retry_budget import RetryBudget
+from gateway.session.retry_policy import RetryBudget, RetryLimits
 from gateway.text_rpcs import TextRpcs
 from gateway.tokenizer_pool import TokenizerPool
 from gateway.vllm_metrics import VllmMetrics
@@ -88,7 +87,7 @@ class Gateway:
             self.gate,
             self.reader,
             tokens=tokens,
-            recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
+            retry_limits=RetryLimits(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,
@@ -97,8 +96,8 @@ class Gateway:
             model,
             self.live,
             self.texts,
-            token_limit=self.fleet.roster.token_limit,
-            block_size=self.fleet.roster.block_size,
+            token_limit=self.fleet.registry.token_limit,
+            block_size=self.fleet.registry.block_size,
         )
         self._access = Access(settings.api_keys_file)
         self.calls = self._calls(Scope.INFERENCE)
@@ -120,10 +119,10 @@ class Gateway:
 
     def why_not_ready(self) -> str:
         """What is missing, in a line; empty while it is ready."""
-        return "it leaves" if self._leaving else self.fleet.roster.why_not_ready()
+        return "it leaves" if self._leaving else self.fleet.registry.why_not_ready()
 
     def _gives_work(self, worker_id: str) -> bool:
-        return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.roster.linked())
+        return any(w.record.worker_id == worker_id and w.accepts_work for w in self.fleet.registry.linked())
 
     async def start(self) -> None:
         """Bind all ports and serve. Raises CannotListen or UnsafeBindError."""
@@ -209,7 +208,7 @@ class Gateway:
     async def _workers_or_timeout(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.fleet.roster.missing_role() is not None:
+                while self.fleet.registry.missing_role() is not None:
                     self._changed.clear()
                     await self._changed.wait()
 
@@ -232,7 +231,7 @@ class Gateway:
 
     def _workers_changed(self) -> None:
         self._changed.set()
-        self.gate.resize(self.fleet.roster.capacity())
+        self.gate.resize(self.fleet.registry.capacity())
 
     async def _watch_readiness(self, health: Health) -> None:
         """Health follows the links: SERVING only while a prefill and a decode worker fit together."""
@@ -249,7 +248,7 @@ class Gateway:
 
     def _calls(self, scope: Scope) -> Calls:
         return Calls(
-            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.reserved
+            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.is_reserved
         )
 
     def _operations(self) -> Operations:
@@ -267,12 +266,12 @@ class Gateway:
         self.metrics.waiting.set_function(lambda: queue.waiting)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":
-            name, roster = self._model.card.name, self.fleet.roster
-            self.registry.register(VllmMetrics(self.metrics, name, lambda: roster.serving(Role.DECODE)))
-        self.registry.register(LoadMetrics(self.fleet.roster.linked))
+            name, workers = self._model.card.name, self.fleet.registry
+            self.registry.register(VllmMetrics(self.metrics, name, lambda: workers.serving(Role.DECODE)))
+        self.registry.register(LoadMetrics(self.fleet.registry.linked))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
-                lambda role=role: len(self.fleet.roster.serving(role))  # type: ignore[misc]
+                lambda role=role: len(self.fleet.registry.serving(role))  # type: ignore[misc]
             )
 
 

@@ -17,7 +17,7 @@ from gateway.request.resume_token import ResumeTokens
 from gateway.request.validate_resumption import refuse_several, resumed
 from gateway.request.validation import parse_request
 from gateway.request_telemetry import RequestTelemetry
-from gateway.session.transitions import State
+from gateway.session.choice_state import State
 from gateway.tokenizer_pool import TokenizerPool
 
 

@@ -13,8 +13,8 @@ from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.responses import decode_s
+from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
-from gateway.session.transitions import State
 
 OPERATION_KEY = "operation"
 
@@ -62,9 +62,9 @@ class RequestTelemetry:
             spans.append(PhaseSpan("grammar.check", *self.grammar_checked))
         if self.conversation is None:
             return spans
-        choices = self.conversation.choices
-        failed_in = choices.phase if error is not None else None
-        (_, queued_at), *moved = choices.sessions[0].transitions  # they wait together
+        state = self.conversation.state
+        failed_in = state.phase if error is not None else None
+        (_, queued_at), *moved = state.choices[0].transitions  # they wait together
         failed = error if failed_in is State.QUEUED else None
         spans.append(PhaseSpan("admission.wait", queued_at, moved[0][1] if moved else now, error=failed))
         for route in self.conversation.routes:
@@ -102,8 +102,8 @@ class RequestTelemetry:
             + phases.grant_wait,
             "gen_ai.latency.time_in_model_prefill": phases.prefill,
             "gen_ai.latency.time_in_model_decode": decode_s(conversation, phases),
-            "diptych.attempts": conversation.choices.attempts,
-            "diptych.preemptions": conversation.choices.preemptions,
+            "diptych.attempts": conversation.state.attempts,
+            "diptych.preemptions": conversation.state.preemptions,
         }
         if conversation.first_token_at is not None:
             attributes["gen_ai.latency.time_to_first_token"] = (
@@ -111,8 +111,8 @@ class RequestTelemetry:
             )
         if len(conversation.outputs) > 1:
             attributes["gen_ai.request.choice.count"] = len(conversation.outputs)
-        if conversation.outgoing.complete:
-            finished = sorted(conversation.outgoing.finished.items())
+        if conversation.output_buffer.complete:
+            finished = sorted(conversation.output_buffer.finished.items())
             attributes["gen_ai.response.finish_reasons"] = [reason.value for _, reason in finished]
         return attributes
 
@@ -139,7 +139,7 @@ class RequestTelemetry:
             if each > 1:
                 per_token = (last - first) / (each - 1)
                 metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
-        for cause, count in conversation.choices.retries.items():
+        for cause, count in conversation.state.retries.items():
             metrics.retries.labels(cause.value).inc(count)
         for route in conversation.routes:
             if route.placement is not None:

@@ -9,8 +9,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.phase_times import Phases
-from gateway.attempt.types import Cause, FinishReason, TokenScore
+from gateway.attempt.phase_times import PhaseTimes
+from gateway.attempt.types import Cause, FinishReason, TokenLogprob
 from gateway.cooperative_yield import Yielder
 from gateway.output.output_stream import StopMatch
 from gateway.output.token_logprobs import TokenLogprobs
@@ -24,7 +24,7 @@ _FINISH = {
 }
 
 
-Scored = Sequence[tuple[int, TokenScore]]
+Scored = Sequence[tuple[int, TokenLogprob]]
 
 
 class Responses:
@@ -76,7 +76,7 @@ def _add(
     output = message.outputs.add(index=index, text=delta.text, token_ids=delta.token_ids)
     for call in delta.tool_calls:
         output.tool_calls.add(id=call.id, name=call.name, arguments_json=call.arguments_json)
-    reason = conversation.outgoing.finished.get(choice)
+    reason = conversation.output_buffer.finished.get(choice)
     if reason is None:
         return output, delta.scores
     output.finish_reason = _FINISH[reason]
@@ -129,7 +129,7 @@ def timings(conversation: RequestDriver, received_at: float) -> pb.Timings:
     """
     now = conversation.clock()
     phases = conversation.phases
-    choices = conversation.choices
+    state = conversation.state
     result = pb.Timings(
         queue=_duration(conversation.admission_s + phases.prefill_queue + phases.grant_wait),
         prefill=_duration(phases.prefill),
@@ -138,8 +138,8 @@ def timings(conversation: RequestDriver, received_at: float) -> pb.Timings:
         decode=_duration(decode_s(conversation, phases)),
         total=_duration(now - received_at),
         kv_bytes_transferred=phases.kv_bytes_transferred,
-        preemptions=choices.preemptions,
-        retries=choices.retries.total() - choices.retries[Cause.PREEMPTED],
+        preemptions=state.preemptions,
+        retries=state.retries.total() - state.retries[Cause.PREEMPTED],
     )
     result.received_time.FromNanoseconds(time.time_ns() - round((now - received_at) * 1e9))
     if conversation.first_token_at is not None:
@@ -147,7 +147,7 @@ def timings(conversation: RequestDriver, received_at: float) -> pb.Timings:
     return result
 
 
-def decode_s(conversation: RequestDriver, phases: Phases) -> float:
+def decode_s(conversation: RequestDriver, phases: PhaseTimes) -> float:
     """The decode worker's figure; where the gateway ended the stream, first to last token as seen here."""
     if phases.decode or conversation.first_token_at is None or conversation.last_token_at is None:
         return phases.decode

@@ -65,7 +65,7 @@ class TextRpcs:
     async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
         """No error for an id that is not there: the request may have ended a moment ago."""
         request_id = validate_names.existing_request_id(request.request_id)
-        was_running = self._live.cancel(call.caller.tenant, request_id)
+        was_running = self._live.cancel_request(call.caller.tenant, request_id)
         return pb.CancelRequestResponse(was_running=was_running)
 
     def describe(self) -> pb.Model:

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from diptych.runtime.metrics import GatewayMetrics
 from gateway.attempt.types import Cause
-from gateway.worker_pool.worker import Worker
+from gateway.worker_pool.registry import Worker
 
 Labels = tuple[tuple[str, str], ...]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopStrings
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
@@ -32,7 +32,7 @@ class Delta(NamedTuple):
     text: str = ""
     token_ids: Sequence[int] = ()
     tokens: int = 0
-    scores: Sequence[tuple[int, TokenScore]] = ()  # (token id, score)
+    scores: Sequence[tuple[int, TokenLogprob]] = ()  # (token id, score)
     tool_calls: Sequence[ToolCall] = ()  # what the model wrote for them is not in ``text``
 
 
@@ -87,7 +87,7 @@ class OutputStream:
         self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._scores: list[tuple[int, TokenScore]] = []
+        self._scores: list[tuple[int, TokenLogprob]] = []
         self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
         self.billed = 0
@@ -95,7 +95,7 @@ class OutputStream:
         self.stop_match: StopMatch | None = None
         self.called = False  # whether the output has called a tool
 
-    def push(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> bool:
+    def push(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob] = ()) -> bool:
         """Take new tokens in, with a score each or none.
 
         True: it is `over` after ``billed`` tokens; the rest of them was dropped.
@@ -160,7 +160,7 @@ class OutputStream:
         self.pending = 0
         return delta
 
-    def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> None:
+    def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob]) -> None:
         self._token_ids.extend(token_ids)
         self.pending += len(token_ids)
         self.billed += len(token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 
 
 class PromptScores:
@@ -12,13 +12,13 @@ class PromptScores:
 
     def __init__(self, prompt_tokens: int) -> None:
         self._expected = max(prompt_tokens - 1, 0)  # nothing comes before the first token to judge it by
-        self.scores: list[TokenScore] = []  # of the tokens from position 1 on
+        self.scores: list[TokenLogprob] = []  # of the tokens from position 1 on
 
     @property
     def complete(self) -> bool:
         return len(self.scores) >= self._expected
 
-    def add(self, first: int, scores: Sequence[TokenScore]) -> bool:
+    def add(self, first: int, scores: Sequence[TokenLogprob]) -> bool:
         """Scores from position ``first`` on. A later attempt repeats them; what is there already is dropped.
 
         False: some are missing before these, or there are more than the prompt has tokens.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.cooperative_yield import Yielder
 
 
@@ -20,7 +20,7 @@ class TokenLogprobs:
     async def add(
         self,
         message: pb.OutputDelta | pb.PromptInfo,
-        scored: Iterable[tuple[int, TokenScore]],
+        scored: Iterable[tuple[int, TokenLogprob]],
         turns: Yielder,
     ) -> None:
         """One record for each (token id, score)."""
@@ -29,14 +29,14 @@ class TokenLogprobs:
             await turns.done(1 + len(score.top))
 
     async def add_prompt(
-        self, info: pb.PromptInfo, prompt_ids: Sequence[int], scores: Sequence[TokenScore], turns: Yielder
+        self, info: pb.PromptInfo, prompt_ids: Sequence[int], scores: Sequence[TokenLogprob], turns: Yielder
     ) -> None:
         """One record a token. The first has no logprob: nothing comes before it to judge it by."""
         text, utf8 = self._spelling(prompt_ids[0])
         info.logprobs.add(token_id=prompt_ids[0], text=text, utf8=utf8)
         await self.add(info, zip(prompt_ids[1:], scores, strict=False), turns)
 
-    def _add(self, message: pb.OutputDelta | pb.PromptInfo, token_id: int, score: TokenScore) -> None:
+    def _add(self, message: pb.OutputDelta | pb.PromptInfo, token_id: int, score: TokenLogprob) -> None:
         # Made where they belong: put together outside, every record would be copied into its message.
         text, utf8 = self._spelling(token_id)
         record = message.logprobs.add(

@@ -288,7 +288,7 @@ async def test_draining_worker_is_avoided(bundled: ServedModel, redis_url: str, 
 
     workers = ScriptedPrefill(), ScriptedDecode(refuse), ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, *workers) as stack:
-        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 3)
+        await until(lambda: len(stack.gateway.fleet.registry.linked()) == 3)
         for _ in range(8):  # whichever comes first
             assert text_of(await collect(stack.stub.StreamGenerate(stack.request()))) == ANSWER
 
@@ -384,7 +384,7 @@ async def test_the_index_sends_a_prompt_to_the_worker_that_has_its_prefix(
     owner, others = ScriptedDecode(answering(answer)), [ScriptedDecode(answering(answer)) for _ in range(3)]
     owner.keys = block_keys(namespace, ids, 16)
     async with running(bundled, redis_url, ScriptedPrefill(), owner, *others) as stack:
-        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 5)
+        await until(lambda: len(stack.gateway.fleet.registry.linked()) == 5)
         await until(lambda: bool(stack.gateway.mirror.prefix_hits(owner.keys)))
         for _ in range(4):
             await collect(stack.stub.StreamGenerate(stack.request(prompt)))
@@ -425,7 +425,7 @@ async def test_many_streams_at_once_and_random_cancels(
 
         await asyncio.gather(*map(one, range(120)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.fleet.roster.linked())
+        assert not any(w.outstanding for w in stack.gateway.fleet.registry.linked())
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones(

@@ -13,10 +13,10 @@ from decode_worker.request_manager import RequestManager
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
 from gateway.admission.admission import AdmissionQueue
+from gateway.attempt.types import TokensArrived
 from gateway.attempt.work import build_work
-from gateway.attempt.worker_events import TokensArrived
 from gateway.session.choice_state import ChoiceState
-from gateway.session.session_actions import Emit
+from gateway.session.events import Emit
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import tcp

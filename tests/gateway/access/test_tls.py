@@ -112,7 +112,7 @@ async def test_a_client_with_a_key_over_tls(
         port = stack.gateway.http_port
         assert await http_status("127.0.0.1", port, "/ready", tls=True) == 200
         assert await http_status("127.0.0.1", port, "/ready") != 200
-        worker_id = stack.gateway.fleet.roster.linked()[0].record.worker_id
+        worker_id = stack.gateway.fleet.registry.linked()[0].record.worker_id
         for name, status in ((worker_id, 200), ("nobody", 503)):
             assert await http_status("127.0.0.1", port, f"/ready?worker={name}", tls=True) == status
         access = Access(operator, tls_credentials(files.roots))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output_stream import Delta, OutputStream
@@ -61,8 +61,8 @@ def run(output: OutputStream, steps: list[list[int]]) -> tuple[Delta, list[Delta
     return whole, pieces
 
 
-def score(token_id: int) -> TokenScore:
-    return TokenScore(-0.25, token_id)
+def score(token_id: int) -> TokenLogprob:
+    return TokenLogprob(-0.25, token_id)
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.output.prompt_scores import PromptScores
 
-SCORES = [TokenScore(-float(i), i) for i in range(1, 10)]  # of positions 1 to 9
+SCORES = [TokenLogprob(-float(i), i) for i in range(1, 10)]  # of positions 1 to 9
 
 
 @given(cuts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=8))

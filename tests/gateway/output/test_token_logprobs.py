@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.cooperative_yield import PORTION, Yielder
 from gateway.model.served_model import ServedModel
 from gateway.output.token_logprobs import TokenLogprobs
@@ -12,7 +12,7 @@ from tests.gateway.loop_turns import turns_beside
 
 async def test_records_of_a_prompt(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode("No 😀")
-    scores = [TokenScore(-0.5 * i, i, ((ids[0], -0.25), (ids[-1], -2.0))) for i in range(1, len(ids))]
+    scores = [TokenLogprob(-0.5 * i, i, ((ids[0], -0.25), (ids[-1], -2.0))) for i in range(1, len(ids))]
     info = pb.PromptInfo()
     await TokenLogprobs(bundled.tokenizer).add_prompt(info, ids, scores, Yielder())
     first, *rest = info.logprobs
@@ -31,7 +31,7 @@ async def test_records_of_a_prompt(bundled: ServedModel) -> None:
 
 async def test_many_records_are_made_in_turns(bundled: ServedModel) -> None:
     alternatives = tuple((i, -1.0) for i in range(20))
-    scored = [(i, TokenScore(-1.0, 1, alternatives)) for i in range(1000)]
+    scored = [(i, TokenLogprob(-1.0, 1, alternatives)) for i in range(1000)]
     output = pb.OutputDelta()
     _, turns = await turns_beside(TokenLogprobs(bundled.tokenizer).add(output, scored, Yielder()))
     assert len(output.logprobs) == 1000
