@@ -62,7 +62,7 @@ class Responses:
             await self._logprobs.add(output, scored, turns)
         request = conversation.job.request
         if first and request.prompt_logprobs is not None:
-            scores = conversation.prompt_scores.scores
+            scores = conversation.prompt_logprobs.scores
             await self._logprobs.add_prompt(message.prompt, request.prompt_ids, scores, turns)
         return message
 

@@ -111,7 +111,7 @@ class RequestDriver:
             wait_s=retry_limits.wait_s,
             constrained=request.constraint is not None,
         )
-        self.prompt_scores = PromptScores(
+        self.prompt_logprobs = PromptScores(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
         self.output_buffer = OutputBuffer(held=hold)
@@ -197,7 +197,7 @@ class RequestDriver:
                 self.cached_tokens = min(item.cached_tokens, self.job.prompt_tokens)
             if isinstance(event, PromptLogprobsArrived):
                 self._add_prompt_logprobs(event)
-            elif self.prompt_scores.complete:
+            elif self.prompt_logprobs.complete:
                 self._events.append(event)
             elif isinstance(event, TokensArrived | DecodeFinished):
                 self._early.append(event)
@@ -312,8 +312,8 @@ class RequestDriver:
 
     def _add_prompt_logprobs(self, event: PromptLogprobsArrived) -> None:
         """Add log-probabilities of the prompt; a gap between them is a worker's bug."""
-        if not self.prompt_scores.add(event.first, event.logprobs):
+        if not self.prompt_logprobs.add(event.first, event.logprobs):
             self._events.append(RequestFailed(Internal()))
-        elif self.prompt_scores.complete:
+        elif self.prompt_logprobs.complete:
             self._events.extend(self._early)
             self._early.clear()

@@ -141,7 +141,7 @@ class WorkerPool:
         key = (record.worker_id, record.incarnation)
         if key not in self._logged:
             self._logged.add(key)
-            _log.warning("worker %s serves another model than this gateway: left alone", record.worker_id)
+            _log.warning("worker %s serves another model than this gateway: not linked", record.worker_id)
         return False
 
     def _add(self, record: WorkerRecord) -> None:
