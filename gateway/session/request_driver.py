@@ -19,8 +19,8 @@ from gateway.attempt.phase_times import PhaseBook, Phases
 from gateway.attempt.types import FinishReason
 from gateway.attempt.work import Job, build_work
 from gateway.attempt.worker_events import DecodeFinished, PrefillCommitted, TokensArrived
+from gateway.output.logprobs import PromptLogprobs
 from gateway.output.output_stream import OutputStream
-from gateway.output.prompt_scores import PromptScores
 from gateway.session.beam_output import BeamOutput
 from gateway.session.output_buffer import OutputBuffer
 from gateway.session.ports import Recovery, RouteChoice, Workers
@@ -91,7 +91,7 @@ class RequestDriver:
             wait_s=recovery.wait_s,
             constrained=request.constraint is not None,
         )
-        self.prompt_scores = PromptScores(
+        self.prompt_scores = PromptLogprobs(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
         self.outgoing = OutputBuffer(held=hold)

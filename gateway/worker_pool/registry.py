@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gateway.admission.gate import Capacity
+from gateway.admission.capacity import Capacity
 from gateway.attempt.types import Role
 from gateway.worker_pool.links import LinkDown
 from gateway.worker_pool.worker import KV_FORMAT, Worker

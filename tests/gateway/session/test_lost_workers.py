@@ -41,7 +41,7 @@ async def whoever_has_it(*workers: ScriptedWorker) -> ScriptedWorker:
 
 
 async def linked(stack: Stack, count: int) -> None:
-    await until(lambda: len(stack.gateway.fleet.roster.linked()) == count)
+    await until(lambda: len(stack.gateway.worker_pool.roster.linked()) == count)
 
 
 @pytest.mark.parametrize("tokens_first", [0, 3])
