@@ -1,4 +1,4 @@
-"""What every door's calls have around them: who counts what, and what may come out."""
+"""Accounting around every call: authentication, metrics, spans and the exceptions it raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.diptych.runtime.otlp_collector import OtlpCollector
 METHOD = "POST /v1/things"
 
 
-class Door(Call):
+class ScriptedCall(Call):
     """A protocol of its own; ``answers`` are the codes of ended calls."""
 
     def __init__(self, *, time_left_s: float | None = None) -> None:
@@ -48,7 +48,7 @@ def counting(now: float = 101.0, telemetry: Telemetry | None = None) -> tuple[Ca
 def test_call_deadline_counts_from_arrival_and_infinite_is_none(
     left: float | None, deadline: float | None
 ) -> None:
-    call = Door(time_left_s=left)
+    call = ScriptedCall(time_left_s=left)
     assert call.deadline == deadline
     assert call.time_left_s(104.0) == (None if deadline is None else 1.0)
     assert call.time_left_s(200.0) == (None if deadline is None else 0.0)
@@ -56,7 +56,7 @@ def test_call_deadline_counts_from_arrival_and_infinite_is_none(
 
 def test_account_turns_a_bug_into_internal_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     calls, _ = counting()
-    call = Door()
+    call = ScriptedCall()
     with pytest.raises(Internal) as caught, calls.account(call):
         raise ValueError("a secret")
     assert "secret" not in str(caught.value)
@@ -66,7 +66,7 @@ def test_account_turns_a_bug_into_internal_without_its_text(caplog: pytest.LogCa
 
 def test_account_counts_rejections_by_reason() -> None:
     calls, registry = counting()
-    call = Door()
+    call = ScriptedCall()
     with pytest.raises(DiptychError), calls.account(call):
         raise QueueFull()
     assert registry.get_sample_value("diptych_rejections_total", {"reason": "QUEUE_FULL"}) == 1
@@ -83,7 +83,7 @@ def test_account_counts_rejections_by_reason() -> None:
 )
 def test_why_cancelled_tells_deadline_from_disconnect(left: float | None, code: grpc.StatusCode) -> None:
     calls, _ = counting(now=101.0)
-    call = Door(time_left_s=left)
+    call = ScriptedCall(time_left_s=left)
     with pytest.raises(asyncio.CancelledError), calls.account(call):
         raise asyncio.CancelledError
     assert call.answers == [code]
@@ -94,7 +94,7 @@ def test_server_span_has_the_attributes_of_the_frontend(monkeypatch: pytest.Monk
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
     telemetry = Telemetry.start("diptych-gateway", "g")
     calls, _ = counting(telemetry=telemetry)
-    with pytest.raises(QueueFull), calls.account(Door()):
+    with pytest.raises(QueueFull), calls.account(ScriptedCall()):
         raise QueueFull()
     telemetry.stop()
     ((_, span),) = collector.spans(at_least=1)

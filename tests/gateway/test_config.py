@@ -1,4 +1,4 @@
-"""What the gateway's settings refuse before anything starts."""
+"""Gateway settings that are refused before the start."""
 
 import pytest
 

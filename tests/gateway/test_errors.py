@@ -1,4 +1,4 @@
-"""Each row of the contract's table of errors that is about workers and load, at both doors of a real gateway.
+"""Each row of the contract's table of errors about workers and load, in both APIs of a real gateway.
 
 The rows about bad requests are in tests/end_to_end/public_api/test_bad_input.py, those about credentials,
 permissions and quotas in tests/gateway/access/test_credentials.py.
@@ -91,7 +91,7 @@ async def nothing(stack: Stack) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """How it comes to be, and what must be told."""
+    """Error condition and the status that both APIs must report."""
 
     code: grpc.StatusCode
     reason: str
@@ -298,7 +298,7 @@ async def test_live_request_id_is_refused_in_both_apis(bundled: ServedModel, red
 
 
 async def test_retry_hint_is_the_wait_of_the_queue(bundled: ServedModel, redis_url: str) -> None:
-    """Without a measure of speed a fixed time, with one the time that what waits will take."""
+    """A fixed time before any rate was measured, then the time of the waiting tokens."""
     row = ROWS["the queue is full"]
     workers = ScriptedPrefill(), ScriptedDecode()
     async with running(bundled, redis_url, *workers, **row.settings) as stack, crowded(stack):

@@ -1,4 +1,4 @@
-"""Requests whose grammars take long to compile, through the real gateway: what they and others wait for."""
+"""Requests with grammars that take long to compile, in a real gateway."""
 
 from __future__ import annotations
 

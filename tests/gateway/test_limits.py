@@ -1,4 +1,4 @@
-"""Every limit of `gateway.limits`, at the limit and one above; a new one without a test fails here."""
+"""Every limit of `gateway.limits`, at the limit and above; a new one without a test fails here."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ FIELDS = {
 # What no field of a generation request shows: the functions below, and the tests of a neighbour, which name
 # the limit and one above it.
 HERE = {
-    "GREEDY_BELOW_TEMPERATURE": "test_greedy",
-    "MAX_PROMPT_BYTES": "test_prompt_bytes",
-    "MAX_DETOKENIZE_IDS": "test_detokenized_ids",
-    "MAX_RENDER_SECONDS": "test_render_time",
-    "MAX_PROMPTS": "test_prompts_of_a_body",
-    "MAX_JSON_IDS": "test_ids_of_a_body",
-    "MAX_JSON_LIST": "test_lists_of_a_body",
-    "MAX_COPIED_BYTES": "test_what_several_prompts_share",
+    "GREEDY_BELOW_TEMPERATURE": "test_temperature_below_the_threshold_is_greedy",
+    "MAX_PROMPT_BYTES": "test_prompt_bytes_are_limited",
+    "MAX_DETOKENIZE_IDS": "test_detokenize_ids_are_limited",
+    "MAX_RENDER_SECONDS": "test_template_rendering_time_is_limited",
+    "MAX_PROMPTS": "test_number_of_prompts_in_a_body_is_limited",
+    "MAX_JSON_IDS": "test_number_of_ids_in_a_body_is_limited",
+    "MAX_JSON_LIST": "test_list_lengths_in_a_body_are_limited",
+    "MAX_COPIED_BYTES": "test_bytes_shared_by_several_prompts_are_limited",
 }
 ELSEWHERE = {
     "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
@@ -157,7 +157,7 @@ ELSEWHERE = {
     "MAX_JSON_COMMAS": "gateway/frontends/openai/test_bodies.py",
     "MAX_JSON_COLONS": "gateway/frontends/openai/test_bodies.py",
     "MAX_JSON_NUMBERS": "gateway/frontends/openai/test_bodies.py",
-    "MAX_TIMEOUT_MS": "gateway/frontends/openai/test_door.py",
+    "MAX_TIMEOUT_MS": "gateway/frontends/openai/test_routes.py",
     "MAX_MESSAGE_NAME_CHARS": "gateway/request/test_validate_prompt.py",
     "MAX_RENDERED_CHARS": "gateway/model/test_chat_template.py",
     "MAX_TEMPLATE_BYTES": "gateway/model/test_chat_template.py",

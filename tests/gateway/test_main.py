@@ -1,4 +1,4 @@
-"""The program itself: starts without Redis and without torch, says when it is ready, drains and ends."""
+"""Gateway program: starts without Redis and torch, announces readiness, drains and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that the decode workers' memory would not hold to their end wait in a real gateway."""
+"""Admission by KV memory in a real gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request that is over adds to the gateway's metrics."""
+"""Metrics of a finished request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts beside everything else that the event loop has to do, and beside other tenants' texts."""
+"""Tokenizer pool: long texts beside the event loop and beside other tenants' texts."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ async def idle(turns: int = 50) -> None:
 
 async def test_pool_runs_short_texts_inline_and_long_ones_in_a_thread(texts: TokenizerPool) -> None:
     here = threading.get_ident()
-    assert await texts.read(SHORT, "a", threading.get_ident) == here
-    assert await texts.read(LONG, "a", threading.get_ident) != here
+    assert await texts.run(SHORT, "a", threading.get_ident) == here
+    assert await texts.run(LONG, "a", threading.get_ident) != here
 
 
 async def test_pool_runs_one_long_text_per_tenant_at_a_time(texts: TokenizerPool) -> None:
     works = [Held() for _ in range(THREADS + 2)]
-    greedy = [asyncio.create_task(texts.read(LONG, "greedy", work)) for work in works]
+    greedy = [asyncio.create_task(texts.run(LONG, "greedy", work)) for work in works]
     assert await begun(works[0])
     async with asyncio.timeout(60):
-        assert await texts.read(LONG, "modest", lambda: "read") == "read"
+        assert await texts.run(LONG, "modest", lambda: "read") == "read"
     assert [work.begun.is_set() for work in works] == [True] + [False] * (THREADS + 1)
     for work in works:
         work.let_go()
@@ -74,10 +74,10 @@ async def test_pool_runs_one_long_text_per_tenant_at_a_time(texts: TokenizerPool
 async def test_cancelled_caller_keeps_its_turn_until_the_work_is_done(texts: TokenizerPool) -> None:
     """Else one could have any number in work by leaving again and again."""
     first, second = Held(), Held()
-    leaving = asyncio.create_task(texts.read(LONG, "a", first))
+    leaving = asyncio.create_task(texts.run(LONG, "a", first))
     assert await begun(first)
     leaving.cancel()
-    staying = asyncio.create_task(texts.read(LONG, "a", second))
+    staying = asyncio.create_task(texts.run(LONG, "a", second))
     await idle()
     assert not second.begun.is_set()
     first.let_go()
@@ -88,16 +88,16 @@ async def test_cancelled_caller_keeps_its_turn_until_the_work_is_done(texts: Tok
 
 async def test_caller_cancelled_while_waiting_does_not_block_others(texts: TokenizerPool) -> None:
     first, last = Held(), Held()
-    reading = asyncio.create_task(texts.read(LONG, "a", first))
+    reading = asyncio.create_task(texts.run(LONG, "a", first))
     assert await begun(first)
-    waiting = asyncio.create_task(texts.read(LONG, "a", Held()))
+    waiting = asyncio.create_task(texts.run(LONG, "a", Held()))
     await idle(5)
     waiting.cancel()
     first.let_go()
     last.let_go()
     assert await reading == "done"
     async with asyncio.timeout(60):
-        assert await texts.read(LONG, "a", last) == "done"
+        assert await texts.run(LONG, "a", last) == "done"
 
 
 async def test_failed_work_raises_and_ends_the_turn(texts: TokenizerPool) -> None:
@@ -107,7 +107,7 @@ async def test_failed_work_raises_and_ends_the_turn(texts: TokenizerPool) -> Non
     again: list[Callable[[], str]] = [fails, fails]
     for work in again:
         with pytest.raises(ValueError, match="no"):
-            await texts.read(LONG, "a", work)
+            await texts.run(LONG, "a", work)
 
 
 async def test_deadline_bounds_the_wait_for_a_turn(bundled: ServedModel, redis_url: str) -> None:
@@ -130,26 +130,26 @@ async def test_deadline_bounds_the_wait_for_a_turn(bundled: ServedModel, redis_u
 
 async def test_pool_refuses_above_max_waiting_per_tenant(texts: TokenizerPool) -> None:
     held = Held()
-    first = asyncio.create_task(texts.read(LONG, "a", held))
+    first = asyncio.create_task(texts.run(LONG, "a", held))
     assert await begun(held)
-    waiting = [asyncio.create_task(texts.read(LONG, "a", threading.get_ident)) for _ in range(MAX_WAITING)]
+    waiting = [asyncio.create_task(texts.run(LONG, "a", threading.get_ident)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
-        await texts.read(LONG, "a", threading.get_ident)
-    assert await texts.read(LONG, "b", threading.get_ident)
+        await texts.run(LONG, "a", threading.get_ident)
+    assert await texts.run(LONG, "b", threading.get_ident)
     held.let_go()
     await asyncio.gather(first, *waiting)
 
 
 async def test_closed_pool_raises_draining_in_waiting_calls() -> None:
     texts, held = TokenizerPool(), Held()
-    first = asyncio.create_task(texts.read(LONG, "a", held))
+    first = asyncio.create_task(texts.run(LONG, "a", held))
     assert await begun(held)
-    waiting = asyncio.create_task(texts.read(LONG, "a", threading.get_ident))
+    waiting = asyncio.create_task(texts.run(LONG, "a", threading.get_ident))
     await asyncio.sleep(0)
     texts.close()
     held.let_go()
     assert await first == "done"
-    for late in (waiting, texts.read(LONG, "b", threading.get_ident)):
+    for late in (waiting, texts.run(LONG, "b", threading.get_ident)):
         with pytest.raises(Draining):
             await late

@@ -1,4 +1,4 @@
-"""The names of vLLM: what an inference gateway or a dashboard scrapes, with our own figures in it."""
+"""Metrics under vLLM's names, as inference gateways and dashboards scrape them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a header to a caller, and what happens when the file changes."""
+"""Authentication of a header, and changes of the key file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_key_file_changes_apply_while_running(keys: Keys) -> None:
 
 
 @pytest.mark.usefixtures("always_look")
-@pytest.mark.parametrize("fault", ["a bad line", "gone", "for everybody"])
+@pytest.mark.parametrize("fault", ["a bad line", "gone", "world-readable"])
 def test_bad_key_file_keeps_the_previous_keys(
     keys: Keys, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_bad_key_file_keeps_the_previous_keys(
         keys.path.unlink()
     else:
         keys.write("{}" if fault == "a bad line" else None)
-        keys.path.chmod(0o644 if fault == "for everybody" else 0o600)
+        keys.path.chmod(0o644 if fault == "world-readable" else 0o600)
     for one, tenant in ((key, "acme"), (leaked, "other")):
         assert access.caller(f"Bearer {one}", Scope.INFERENCE).tenant == tenant
     (said,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -101,7 +101,7 @@ def test_removed_key_is_refused_once_the_file_is_readable(keys: Keys) -> None:
 
 
 @pytest.mark.usefixtures("always_look")
-@pytest.mark.parametrize("text", ["", "# nobody\n"])
+@pytest.mark.parametrize("text", ["", "# no keys\n"])
 def test_key_file_without_keys_refuses_every_call(
     keys: Keys, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
@@ -122,6 +122,6 @@ def test_key_file_without_keys_refuses_every_call(
 def test_bad_key_file_at_startup_raises(keys: Keys) -> None:
     with pytest.raises(BadKeyFile, match="cannot read"):
         Access(keys.path)
-    keys.write("# nobody\n")
+    keys.write("# no keys\n")
     with pytest.raises(BadKeyFile, match="has no key"):
         Access(keys.path)

@@ -1,4 +1,4 @@
-"""Keys, scopes and tenants through the real sockets of a gateway, at each of its doors."""
+"""Keys, scopes and tenants over the real sockets of a gateway, in each of its APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key may use, through the real sockets of a gateway, and what costs nothing."""
+"""Quotas over the real sockets of a gateway: limits, charges and refunds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of keys: what is read, what is refused, and that no message repeats what a line holds."""
+"""Key file: entries, refusals, and that no error repeats the content of a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key may use, on a clock of our own."""
+"""Quota usage on a scripted clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS on the ports of a real gateway: who connects, who does not, and a certificate that is renewed."""
+"""TLS on the ports of a real gateway: accepted and refused connections, renewal of a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounded queue: never more than allowed, nobody forgotten, in the right order, honest hints."""
+"""Bounded queue: limits, order, no lost request, correct retry hints."""
 
 from __future__ import annotations
 

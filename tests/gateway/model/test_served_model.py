@@ -1,4 +1,4 @@
-"""Names, defaults and what a parsed request means against a card."""
+"""Model card: names, sampling defaults, and the budget of a parsed request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out about templates by trying them."""
+"""Tool support found by probing templates."""
 
 from __future__ import annotations
 

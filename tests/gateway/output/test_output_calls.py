@@ -1,4 +1,4 @@
-"""Calls in the output of a choice: what streams, what is held back, and what comes of marks and stops."""
+"""Tool calls in the output of a choice: streamed text, held-back text, markers and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens to pieces: whatever the cuts, the client's text, ids and bill are the same."""
+"""Output stream: text, ids and billing are the same for every cut of the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of required calls: what they let through is what the parser of the same form reads."""
+"""Grammars of required calls: the parser of the same format reads all that they allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls read from what models write, however it is cut into pieces."""
+"""Tool call parsers on the output of models, for every cut into pieces."""
 
 from __future__ import annotations
 

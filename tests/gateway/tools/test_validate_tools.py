@@ -1,4 +1,4 @@
-"""Tools, choices among them and calls in turns, at each limit and one above; and templates that have none."""
+"""Validation of tools, tool choice and calls in messages, at each limit; templates without tools."""
 
 from __future__ import annotations
 
