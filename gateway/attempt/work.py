@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diptych.runtime.grammar.grammar import Kind
 from diptych.worker.v1 import work_pb2
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
 
 _KINDS = {

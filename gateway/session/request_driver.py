@@ -20,8 +20,8 @@ from diptych.worker.v1 import work_pb2
 from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 from gateway.attempt.types import DecodeFinished, FinishReason, PrefillCommitted, Role, TokensArrived
 from gateway.attempt.work import Job, build_work
+from gateway.output.logprobs import PromptLogprobs
 from gateway.output.output_stream import OutputStream
-from gateway.output.prompt_scores import PromptScores
 from gateway.session.events import (
     Action,
     Attach,
@@ -111,7 +111,7 @@ class RequestDriver:
             wait_s=retry_limits.wait_s,
             constrained=request.constraint is not None,
         )
-        self.prompt_logprobs = PromptScores(
+        self.prompt_logprobs = PromptLogprobs(
             len(request.prompt_ids) if request.prompt_logprobs is not None else 0
         )
         self.output_buffer = OutputBuffer(held=hold)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from diptych.runtime.discovery.records import WorkerRecord
-from gateway.admission.gate import Capacity
+from gateway.admission.capacity import Capacity
 from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load
 from gateway.worker_pool.links import Link, LinkDown

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the bundled model as the gateway sees it, and a directory."""
+"""Shared fixtures: the bundled model as the gateway loads it, and a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failed call told its client, checked for the form that every error has, at either door."""
+"""Errors as clients of both APIs get them, checked for the form that every error has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway in this process on real ports, with a real Valkey and scripted workers around it."""
+"""Gateway in this process on real ports, with a real Valkey and scripted workers."""
 
 from __future__ import annotations
 

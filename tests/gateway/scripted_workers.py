@@ -1,4 +1,4 @@
-"""Workers without an engine: real gRPC servers on real ports that speak the worker protocol by a script.
+"""Workers without an engine: real gRPC servers on real ports that follow a script.
 
 They register in a real directory, greet, beat, note everything they are told, and say what a test tells them.
 """

@@ -1,4 +1,4 @@
-"""Requests whose grammars take long to compile, through the real gateway: what they and others wait for."""
+"""Requests with grammars that take long to compile, in a real gateway."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def ask(stack: Stack, schema: dict[str, Any], timeout_ms: int = 60_000) ->
         return answer.status, check_http(answer.status, await answer.text(), answer.headers)["code"]
 
 
-async def test_a_deadline_passes_while_others_are_compiled_and_no_worker_hears_of_it(
+async def test_deadline_during_grammar_compilation_reaches_no_worker(
     bundled: ServedModel, redis_url: str
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(answering([10, 11]))
@@ -52,9 +52,9 @@ async def test_a_deadline_passes_while_others_are_compiled_and_no_worker_hears_o
     assert not [kind for kind, _ in (*prefill.sent, *decode.sent) if kind == "attach"]
 
 
-async def test_children_that_die_are_no_fault_of_the_request(bundled: ServedModel, redis_url: str) -> None:
+async def test_dead_grammar_child_does_not_fail_the_request(bundled: ServedModel, redis_url: str) -> None:
     async def kill(stack: Stack) -> None:
-        child = stack.gateway.reader._grammars.child
+        child = stack.gateway.request_parser._grammars.child
         while True:
             if child.process is not None:
                 child.process.kill()
@@ -75,7 +75,7 @@ async def test_children_that_die_are_no_fault_of_the_request(bundled: ServedMode
         assert answer.usage.completion_tokens == 1
 
 
-async def test_a_request_counts_before_its_grammar_is_compiled(
+async def test_request_is_charged_before_its_grammar_is_compiled(
     bundled: ServedModel, redis_url: str, tmp_path: Path
 ) -> None:
     """Else who has used its quota up could still keep the child busy."""

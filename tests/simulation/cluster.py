@@ -14,8 +14,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.engine.batch import SequenceStep
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.telemetry import Telemetry
-from gateway.access.access import Access
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel

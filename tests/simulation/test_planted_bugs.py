@@ -12,7 +12,7 @@ from decode_worker.choices import Choice
 from decode_worker.request_manager import RequestManager
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
-from gateway.admission.admission import AdmissionQueue
+from gateway.admission.queue import AdmissionQueue
 from gateway.attempt.types import TokensArrived
 from gateway.attempt.work import build_work
 from gateway.session.choice_state import ChoiceState

@@ -13,10 +13,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.v1 import admin_pb2 as pb
-from gateway.admission.admission import AdmissionQueue
+from gateway.admission.queue import AdmissionQueue
 from gateway.frontends.admin.worker_status import survey
 from gateway.frontends.grpc.grpc_call import GrpcCall
-from gateway.model.model_card import ModelCard
+from gateway.model.served_model import ModelCard
 from gateway.worker_pool.registry import Worker
 from gateway.worker_pool.worker_pool import WorkerPool
 

@@ -1,4 +1,4 @@
-"""A file of API keys for a test, and the headers that go with them."""
+"""Key file of a test, and the authorization headers of its keys."""
 
 from __future__ import annotations
 

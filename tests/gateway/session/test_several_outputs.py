@@ -84,7 +84,7 @@ async def test_each_choice_has_its_own_stream_and_end(
         messages = await collect(call)
         whole = await stack.stub.Generate(stack.request(sampling=pb.SamplingParams(n=3)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.fleet.registry.linked())
+        assert not any(w.outstanding for w in stack.gateway.worker_pool.registry.linked())
     assert texts(messages) == texts([whole]) == dict(enumerate(ANSWERS))
     ends = Counter(o.index for m in messages for o in m.outputs if o.finish_reason)
     assert ends == {0: 1, 1: 1, 2: 1}

@@ -1,13 +1,13 @@
-"""Requests wait in the gateway until the decode workers' memory holds them to their end, as predicted."""
+"""Capacity of the workers: the KV memory budget of running requests, and the measured prefill rate."""
 
 from __future__ import annotations
 
 import pytest
 
 from diptych.runtime.errors import QueueFull
-from gateway.admission.admission import AdmissionQueue, MaxQueueDelay
-from gateway.admission.gate import AdmissionGate, Capacity
-from gateway.admission.kv_budget import FIRST_GUESS_TOKENS, KvBudget
+from gateway.admission.capacity import FIRST_GUESS_TOKENS, FIRST_S, Capacity, KvBudget, ThroughputEstimator
+from gateway.admission.gate import AdmissionGate
+from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 
 SIZE = 16
 
@@ -30,13 +30,13 @@ def budget(blocks: int) -> KvBudget:
         (40, 9, 3, 8),
     ],
 )
-def test_a_need_is_in_whole_blocks_of_which_choices_share_the_full_ones_of_their_prompt(
+def test_kv_need_is_in_whole_blocks_with_shared_prompt_blocks(
     prompt: int, max_tokens: int, sequences: int, blocks: int
 ) -> None:
     assert budget(1000).need(prompt, max_tokens, sequences, "") == blocks * SIZE
 
 
-def test_outputs_are_as_long_as_those_before_them_of_the_same_tenant_and_never_longer_than_allowed() -> None:
+def test_kv_need_follows_the_average_output_of_the_tenant() -> None:
     one = budget(10_000)
     guess = one.need(16, 100_000, 1, "a")
     assert guess == 16 + FIRST_GUESS_TOKENS
@@ -49,28 +49,28 @@ def test_outputs_are_as_long_as_those_before_them_of_the_same_tenant_and_never_l
     assert 16 + 600 < one.need(16, 100_000, 1, "a") <= 16 + 640
 
 
-def test_what_is_more_than_all_there_is_needs_all_there_is() -> None:
+def test_kv_need_is_bounded_by_the_capacity() -> None:
     one = budget(10)
     assert one.need(1000, 1000, 4, "") == 10 * SIZE
     assert one.excess(10 * SIZE) == 0.0
-    one.take(10 * SIZE)
+    one.reserve(10 * SIZE)
     assert one.excess(5 * SIZE) == 0.5
     assert not one.fits(1)
 
 
-def test_memory_that_is_not_known_is_no_limit() -> None:
+def test_unknown_kv_capacity_is_no_limit() -> None:
     one = KvBudget()
-    one.take(one.need(10**9, 10**9, 8, ""))
+    one.reserve(one.need(10**9, 10**9, 8, ""))
     assert one.fits(10**9)
     assert one.excess(10**9) == 0.0
 
 
-def test_who_does_not_fit_waits_until_another_has_ended() -> None:
+def test_queue_holds_a_request_until_its_kv_memory_fits() -> None:
     queue = AdmissionQueue(100, 1_000_000)
     queue.kv.resize(10 * SIZE, SIZE)
-    tickets = [queue.offer(2 * SIZE, max_tokens=SIZE, now=0) for _ in range(5)]
+    tickets = [queue.enqueue(2 * SIZE, max_tokens=SIZE, now=0) for _ in range(5)]
     assert [ticket.admitted for ticket in tickets] == [True, True, True, False, False]
-    small = queue.offer(1, max_tokens=1, now=0)
+    small = queue.enqueue(1, max_tokens=1, now=0)
     assert not small.admitted, "it would fit, but the one before it must not starve"
     assert queue.leave(tickets[3]) == []
     assert queue.leave(tickets[0]) == [tickets[4], small]
@@ -80,43 +80,43 @@ def test_who_does_not_fit_waits_until_another_has_ended() -> None:
     assert queue.kv.reserved == 0
 
 
-def test_a_request_larger_than_the_memory_comes_in_when_nothing_runs() -> None:
+def test_request_larger_than_kv_memory_is_admitted_when_nothing_runs() -> None:
     queue = AdmissionQueue(100, 1_000_000)
     queue.kv.resize(4 * SIZE, SIZE)
-    first = queue.offer(1, max_tokens=1, now=0)
-    large = queue.offer(500, max_tokens=500, now=0)
+    first = queue.enqueue(1, max_tokens=1, now=0)
+    large = queue.enqueue(500, max_tokens=500, now=0)
     assert not large.admitted
     assert queue.leave(first) == [large]
     queue.invariants()
 
 
-def test_shorter_outputs_than_were_thought_let_more_run() -> None:
+def test_shorter_outputs_admit_more_requests() -> None:
     queue = AdmissionQueue(100, 1_000_000)
     queue.kv.resize(64 * SIZE, SIZE)
     size = int(FIRST_GUESS_TOKENS)
-    first = [queue.offer(1, max_tokens=4 * size, now=0) for _ in range(8)]
+    first = [queue.enqueue(1, max_tokens=4 * size, now=0) for _ in range(8)]
     before = sum(ticket.admitted for ticket in first)
     for ticket in first:
         queue.leave(ticket, 1.0, 4.0)
-    later = [queue.offer(1, max_tokens=4 * size, now=2) for _ in range(8)]
+    later = [queue.enqueue(1, max_tokens=4 * size, now=2) for _ in range(8)]
     assert before == 3
     assert all(ticket.admitted for ticket in later)
 
 
-def test_the_way_to_memory_counts_against_patience() -> None:
+def test_predicted_wait_for_kv_memory_counts_against_max_queue_delay() -> None:
     """One request after the other fills the memory and stays ten seconds: the third would wait for two."""
-    queue = AdmissionQueue(100, 1_000_000, patience=MaxQueueDelay(seconds=15.0))
+    queue = AdmissionQueue(100, 1_000_000, max_delay=MaxQueueDelay(seconds=15.0))
     queue.kv.resize(4 * SIZE, SIZE)
-    first = queue.offer(3 * SIZE, max_tokens=SIZE, now=0)
+    first = queue.enqueue(3 * SIZE, max_tokens=SIZE, now=0)
     queue.prefilled(first, 1.0)
     assert queue.leave(first, 10.0, SIZE) == []
-    running, waiting = (queue.offer(3 * SIZE, max_tokens=SIZE, now=20) for _ in range(2))
+    running, waiting = (queue.enqueue(3 * SIZE, max_tokens=SIZE, now=20) for _ in range(2))
     assert (running.admitted, waiting.admitted) == (True, False)
     with pytest.raises(QueueFull):
-        queue.offer(3 * SIZE, max_tokens=SIZE, now=20)
+        queue.enqueue(3 * SIZE, max_tokens=SIZE, now=20)
 
 
-def test_more_memory_admits_at_once() -> None:
+def test_resize_to_more_kv_memory_admits_at_once() -> None:
     called = []
     gate = AdmissionGate(AdmissionQueue(100, 1_000_000), lambda: 0.0)
     gate.resize(Capacity(100, 1, 2 * SIZE, SIZE))
@@ -131,3 +131,49 @@ def test_more_memory_admits_at_once() -> None:
     assert called == ["a"]
     gate.resize(Capacity(100, 1, 4 * SIZE, SIZE))
     assert called == ["a", "b"]
+
+
+def work(rate: ThroughputEstimator, per_s: float, start: float, seconds: float) -> float:
+    now = start
+    rate.begin(now)
+    for _ in range(round(seconds * 10)):
+        now += 0.1
+        rate.done(per_s / 10, now, more=True)
+    rate.done(0, now, more=False)
+    return now
+
+
+def test_throughput_is_unknown_at_first() -> None:
+    rate = ThroughputEstimator()
+    rate.begin(0.0)
+    rate.done(50, FIRST_S / 2, more=True)
+    assert rate.per_s is None
+    rate.done(50, 2 * FIRST_S, more=True)
+    assert rate.per_s == pytest.approx(100 / (2 * FIRST_S), rel=0.1)
+
+
+@pytest.mark.parametrize("idle_s", [1, 5, 600])
+def test_throughput_ignores_idle_time(idle_s: float) -> None:
+    rate = ThroughputEstimator()
+    now = work(rate, 1000, 0.0, 2)
+    now = work(rate, 1000, now + idle_s, 2)
+    assert rate.per_s == pytest.approx(1000, rel=0.05)
+
+
+def test_throughput_is_unknown_after_a_pause() -> None:
+    rate = ThroughputEstimator()
+    now = work(rate, 10, 0.0, 30)
+    rate.begin(now + 1)
+    assert rate.per_s == pytest.approx(10, rel=0.1)
+    rate.done(0, now + 1, more=False)
+    rate.skip(now + 9)
+    rate.begin(now + 10)
+    assert rate.per_s is None
+
+
+def test_throughput_follows_a_change() -> None:
+    rate = ThroughputEstimator()
+    now = work(rate, 1000, 0.0, 20)
+    work(rate, 100, now, 10)
+    assert rate.per_s is not None
+    assert rate.per_s < 150
