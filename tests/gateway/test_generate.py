@@ -98,7 +98,7 @@ async def test_stream_has_text_ids_usage_and_timings(
     assert set(bundled.card.eos_token_ids) <= set(attach.stopping.stop_token_ids)
     assert len(attach.cache_namespace) == 32
     assert not attach.HasField("time_left")
-    # The prefill worker may be told to cancel: its terminal message is on another stream, and may come after decode's.
+    # The prefill worker may be cancelled: its terminal message, on another stream, may come after decode's.
     assert [k for k, _ in decode.sent if k == "cancel"] == []
 
 
