@@ -21,6 +21,6 @@ def bundled(bundled_path: Path) -> ServedModel:
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    """The directory that the gateways and workers of one file's tests share."""
+    """Yield the URL of the directory that the gateways and workers of one test file share."""
     with valkey() as url:
         yield url

@@ -1,4 +1,4 @@
-"""Each row of the contract's table of errors about workers and load, in both APIs of a real gateway.
+"""Rows of the contract's table of errors about workers and load, in both APIs of a real gateway.
 
 The rows about bad requests are in tests/end_to_end/public_api/test_bad_input.py, those about credentials,
 permissions and quotas in tests/gateway/access/test_credentials.py.
@@ -31,7 +31,7 @@ PROMPT = f"Say {SECRET} to nobody"
 
 
 def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:
-    """A worker that fails so, once `after` tokens went out."""
+    """Return the script of a worker that fails after `after` tokens."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         if after:
@@ -43,7 +43,7 @@ def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:
 
 @asynccontextmanager
 async def hung(stack: Stack) -> AsyncIterator[None]:
-    """One request has the only place."""
+    """Occupy the only place with one request."""
     call = stack.stub.StreamGenerate(stack.request("Hello", request_id="first"))
     await until(lambda: stack.gateway.gate.queue.running == 1)
     yield
@@ -51,14 +51,14 @@ async def hung(stack: Stack) -> AsyncIterator[None]:
 
 
 def measured(stack: Stack, tokens_per_s: float) -> None:
-    """As if prefill had been so fast for long."""
+    """Set the measured prefill rate."""
     rate = stack.gateway.gate.queue.rate
     rate._units, rate._seconds = 1000 * tokens_per_s, 1000.0
 
 
 @asynccontextmanager
 async def slow(stack: Stack) -> AsyncIterator[None]:
-    """One request has the only place, and those before took a second for each token."""
+    """Occupy the only place with one request, at a measured rate of one token per second."""
     async with hung(stack):
         measured(stack, 1.0)
         yield
@@ -66,7 +66,7 @@ async def slow(stack: Stack) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def crowded(stack: Stack) -> AsyncIterator[None]:
-    """One request runs and another fills the queue."""
+    """Fill the queue: one request runs and another waits."""
     async with hung(stack):
         waiting = stack.stub.StreamGenerate(stack.request("a b c " * 8))
         await until(lambda: stack.gateway.gate.queue.waiting == 1)
@@ -76,7 +76,7 @@ async def crowded(stack: Stack) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def draining(stack: Stack) -> AsyncIterator[None]:
-    """The gateway has been told to stop, and the running request keeps it."""
+    """Drain the gateway while a request runs."""
     async with hung(stack):
         drain = asyncio.ensure_future(stack.gateway.drain())
         await stack.until_ready(False)
@@ -298,7 +298,7 @@ async def test_live_request_id_is_refused_in_both_apis(bundled: ServedModel, red
 
 
 async def test_retry_hint_is_the_wait_of_the_queue(bundled: ServedModel, redis_url: str) -> None:
-    """A fixed time before any rate was measured, then the time of the waiting tokens."""
+    """Check a fixed time before any rate was measured, then the time of the waiting tokens."""
     row = ROWS["the queue is full"]
     workers = ScriptedPrefill(), ScriptedDecode()
     async with running(bundled, redis_url, *workers, **row.settings) as stack, crowded(stack):
@@ -309,7 +309,7 @@ async def test_retry_hint_is_the_wait_of_the_queue(bundled: ServedModel, redis_u
 
 
 def test_every_documented_error_has_a_condition() -> None:
-    """A new error class without a row here, or among the bad requests, fails."""
+    """Fail for a new error class without a row here or among the bad requests."""
 
     def leaves(cls: type) -> Iterator[type]:
         subs = cls.__subclasses__()

@@ -98,7 +98,7 @@ async def test_stream_has_text_ids_usage_and_timings(
     assert set(bundled.card.eos_token_ids) <= set(attach.stopping.stop_token_ids)
     assert len(attach.cache_namespace) == 32
     assert not attach.HasField("time_left")
-    # The prefill worker may be told to cancel: its last word is on another link, and may come after decode's.
+    # The prefill worker may be cancelled: its terminal message, on another stream, may come after decode's.
     assert [k for k, _ in decode.sent if k == "cancel"] == []
 
 
@@ -452,7 +452,7 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
 async def test_drain_waits_for_long_texts_in_the_tokenizer_pool(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
-    """A call is there before it is a request: its text, or its grammar, may have to wait for others'."""
+    """Start a call whose text waits in the pool: it is no request yet."""
     read, turn = threading.Event(), pb.TokenizeRequest(text="a" * limits.INLINE_PARSE_BYTES)
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
     settings = {"drain_grace_s": 30, "share_ports": True}  # with a successor, nothing is refused
@@ -503,7 +503,7 @@ async def test_waiting_request_gets_a_status_after_the_grace_period(
 async def test_cached_tokens_of_a_resumed_request_are_bounded_by_its_prompt(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
-    """The tokens that it had delivered are cached, too, and are no prompt of the client's."""
+    """Resume after delivered tokens, which are cached as well but are no part of the client's prompt."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         worker.tokens(work, delivered(work), answer[delivered(work) :], cached_tokens=len(work.token_ids) - 1)

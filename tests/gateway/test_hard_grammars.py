@@ -21,13 +21,13 @@ from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answ
 
 
 def endless(number: int) -> dict[str, Any]:
-    """A schema that takes the child's half second, and is no other one."""
+    """Return a distinct schema that takes half a second to compile."""
     patterns = [{"type": "string", "pattern": f"a{{{n}}}.*b{number}"} for n in range(1, 30)]
     return {"allOf": patterns}
 
 
 async def ask(stack: Stack, schema: dict[str, Any], timeout_ms: int = 60_000) -> tuple[int, str]:
-    """The status, and the error's code."""
+    """Return the HTTP status and the error's code."""
     body = {"model": stack.model.card.name, "prompt": "Hello", "json_schema": schema}
     url = f"http://127.0.0.1:{stack.gateway.http_port}/v1/completions"
     headers = {"x-request-timeout-ms": str(timeout_ms)}
@@ -78,7 +78,7 @@ async def test_dead_grammar_child_does_not_fail_the_request(bundled: ServedModel
 async def test_request_is_charged_before_its_grammar_is_compiled(
     bundled: ServedModel, redis_url: str, tmp_path: Path
 ) -> None:
-    """Else who has used its quota up could still keep the child busy."""
+    """Check the charge before the grammar: an exhausted key could else keep the child busy."""
     keys = Keys(tmp_path / "keys.jsonl")
     key = keys.add("flood", requests_per_minute=1)
     workers = ScriptedPrefill(), ScriptedDecode(answering([10]))

@@ -36,7 +36,7 @@ class Case:
 
 
 def next_float32(value: float, step: int = 1) -> float:
-    """The neighbour of a positive float32, away from zero."""
+    """Return the neighbour of a positive float32, away from zero."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value))
     (neighbour,) = struct.unpack("<f", struct.pack("<i", bits + step))
     return float(neighbour)
@@ -219,7 +219,7 @@ def test_detokenize_ids_are_limited(bundled: ServedModel) -> None:
 
 
 def test_template_rendering_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on by a hundredth of the limit with each look at it."""
+    """Advance the clock by a hundredth of the limit at each reading."""
     looks = [0]
 
     def clock() -> float:
@@ -281,7 +281,7 @@ def test_list_lengths_in_a_body_are_limited() -> None:
 def test_lists_shared_by_several_prompts_are_limited(
     name: str, most: int, make: Callable[[int], Any]
 ) -> None:
-    """They are looked at before every prompt gets its copy."""
+    """Check the limit before each prompt gets its copy."""
     prompts = ["x"] * limits.MAX_PROMPTS
     assert read_completions(body(prompt=prompts, **{name: make(most)}))
     with pytest.raises(InvalidParameter, match=rf"^{name}: .*at most {most} "):

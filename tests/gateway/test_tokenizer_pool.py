@@ -72,7 +72,7 @@ async def test_pool_runs_one_long_text_per_tenant_at_a_time(texts: TokenizerPool
 
 
 async def test_cancelled_caller_keeps_its_turn_until_the_work_is_done(texts: TokenizerPool) -> None:
-    """Else one could have any number in work by leaving again and again."""
+    """Cancel the caller: without this rule repeated cancels would start any number of texts."""
     first, second = Held(), Held()
     leaving = asyncio.create_task(texts.run(LONG, "a", first))
     assert await begun(first)

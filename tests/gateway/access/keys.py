@@ -36,7 +36,7 @@ class Keys:
         self.write()
 
     def write(self, text: str | None = None) -> None:
-        """By replacing it, as operators' tools do."""
+        """Replace the file, as operators' tools do."""
         fresh = self.path.with_suffix(".new")
         lines = [json.dumps(entry) for entry in self.entries.values()]
         fresh.touch(0o600)

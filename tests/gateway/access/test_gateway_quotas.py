@@ -125,7 +125,7 @@ async def test_unavailable_request_is_refunded(
 async def test_resumed_stream_is_charged_for_new_output_only(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
-    """Of seven tokens: the prompt and three of output, then the prompt again and the last of the three."""
+    """Charge seven tokens: prompt and three of output, then the prompt again and the last of the three."""
     key = keys.add("acme", tokens_per_minute=7)
     decode = ScriptedDecode(answering(OUTPUT))
     async with serving(bundled, redis_url, keys, decode) as stack:
@@ -176,7 +176,7 @@ async def test_several_prompts_are_admitted_together_or_refused(
 
 
 async def test_refused_batch_is_refunded_completely(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
-    """One runs, one waits, and there is no room for the third: the answer is its refusal and nothing else."""
+    """Run one prompt, queue another and refuse the third: the answer is the refusal alone."""
     key = keys.add("acme", requests_per_minute=3, tokens_per_minute=3, concurrent_requests=3)
     small = {"max_inflight": 1, "max_queued_tokens": 1, "api_keys_file": keys.path}
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(), **small) as stack:
@@ -190,7 +190,7 @@ async def test_refused_batch_is_refunded_completely(bundled: ServedModel, redis_
 async def test_batch_above_tokens_per_minute_is_served_and_overdraws(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
-    """As a single prompt that is longer than that is: else it could never be served."""
+    """Serve the batch like a single longer prompt, which could else never be served."""
     key = keys.add("acme", tokens_per_minute=2)
     async with serving(bundled, redis_url, keys) as stack:
         three = completion(stack, prompt=["a", "b", "c"])

@@ -36,7 +36,7 @@ class Files:
         self.issue()
 
     def issue(self) -> None:
-        """A fresh certificate of the server, in place of the last."""
+        """Issue a new certificate of the server, in place of the last."""
         leaf = self.ca.issue_cert("127.0.0.1", "localhost")
         self.key.touch(0o600)
         leaf.private_key_pem.write_to_path(self.key)
@@ -113,7 +113,7 @@ async def test_client_with_a_key_calls_over_tls(
         assert await http_status("127.0.0.1", port, "/ready", tls=True) == 200
         assert await http_status("127.0.0.1", port, "/ready") != 200
         worker_id = stack.gateway.worker_pool.registry.linked()[0].record.worker_id
-        for name, status in ((worker_id, 200), ("nobody", 503)):
+        for name, status in ((worker_id, 200), ("unknown", 503)):
             assert await http_status("127.0.0.1", port, f"/ready?worker={name}", tls=True) == status
         access = Access(operator, tls_credentials(files.roots))
         async with access.aio_channel(f"127.0.0.1:{stack.gateway.admin_port}") as channel:
@@ -163,7 +163,7 @@ def test_incomplete_client_tls_is_reported(
 
 
 def served_by(port: int, files: Files) -> str:
-    """The certificate that a new connection is shown."""
+    """Return the certificate of a new connection."""
     return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=60)
 
 
@@ -190,7 +190,7 @@ async def test_renewed_certificate_is_served_without_a_restart(
 
 
 async def test_tls_allows_any_bind_address(bundled: ServedModel, redis_url: str, files: Files) -> None:
-    """Without it that is refused: tests/diptych/runtime/test_rpc.py, test_http_edge.py."""
+    """Bind any address; refused without TLS in tests/diptych/runtime/test_rpc.py and test_http_edge.py."""
     async with (
         serving(bundled, redis_url, host="0.0.0.0", **files.settings) as stack,
         AsyncClient(address(stack), tls=files.roots) as client,

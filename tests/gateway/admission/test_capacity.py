@@ -104,7 +104,7 @@ def test_shorter_outputs_admit_more_requests() -> None:
 
 
 def test_predicted_wait_for_kv_memory_counts_against_max_queue_delay() -> None:
-    """One request after the other fills the memory and stays ten seconds: the third would wait for two."""
+    """Fill the memory with one request of ten seconds after the other: the third would wait for two."""
     queue = AdmissionQueue(100, 1_000_000, max_delay=MaxQueueDelay(seconds=15.0))
     queue.kv.resize(4 * SIZE, SIZE)
     first = queue.enqueue(3 * SIZE, max_tokens=SIZE, now=0)

@@ -130,7 +130,7 @@ def test_fair_shares_admit_a_tenant_below_its_share_to_a_full_queue() -> None:
     shares.take("c", 20)  # now a third each
     assert shares.fits("b", 13)
     assert not shares.fits("b", 14)
-    shares.give_back("a", 100)  # it does not wait any more: not full, whoever asks
+    shares.give_back("a", 100)  # it does not wait any more: not full for any tenant
     assert shares.fits("b", 60)
 
 

@@ -102,7 +102,7 @@ def measured(queue: AdmissionQueue, tokens: int = 84, stay_s: float = 1.0) -> fl
 
 
 def flooded(queue: AdmissionQueue, now: float) -> tuple[list[Ticket], list[float]]:
-    """A hundred requests at once: who is taken, and the hints of the others."""
+    """Offer a hundred requests at once; return the accepted ones and the hints of the others."""
     taken, hints = [], []
     for _ in range(100):
         try:

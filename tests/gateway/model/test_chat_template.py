@@ -79,8 +79,8 @@ def conversation(contents: list[str]) -> list[Message]:
 @settings(max_examples=60)
 @given(contents=st.lists(CONTENT, min_size=1, max_size=4))
 def test_defuse_keeps_text_and_adds_no_control_token(family: str, contents: list[str]) -> None:
-    """The text is what plain Jinja gives with the contents as they are; the control tokens are those of
-    the same conversation with nothing said in it."""
+    """Compare the text with plain Jinja's of the raw contents, and the control tokens with those of
+    the same conversation with empty messages."""
     ours = ChatTemplate(TEMPLATES[family], CONTROL, NAMES)
     plain = ChatTemplate(TEMPLATES[family], ControlTokens([]), NAMES)
     parts = ours.render(conversation(contents), add_generation_prompt=True)

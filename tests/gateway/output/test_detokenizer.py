@@ -21,7 +21,7 @@ from tests.diptych.runtime.tokenizer.small_models import (
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """With so few tokens, random ids cut characters and make invalid UTF-8 all the time."""
+    """Return tokenizers of so few tokens that random ids often cut characters and make invalid UTF-8."""
     root: Path = tmp_path_factory.mktemp("models")
     return {
         "byte_level": Tokenizer.load(write_folder(root / "byte_level", byte_level(vocab_size=300))),
@@ -137,7 +137,7 @@ def test_emoji_of_three_tokens_is_returned_with_the_last_one(bundled: ServedMode
 
 
 def _bytes_to_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One id per byte: every byte is a token of a byte-level vocabulary."""
+    """Return one id per byte: every byte is a token of a byte-level vocabulary."""
     single = {tokenizer.piece(token_id): token_id for token_id in range(tokenizer.vocab_size)}
     return [single[bytes([byte])] for byte in data]
 

@@ -94,7 +94,7 @@ def test_stop_string_applies_before_call_parsing(tokenizer: Tokenizer) -> None:
 def test_single_call_ends_the_output(
     tokenizer: Tokenizer, parser: type[ToolCallParser], before: str, call: str, after: str
 ) -> None:
-    """Also where its end is inside a token, and where what follows came with it."""
+    """End the output also where the call ends inside a token, and where text follows in the same push."""
     until_call = tokenizer.encode(before + call)
     ids = [*until_call, *tokenizer.encode(after)]
     assert stream(tokenizer, parser()).push(ids) is False

@@ -43,7 +43,7 @@ def stream(
 
 
 def run(output: OutputStream, steps: list[list[int]]) -> tuple[Delta, list[Delta]]:
-    """All pieces as one, and one by one."""
+    """Return all pieces as one, and one by one."""
     pieces = []
     for step in steps:
         if output.push(step, [score(i) for i in step]):

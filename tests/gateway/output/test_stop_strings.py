@@ -15,7 +15,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max
 
 
 def brute_force(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The first end at which a stop string is complete; the longest one there."""
+    """Return the first end at which a stop string is complete, and the longest one there."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -55,7 +55,7 @@ def test_stop_strings_equal_brute_force_for_any_cut(
 def test_stop_string_may_begin_but_not_end_in_early_text(
     early: str, text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
-    """Against the same search of the whole text, from where the early text ends."""
+    """Compare with the same search of the whole text, from the end of the early text."""
     watcher = StopStrings(stops, include)
     cut = data.draw(st.integers(0, len(early)))
     results = [watcher.push(early[:cut], early=True), watcher.push(early[cut:], early=True)]
@@ -71,7 +71,7 @@ def test_stop_string_may_begin_but_not_end_in_early_text(
 
 @given(text=LETTERS, stops=STOPS)
 def test_stop_strings_hold_back_the_minimum(text: str, stops: list[str]) -> None:
-    """What is held is exactly the longest end of the text that begins a stop string."""
+    """Hold back exactly the longest end of the text that begins a stop string."""
     watcher = StopStrings(stops, include=False)
     shown = ""
     for char in text:
@@ -121,7 +121,7 @@ def test_empty_stop_string_raises() -> None:
 
 
 def test_self_similar_stop_string_takes_linear_time() -> None:
-    """A megabyte of near-misses; quadratic matching would take minutes and trip the test's timeout."""
+    """Search a megabyte of near-misses; quadratic matching would exceed the test's timeout."""
     watcher = StopStrings(["a" * 1023 + "b"], include=False)
     shown = sum(len(watcher.push("a" * 1000).text_to_emit) for _ in range(1000))
     assert shown == 1_000_000 - 1023

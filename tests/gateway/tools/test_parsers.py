@@ -23,7 +23,7 @@ LISTED: Make = lambda: Llama3JsonParser(["a", "b"])  # noqa: E731
 
 
 def read(make: Make, pieces: list[str]) -> tuple[str, list[Call]]:
-    """The text outside calls, and the calls."""
+    """Return the text outside calls, and the calls."""
     parser = make()
     result = Parsed()
     for piece in pieces:
