@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diptych.runtime.errors import DiptychError
 from gateway.attempt.types import AttemptFailed, Cause, FinishReason, Role, TokensArrived
-from gateway.session.attempt_history import FailedWorkers, RequestLimits
+from gateway.session.attempt_history import RequestLimits
 from gateway.session.choice_state import ChoiceState, State
 from gateway.session.events import (
     Action,
@@ -302,22 +302,6 @@ def test_complete_restored_output_finishes_at_once() -> None:
 
 
 # --- parts --------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["lost", "graceful", "back", "new"]))))
-def test_deaths_are_losses_that_were_neither_graceful_nor_refuted(story: list[tuple[str, str]]) -> None:
-    """Compare with brute force: each loss counts from its moment until it is refuted."""
-    failed = FailedWorkers()
-    open_losses: dict[str, bool] = {}
-    final = 0
-    for worker, what in story:
-        if what in ("lost", "graceful"):
-            failed.worker_down(worker, graceful=what == "graceful")
-            open_losses[worker] = open_losses.get(worker, False) or what == "lost"
-        else:
-            failed.worker_up(worker, same_process=what == "back")
-            final += open_losses.pop(worker, False) and what == "new"
-    assert failed.deaths == final + sum(open_losses.values())
 
 
 @given(
