@@ -1,4 +1,4 @@
-"""Grammars of required calls: what they let through is what the parser of the same form reads."""
+"""Grammars of required calls: the parser of the same format reads all that they allow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def calls(form: ToolFormat, text: str) -> list[tuple[str, object]]:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_grammar_and_parser_agree(form: ToolFormat) -> None:
+def test_format_parses_what_its_grammar_allows(form: ToolFormat) -> None:
     weather, now = WRITTEN[form.name]
     assert calls(form, weather) == [PARIS]
     for many in (False, True):
@@ -71,7 +71,7 @@ def test_grammar_and_parser_agree(form: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: ToolFormat) -> None:
+def test_grammar_constrains_arguments_to_an_object(form: ToolFormat) -> None:
     _, now = WRITTEN[form.name]
     some = now.replace("{}", '{"x": 1}')
     assert some != now
@@ -88,7 +88,7 @@ def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: T
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_names_tell_calls_from_answers_only_where_nothing_else_does(form: ToolFormat) -> None:
+def test_tool_names_tell_untagged_calls_from_answers(form: ToolFormat) -> None:
     answer = form.prompt_suffix + WRITTEN[form.name][0]
     parser = form.parser_for(begun=False, names=["now"])
     parsed = parser.push(answer) + parser.finish()
@@ -109,6 +109,6 @@ def test_names_tell_calls_from_answers_only_where_nothing_else_does(form: ToolFo
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }} {\"parameters\": 2}", None),
     ],
 )
-def test_the_form_is_read_off_the_template(template: str, name: str | None) -> None:
+def test_format_of_recognises_the_template(template: str, name: str | None) -> None:
     form = format_of(template)
     assert (None if form is None else form.name) == name
