@@ -37,32 +37,32 @@ class ToolSupport:
     tools: bool = False  # the template renders tools
     calls: bool = False  # it renders an assistant's calls
     turns: bool = False  # it renders a tool's answers
-    form: ToolFormat | None = None  # of calls, if it is supported
+    call_format: ToolFormat | None = None  # of calls, if it is supported
     shown: frozenset[int] = frozenset()  # control tokens that spell the format's markers
     prompt_suffix: tuple[ControlToken | str, ...] = ()  # appended to the prompt where calls are required
 
     @classmethod
     def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
         """Probe ``template`` with two small renderings."""
-        form = format_of(template.tool_source)
-        markers = form.markers if form is not None else ()
+        call_format = format_of(template.tool_source)
+        markers = call_format.markers if call_format is not None else ()
         control = {token.text: token for marker in markers if (token := _control(marker, tokenizer))}
-        suffix = form.prompt_suffix if form is not None else ""
+        suffix = call_format.prompt_suffix if call_format is not None else ""
         turns = _rendered(template, [_USER, _CALL, _ANSWER], [_PROBE])
         return cls(
             tools=_TOOL in _rendered(template, [_USER], [_PROBE]),
             calls=_ARGUMENT in turns,
             turns=_RESULT in turns,
-            form=form,
+            call_format=call_format,
             shown=frozenset(token.token_id for token in control.values()),
             prompt_suffix=(control.get(suffix, suffix),) if suffix else (),
         )
 
     def parser(self, tools: Toolbox | None) -> ToolCallParser | None:
         """Return a new parser of an output that may call ``tools``, or None if no call is to be parsed."""
-        if tools is None or self.form is None or tools.mode is Mode.NONE:
+        if tools is None or self.call_format is None or tools.mode is Mode.NONE:
             return None
-        return self.form.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
+        return self.call_format.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -39,7 +39,7 @@ def support(tokenizer: Tokenizer, source: str) -> ToolSupport:
 def test_bundled_template_does_not_support_tools(bundled: ServedModel) -> None:
     assert not bundled.tools.tools
     assert not bundled.tools.calls
-    assert bundled.tools.form is None
+    assert bundled.tools.call_format is None
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_tool_template_is_used_for_conversations_with_tools(tmp_path: Path, in_f
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(hermes)
     ours, theirs = ServedModel.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert (ours.tools.tools, ours.tools.calls, ours.tools.turns) == (True, True, True)
-    assert ours.tools.form is not None
-    assert ours.tools.form.name == "hermes"
+    assert ours.tools.call_format is not None
+    assert ours.tools.call_format.name == "hermes"
     assert ours.chat_template is not None
     for tools in ((), TOOLBOX.tools):
         parts = ours.chat_template.render([Message("user", "Hello")], add_generation_prompt=True, tools=tools)

@@ -17,7 +17,7 @@ from gateway.request.validate_tools import constraint_of, tool_call_id, tool_cal
 from gateway.tools.formats import FORMATS
 from gateway.tools.tool import Mode
 
-ALL = ToolSupport(tools=True, calls=True, turns=True, form=FORMATS[0])
+ALL = ToolSupport(tools=True, calls=True, turns=True, call_format=FORMATS[0])
 MODES = pb.ToolChoice
 
 
