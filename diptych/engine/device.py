@@ -1,4 +1,4 @@
-"""Where a model is computed, and how much memory a KV pool may take there."""
+"""Choice of the device, and the memory that a KV pool may take there."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ from diptych.engine.sampling.sample_row import (
     TokenLogprob,
     TokenMask,
 )
-from diptych.engine.sampling.token_logprobs import score_tokens
-from diptych.engine.sampling.topk import likeliest
+from diptych.engine.sampling.topk import token_logprobs, top_logprobs
 
 __all__ = [
     "Candidate",
@@ -45,8 +44,8 @@ __all__ = [
     "candidates",
     "choice_seed",
     "distribution",
-    "likeliest",
     "sample",
-    "score_tokens",
+    "token_logprobs",
+    "top_logprobs",
     "uniform",
 ]

@@ -1,4 +1,4 @@
-"""What a rule of sampling is: something that changes one row of logits, knowing what came before."""
+"""The interface of logits processors, which change one row of logits by what came before."""
 
 from __future__ import annotations
 

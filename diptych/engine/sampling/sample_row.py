@@ -1,4 +1,4 @@
-"""What goes into sampling for one row of logits, and what comes out."""
+"""Input and output of sampling for one row of logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych.engine.sampling.params import SamplingParams
 
 
 class TokenMask(Protocol):
-    """What may come now, by knowledge that is not the engine's: the state of a grammar."""
+    """Mask of the tokens that may come now, by knowledge that is not the engine's: the state of a grammar."""
 
     def apply(self, scores: Scores) -> None:
         """Set what must not come to minus infinity, in place. `scores` is float32 `[vocab]`."""
@@ -19,7 +19,7 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What one row of logits is sampled with."""
+    """Parameters and tokens by which one row of logits is sampled."""
 
     params: SamplingParams
     prompt_ids: Sequence[int]
@@ -36,7 +36,7 @@ class SampleRow:
 
 
 class TokenLogprob(NamedTuple):
-    """What the model itself thought of a token: before biases, penalties, masks and temperature."""
+    """Log-probability of a token by the model itself: before biases, penalties, masks and temperature."""
 
     logprob: float
     """Natural logarithm."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.engine.sampling import SamplingParams, distribution
-from diptych.engine.sampling.random import invert
+from diptych.engine.sampling.random import invert_cdf
 
 VOCAB = 49_152
 
@@ -31,14 +31,14 @@ def test_what_weighs_nothing_is_never_drawn(
     weights[rng.random(size) < holes] = 0.0
     weights[rng.integers(size)] = 1.0
     for number in (at, 0.0, math.nextafter(1.0, 0.0)):
-        assert weights[invert(weights, number)] > 0
+        assert weights[invert_cdf(weights, number)] > 0
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 127, 1000])
 def test_each_entry_is_drawn_as_often_as_it_weighs(size: int) -> None:
     weights = np.random.default_rng(size).random(size)
     steps = 40 * size
-    drawn = np.bincount([invert(weights, n / steps) for n in range(steps)], minlength=size)
+    drawn = np.bincount([invert_cdf(weights, n / steps) for n in range(steps)], minlength=size)
     # Evenly spaced numbers: each entry is met to within one.
     assert np.abs(drawn - steps * weights / weights.sum()).max() <= 1 + 1e-6
 
