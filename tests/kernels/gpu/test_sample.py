@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diptych.engine.sampling.params import SamplingParams
-from diptych.engine.sampling.random import distribution, draw, uniform
+from diptych.engine.sampling.random import distribution, sample_token, uniform
 from diptych.engine.sampling.sample_row import SampleRow
 from kernels.gpu.sample import NOT_FINITE, SampleScratch, make_scratch, sample
 
@@ -68,7 +68,7 @@ def test_draws_are_the_engine_s(vocab: int, spread: float, device: torch.device)
     torch.manual_seed(vocab)
     rows = [row(n, seed=n * 7919 + 1, **rule) for n, rule in enumerate(RULES)]
     logits = torch.randn(len(rows), vocab, device=device) * spread
-    expected = [draw(scores.cpu().numpy(), row) for scores, row in zip(logits, rows, strict=True)]
+    expected = [sample_token(scores.cpu().numpy(), row) for scores, row in zip(logits, rows, strict=True)]
     assert run(logits, rows) == expected
 
 
@@ -90,7 +90,7 @@ def test_rows_of_all_kinds_share_a_batch_of_several_parts(device: torch.device) 
     for position in range(3):
         rows = [row(position, seed=n + 50, **rule) for n, rule in enumerate(rules)]
         expected = [
-            int(scores.argmax()) if row.params.greedy else draw(scores.cpu().numpy(), row)
+            int(scores.argmax()) if row.params.greedy else sample_token(scores.cpu().numpy(), row)
             for scores, row in zip(logits, rows, strict=True)
         ]
         assert run(logits, rows) == expected
@@ -104,7 +104,7 @@ def test_ties_are_kept_as_the_engine_keeps_them(device: torch.device) -> None:
         rows = [row(n, seed=5, **rule) for n in range(3)]
         scores = logits[0].cpu().numpy()
         got = run(logits.expand(3, -1).contiguous(), rows)
-        assert got == [draw(scores, row) for row in rows]
+        assert got == [sample_token(scores, row) for row in rows]
         ids, _ = distribution(scores, rows[0].params)
         assert set(got) <= set(ids.tolist())
 
