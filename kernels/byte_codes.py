@@ -88,7 +88,7 @@ def as_bytes(matrix: CodedBytes) -> ByteMatrix:
 def _peaks(
     matrix: BlockMatrix, scale: torch.Tensor, least: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
-    """Return `peaks_of_segments` of the numbers: a group's greatest is that of its first or of its last code."""
+    """Return `peaks_of_segments` of the numbers: a group's greatest has its first or its last code."""
     if matrix.columns % GROUP:
         return peaks_of_segments(quantised_linear.dequantise(matrix))
     halves = codes & 15, codes >> 4

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 SEGMENT = 576
 """The most numbers along the depth that share a scale: a row of the bundled model. What each segment costs
-beside its products, its scale and its outlier columns, is halved by this against 288: a twentieth of a prompt's
-time. lab/results has the price in quality.
+beside its products, its scale and its outlier columns, is halved by this against 288: a twentieth of a
+prompt's time. lab/results has the price in quality.
 """
 
 GROUP = 32
@@ -74,7 +74,7 @@ def segments(columns: int) -> tuple[int, int]:
 
 
 def peaks_of_segments(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the greatest magnitude in each segment of `matrix [rows, columns]`: float32 `[rows, segments]`."""
+    """Return the greatest magnitude of each segment of `matrix [rows, columns]`: `[rows, segments]`."""
     return _in_segments(matrix).abs().amax(dim=-1)
 
 

@@ -50,7 +50,7 @@ def block_major(blocks: torch.Tensor, head_dim: int) -> KVView:
 
 
 def token_major(blocks: torch.Tensor) -> KVView:
-    """View `blocks [num_blocks, layers, 2, size, kv_heads, head_dim]`: each token's heads beside one another."""
+    """View `blocks [num_blocks, layers, 2, size, kv_heads, head_dim]`: each token's heads are neighbours."""
     keys, values = blocks.transpose(3, 4).unbind(2)
     return KVView(keys, values)
 

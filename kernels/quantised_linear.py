@@ -60,7 +60,7 @@ class BlockMatrix:
 
 
 def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
-    """Quantise `matrix [rows, columns]` to blocks of q8_0: 32 whole numbers of -127 .. 127 and their scale."""
+    """Quantise `matrix [rows, columns]` to q8_0: blocks of 32 numbers of -127 .. 127 and their scale."""
     rows, columns = matrix.shape
     groups = functional.pad(matrix.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
     # The scale is rounded to fp16 first, so that the numbers are the nearest to what will be computed with.

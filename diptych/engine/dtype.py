@@ -4,9 +4,9 @@ fp32   everything float32: the oracle that the others are judged by
 fp16   as bf16, in float16; on GPUs only
 bf16   weights, inputs of products, keys and values bfloat16; sums float32
 int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs of products likewise, but for
-       the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys and
-       values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps of
-       one row, on some CPUs of up to four (kernels/byte_codes.py)
+       the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
+       and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
+       of one row, on some CPUs of up to four (kernels/byte_codes.py)
 gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0), codes of four bits of a folder
        of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in groups of 32, with
        8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)

@@ -62,7 +62,7 @@ def make_scratch(
 
 @triton.jit
 def first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return where reading begins, in tokens `[...]`: the start of the block with the first visible position."""
+    """Return where reading begins, in tokens `[...]`: the start of the first visible position's block."""
     first = lengths * 0
     if WINDOW > 0:
         first = tl.maximum(lengths - WINDOW, 0) // BLOCK_SIZE * BLOCK_SIZE

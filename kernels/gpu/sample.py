@@ -152,14 +152,14 @@ def _weights(row, weights, at, line, count, mode, highest, temperature):
 
 @triton.jit
 def _passes(sums, inside, target, end):
-    """Return the first place of a running sum above `target`, but none beyond the last that added something."""
+    """Return the first place of a running sum above `target`, at most the last that added something."""
     passed = tl.sum((inside & (sums <= target)).to(tl.int32), axis=0)
     return tl.minimum(passed, tl.sum((inside & (sums < end)).to(tl.int32), axis=0))
 
 
 @triton.jit
 def _column(sums, columns, target, end, TILE: tl.constexpr):
-    """Return the column in which the running sum of `sums [columns]` passes `target`, and the sum before it."""
+    """Return the column where the running sum of `sums [columns]` passes `target`, and the sum before."""
     passed = tl.zeros([], tl.int32)
     reaching = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)

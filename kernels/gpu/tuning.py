@@ -46,7 +46,7 @@ def device_name(device: torch.device) -> str:
 
 @lru_cache(maxsize=1024)
 def look_up(device: torch.device, operator: str, shapes: str, default: tuple[tuple[str, int], ...]) -> Config:
-    """Return what was found for `operator` on this device, over `default`s (name, value) where nothing was."""
+    """Return what was found for `operator` on this device, `default` (name, value) where nothing was."""
     found = _read(tuning_file()).get(device_name(device), {}).get(operator, {}).get(shapes, {})
     return {name: int(found.get(name, value)) for name, value in default}
 

@@ -83,6 +83,6 @@ class ModelShape:
             raise UnsupportedModel("an attention window is below 1")
 
     def window(self, layer: int) -> int | None:
-        """Return the attention window of `layer` in tokens, None for all: also where no context outgrows it."""
+        """Return the attention window of `layer` in tokens, None for all (also if no context outgrows it)."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= self.max_context else window

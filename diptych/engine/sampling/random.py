@@ -24,7 +24,7 @@ _FEW = 512
 
 
 def uniform(seed: int, counter: int) -> float:
-    """Return the random number in [0, 1) of output token `counter` under `seed`: 53 bits of a hash of both."""
+    """Return the random number in [0, 1) of output token `counter` under `seed`: 53 bits of their hash."""
     return (_hash(seed, counter, b"diptych draw") >> 11) * 2.0**-53
 
 
@@ -48,11 +48,11 @@ def sample_token(scores: Scores, row: SampleRow) -> int:
 
 
 def invert_cdf(weights: Weights, at: float) -> int:
-    """The entry where the running sum of `weights` passes `at` of their total; never one that weighs nothing.
+    """Return the entry where the running sum of `weights` passes `at` of their total.
 
-    `weights` are at least 0 and one is above; `at` is in [0, 1). The order of the sum is fixed, and not that
-    of the entries: first which column of a table holds the place, then which row. A running sum over a whole
-    vocabulary would be a chain of 49,152 dependent additions.
+    It never weighs nothing. `weights` are at least 0 and one is above; `at` is in [0, 1). The order of the
+    sum is fixed, and not that of the entries: first which column of a table holds the place, then which row.
+    A running sum over a whole vocabulary would be a chain of 49,152 dependent additions.
     """
     columns = len(weights) // _ROWS
     if columns == 0:

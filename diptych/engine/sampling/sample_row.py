@@ -31,7 +31,7 @@ class SampleRow:
 
     @property
     def ruled(self) -> bool:
-        """Whether anything changes the logits."""
+        """True where a logits processor, suppression or a mask changes the logits."""
         return bool(self.params.rules) or bool(self.suppress) or self.mask is not None
 
 
@@ -70,4 +70,4 @@ class SampleFailure:
 
     reason: str
     by_request: bool = False
-    """Whether the request's own rules leave no token: nobody's fault but the caller's."""
+    """Whether the request's own rules leave no token: the caller's fault alone."""

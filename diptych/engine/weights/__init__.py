@@ -18,8 +18,9 @@ llama.cpp's interleaving):
 
 All tensors are contiguous, on the CPU, and stored as the precision says (diptych/engine/dtype.py): in fp32
 and bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in
-int8 ByteMatrix (kernels/byte_linear.py) or, where the file has codes of four bits, the same bytes in such codes,
-CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else float32.
+int8 ByteMatrix (kernels/byte_linear.py) or, where the file has codes of four bits, the same bytes in such
+codes, CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else
+float32.
 """
 
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Storage, Weights

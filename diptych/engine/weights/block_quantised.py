@@ -20,7 +20,7 @@ _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
 
 
 def is_matrix(name: str) -> bool:
-    """Return whether the tensor of this canonical name is multiplied with (the embedding is only looked up)."""
+    """Return whether the tensor of this canonical name is a factor of products (the embedding is not)."""
     return name.rsplit(".", 1)[-1] in _MATRICES
 
 

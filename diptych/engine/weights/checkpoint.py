@@ -26,7 +26,7 @@ def is_quantised(path: Path) -> bool:
 
 
 def weight_bytes(path: Path) -> int:
-    """Return the size of the files that hold a model's weights; 0 where there are none. Raises BadModelFile."""
+    """Return the size in bytes of the files with a model's weights, 0 for none. Raises BadModelFile."""
     if path.is_dir():
         from diptych.engine.weights import safetensors_folder
 

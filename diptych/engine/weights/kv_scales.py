@@ -47,7 +47,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 def only_the_cache_is_quantised(quantization: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` is about the KV cache alone: the weights are full numbers then."""
+    """Return whether a `quantization_config` is about the KV cache alone, with weights as full numbers."""
     method, groups = quantization.get("quant_method"), quantization.get("config_groups")
     return method == "compressed-tensors" and bool(quantization.get("kv_cache_scheme")) and not groups
 

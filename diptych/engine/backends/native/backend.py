@@ -32,7 +32,7 @@ _FIRST_POSITIONS = 32_768
 
 
 class NativeUnavailable(RuntimeError):
-    """This model cannot be computed natively in this installation; the message says why."""
+    """A model that cannot be computed natively in this installation; the message says why."""
 
 
 class NativeBackend:
@@ -49,7 +49,7 @@ class NativeBackend:
         dtype: torch.dtype,
         instruction_set: str | None = None,
     ) -> None:
-        """Pack `weights`, as diptych/engine/weights gives them; they may be freed afterwards, but for the embedding.
+        """Pack `weights` (diptych/engine/weights); they may be freed afterwards, but for the embedding.
 
         `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
         with bfloat16).
@@ -162,7 +162,7 @@ class NativeBackend:
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
-        """The logits of the rows that are not greedy, and for each row its likeliest token if it is."""
+        """Return the logits of rows that are not greedy, and for each row its likeliest token, if greedy."""
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         self._reach(positions_of(sequences))
         batch = native_batch(sequences, greedy, abort, self._dtype)
@@ -240,7 +240,7 @@ class NativeBackend:
         return tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
 
     def _reach(self, positions: int) -> None:
-        """Have rotary tables for that many positions; they double so that they are seldom made."""
+        """Make rotary tables for at least `positions` positions; they double so that they are seldom made."""
         if positions <= self._positions:
             return
         count = max(positions, 2 * self._positions)

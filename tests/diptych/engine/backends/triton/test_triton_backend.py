@@ -6,6 +6,8 @@ kernels themselves.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -167,3 +169,14 @@ def test_sequences_that_were_aborted_before_write_nothing_and_a_step_for_nobody_
     assert (memory.data[[0, 1, 2]] == 9.0).all()
     words.abort(0)
     assert backend.forward(steps, words).isnan().all()
+
+
+def test_a_missing_triton_is_named_with_the_extra_that_installs_it() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from diptych.engine.backends.triton.operators import TritonUnavailable, triton_operators\n"
+        "try:\n    triton_operators()\n"
+        "except TritonUnavailable as error:\n    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "pip install 'diptych[gpu]'" in ran.stdout, ran.stderr

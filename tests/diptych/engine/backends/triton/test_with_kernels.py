@@ -136,7 +136,7 @@ def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
     """At every bucket, with padding; what is recorded is the eager step's own launches."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from diptych.engine.backends.triton.cuda_graph import PlainRecorder
+    from diptych.engine.backends.triton.cuda_graph import EagerCapture
 
     shape = shape_of(max_context=2048, head_dim=64, num_heads=8, num_kv_heads=2, hidden_size=512)
     weights = weights_of(shape, torch.bfloat16)
@@ -145,7 +145,7 @@ def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
     replayed, plain = TritonBackend(shape, weights, device), TritonBackend(shape, weights, device)
     replayed.plan_decode(20, 16)
     replayed.prepare_decode(memory)
-    plain.plan_decode(20, 16, PlainRecorder())
+    plain.plan_decode(20, 16, EagerCapture())
     plain.prepare_decode(memory)
     pool = Pool(memory.layout, 800)
     pool.memory = memory
