@@ -67,7 +67,7 @@ def generate_beams(
 
 
 def _going_on(found: Sequence[list[Candidate] | SampleFailure]) -> list[list[Candidate]]:
-    """Candidates of each beam; none of one that the rules let go nowhere."""
+    """Candidates of each beam; none of one that has no token to go on with."""
     going: list[list[Candidate]] = []
     for of_one in found:
         if isinstance(of_one, SampleFailure) and not of_one.by_request:

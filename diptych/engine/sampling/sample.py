@@ -26,7 +26,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Sa
     # numpy: its reductions are ten times as fast as torch's, and wake no OpenMP threads that would then spin
     # on the cores of the other workers.
     plain: Scores = logits.detach().numpy()
-    # A greedy row without rules costs these two passes and nothing else. argmax finds a NaN, if there is one.
+    # A plain greedy row costs these two passes and nothing else. argmax finds a NaN, if there is one.
     best = plain.argmax(axis=-1)
     finite = np.isfinite(plain[np.arange(len(rows)), best]) & np.isfinite(plain.min(axis=-1))
     return [
@@ -59,7 +59,7 @@ def _sample(plain: Scores, row: SampleRow, best: int) -> Sampled | SampleFailure
     """Return the token of one row of finite logits whose likeliest token is `best`."""
     params, scores = row.params, plain
     if row.ruled:
-        scores = _ruled(plain.copy(), row)
+        scores = _process(plain.copy(), row)
         best = int(scores.argmax())
         if scores[best] == -np.inf:
             return NOTHING_LEFT
@@ -74,7 +74,7 @@ def _candidates(
 ) -> list[Candidate] | SampleFailure:
     scores = plain - log_sum_exp(plain)
     if row.ruled:
-        _ruled(scores, row)
+        _process(scores, row)
     ids = topk(scores, count)
     if not len(ids):
         return NOTHING_LEFT
@@ -87,10 +87,10 @@ def _candidates(
     return [Candidate(*fields) for fields in zip(tokens, logprobs, told, strict=True)]
 
 
-def _ruled(scores: Scores, row: SampleRow) -> Scores:
+def _process(scores: Scores, row: SampleRow) -> Scores:
     """`scores`, changed in place by everything that the row asks for."""
-    for rule in row.params.rules:
-        rule.apply(scores, row)
+    for processor in row.params.logits_processors:
+        processor.apply(scores, row)
     if row.suppress:
         scores[list(row.suppress)] = -np.inf
     if row.mask is not None:

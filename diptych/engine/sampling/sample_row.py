@@ -32,7 +32,7 @@ class SampleRow:
     @property
     def ruled(self) -> bool:
         """True where a logits processor, suppression or a mask changes the logits."""
-        return bool(self.params.rules) or bool(self.suppress) or self.mask is not None
+        return bool(self.params.logits_processors) or bool(self.suppress) or self.mask is not None
 
 
 class TokenLogprob(NamedTuple):
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
     token_id: int
     logprob: float
-    """After the rules: what the score of the beam grows by."""
+    """After the logits processors: what the score of the beam grows by."""
     score: TokenLogprob | None = None
     """If the row's parameters ask for scores."""
 
@@ -70,4 +70,4 @@ class SampleFailure:
 
     reason: str
     by_request: bool = False
-    """Whether the request's own rules leave no token: the caller's fault alone."""
+    """True where the request's own parameters leave no token."""

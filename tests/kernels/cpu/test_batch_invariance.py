@@ -110,7 +110,7 @@ def test_neighbours_change_no_bit(backend: NativeBackend, batch: int) -> None:
         assert torch.equal(seconds[index], second)
 
 
-def test_a_decode_row_beside_a_prefill_chunk(backend: NativeBackend) -> None:
+def test_a_decode_row_beside_a_chunk_keeps_its_bits(backend: NativeBackend) -> None:
     layout = layout_of(SHAPE, 16, dtype_of(backend))
     results = []
     for beside in (False, True):

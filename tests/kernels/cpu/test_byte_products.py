@@ -47,7 +47,7 @@ def computed(shape: ModelShape, weights: Weights, instructions: str, tokens: lis
 @pytest.mark.parametrize("outliers", [0, 3, 40])
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("instructions", SETS)
-def test_a_product_is_its_meaning(instructions: str, depth: int, outliers: int) -> None:
+def test_native_byte_products_equal_the_reference(instructions: str, depth: int, outliers: int) -> None:
     shape, weights = product_of(depth, outliers)
     tokens = list(range(ROWS))
     normed = rms_norm(weights.embed[tokens].float(), weights.final_norm, shape.rms_eps)
@@ -64,7 +64,7 @@ def test_a_product_is_its_meaning(instructions: str, depth: int, outliers: int) 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("instructions", SETS)
-def test_a_row_that_is_not_finite_spoils_itself_only(instructions: str, bad: float) -> None:
+def test_a_row_that_is_not_finite_changes_no_other(instructions: str, bad: float) -> None:
     shape, weights = product_of(1200, 3)
     tokens = list(range(ROWS))
     good = computed(shape, weights, instructions, tokens)

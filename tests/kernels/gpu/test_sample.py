@@ -35,7 +35,7 @@ def row(position: int = 0, **params: float) -> SampleRow:
     return SampleRow(SamplingParams(**params), [], [0] * position)  # type: ignore[arg-type]
 
 
-def test_the_random_number_is_the_engine_s(device: torch.device) -> None:
+def test_uniform_is_the_engines_random_number(device: torch.device) -> None:
     pairs = [(0, 0), (1, 0), (0, 1), (2**64 - 1, 7), (2**63, 2**16), (123456789, 4095)]
     scratch = make_scratch(len(pairs), 1, device)
     rows = [row(counter, seed=seed) for seed, counter in pairs]
@@ -61,7 +61,7 @@ RULES: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 4.0), (1333, 1.0), (9001, 6.0), (128_256, 3.0)])
-def test_draws_are_the_engine_s(vocab: int, spread: float, device: torch.device) -> None:
+def test_sampled_tokens_are_the_engines(vocab: int, spread: float, device: torch.device) -> None:
     """The longer vocabularies are cut into parts; the longest takes the interpreter too long."""
     if vocab > 10_000 and device.type == "cpu":
         pytest.skip("too long for the interpreter")
@@ -114,7 +114,7 @@ def test_greedy_takes_the_lowest_of_the_likeliest(device: torch.device) -> None:
     assert run(logits, [row(temperature=0.0)] * 3) == [1, 0, 2]
 
 
-def test_strange_logits_harm_nobody_else(device: torch.device) -> None:
+def test_a_row_that_is_not_finite_changes_no_other(device: torch.device) -> None:
     torch.manual_seed(2)
     logits = torch.randn(4, 70, device=device)
     logits[0, 69], logits[1, 3], logits[2, 0] = torch.nan, torch.inf, -torch.inf

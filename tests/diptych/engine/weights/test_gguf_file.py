@@ -103,7 +103,7 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
         "output_norm.bias",
     ],
 )
-def test_a_tensor_that_nobody_reads_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("llama"), path, "llama", tensors={name: np.ones(64)})
     with pytest.raises(UnsupportedModel, match=f"tensor {name} is not computed"):

@@ -20,7 +20,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def backends(shape: ModelShape, weights: Weights) -> tuple[TorchBackend, TritonBackend]:
-    return TorchBackend(shape, weights), TritonBackend(shape, weights, "cpu", MEANINGS)
+    return TorchBackend(shape, weights), TritonBackend(shape, weights, "cpu", REFERENCE_OPERATORS)
 
 
 def batches(shape: ModelShape, dtype: torch.dtype) -> list[list[SequenceStep]]:
@@ -154,7 +154,7 @@ def test_an_abort_takes_effect_at_the_next_layer_and_spares_the_others() -> None
     torch.testing.assert_close(logits[1], alone[0], atol=1e-5, rtol=0)
 
 
-def test_sequences_that_were_aborted_before_write_nothing_and_a_step_for_nobody_ends() -> None:
+def test_aborted_sequences_write_nothing_and_an_aborted_step_ends() -> None:
     shape = shape_of()
     _, backend = backends(shape, weights_of(shape, torch.float32))
     memory = KVMemory(layout_of(shape, 16, torch.float32), 4)

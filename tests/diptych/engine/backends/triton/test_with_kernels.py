@@ -85,7 +85,7 @@ def compare(name: str, dtype: torch.dtype, scales: torch.Tensor | None, device: 
 
 
 @pytest.mark.gpu
-def test_graphs_launched_ahead_draw_what_they_do_one_by_one() -> None:
+def test_graphs_launched_ahead_sample_what_single_steps_do() -> None:
     """While a step is computed the next one is laid out: nothing of it reaches the one before."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

@@ -157,7 +157,7 @@ def _sample(
     return out
 
 
-MEANINGS = Operators(
+REFERENCE_OPERATORS = Operators(
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
     rms_norm=_rms_norm,

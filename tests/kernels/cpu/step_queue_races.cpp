@@ -1,6 +1,6 @@
-// Steps launched ahead, under ThreadSanitizer (`make sanitize`): what a step drew reaches the one that follows it and
-// who collects it, whose memory is gone by then, who waits for the end of a step is told of it, and a model ends with
-// steps that nobody collected.
+// Steps launched ahead, under ThreadSanitizer (`make sanitize`): the token that a step sampled reaches the step that
+// follows it and the thread that collects it, whose memory is gone by then; the end of a step is notified; and a model
+// ends with steps that were not collected.
 #include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>

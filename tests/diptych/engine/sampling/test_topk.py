@@ -33,7 +33,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_the_largest_are_those_of_a_sort(data: st.DataObject) -> None:
+def test_topk_equals_a_sort(data: st.DataObject) -> None:
     size, count = data.draw(st.integers(1, 700)), data.draw(st.integers(0, 720))
     seed, spread = data.draw(st.integers(0, 10**6)), data.draw(st.sampled_from([2, 50, 10**6]))
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def test_the_largest_are_those_of_a_sort(data: st.DataObject) -> None:
     assert topk(row, count).tolist() == expected
 
 
-def test_the_likeliest_have_their_log_probabilities() -> None:
+def test_top_logprobs_are_log_probabilities() -> None:
     row = logits(1)[0]
     logs, ids = row.log_softmax(-1).topk(20)
     found = top_logprobs(row.numpy(), 20)
@@ -51,7 +51,7 @@ def test_the_likeliest_have_their_log_probabilities() -> None:
     assert [log for _, log in found] == pytest.approx(logs.tolist(), abs=1e-5)
 
 
-def test_a_score_is_what_torch_says() -> None:
+def test_token_logprobs_equal_torch() -> None:
     scores = logits(30)
     logs = scores.log_softmax(-1)
     told = [n * 131 % VOCAB for n in range(29)] + [int(scores[29].argmax())]
@@ -66,7 +66,7 @@ def test_a_score_is_what_torch_says() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rows_that_are_not_finite_have_no_scores(bad: float) -> None:
+def test_token_logprobs_refuses_rows_that_are_not_finite(bad: float) -> None:
     scores = logits(2)
     scores[1, 9] = bad
     assert len(token_logprobs(scores, [1], 0)) == 1
@@ -78,7 +78,7 @@ def test_rows_that_are_not_finite_have_no_scores(bad: float) -> None:
     assert not failed.by_request
 
 
-def test_scores_come_where_they_are_asked_for_and_know_of_no_rule() -> None:
+def test_logprobs_come_where_asked_for_and_ignore_processors() -> None:
     scores = logits(3)
     best = int(scores[0].argmax())
     plain, scored, biased = (
@@ -96,7 +96,7 @@ def test_scores_come_where_they_are_asked_for_and_know_of_no_rule() -> None:
         assert result.score.top[0][0] == best
 
 
-def test_candidates_are_the_likeliest_after_the_rules() -> None:
+def test_candidates_are_the_likeliest_after_logits_processors() -> None:
     scores = logits(2)
     logs = scores.log_softmax(-1)
     first = int(logs[0].argmax())
@@ -118,7 +118,7 @@ def test_candidates_are_the_likeliest_after_the_rules() -> None:
     )
 
 
-def test_fewer_candidates_where_the_rules_allow_fewer() -> None:
+def test_fewer_candidates_where_processors_allow_fewer() -> None:
     few = SamplingParams(allowed_token_ids=(5, 9, 12), bad_words=((9,),))
     none = SamplingParams(allowed_token_ids=(9,), bad_words=((9,),))
     some, nothing = candidates(logits(2), [SampleRow(few, [], []), SampleRow(none, [], [])], 8)
