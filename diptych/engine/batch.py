@@ -33,7 +33,7 @@ class SequenceStep:
     trailing: int = 1
     """Where logits are wanted, after how many of the last tokens of `token_ids`."""
     follows: int | None = None
-    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose drawn
+    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose sampled
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
 

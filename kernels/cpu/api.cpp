@@ -228,7 +228,7 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest) {
     if (likeliest == nullptr || !samples_all(*batch)) {
-        fail(DIPTYCH_INVALID, "a step that is launched draws every row");
+        fail(DIPTYCH_INVALID, "a step that is launched samples every row");
         return 0;
     }
     return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest, true}, StepQueue::kMostBefore);

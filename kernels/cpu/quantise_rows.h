@@ -47,9 +47,9 @@ struct OutlierColumns {
 namespace diptych {
 namespace {
 
-// `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is no
-// outlier, or what the greatest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN,
-// and no other row's.
+// Quantises `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is
+// no outlier, or what the greatest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's
+// products become NaN, and no other row's.
 inline void quantise_segment(const float *x, int lines, Segment &to) {
     OutlierColumns outliers = find_outlier_columns(x, lines);
     float peak = outliers.peak(0), next = outliers.peak(kOutliers);

@@ -1,5 +1,5 @@
-// Quantisation of activations to segments of whole numbers, in plain loops of fixed length without branches: the compiler makes of them
-// what the instruction set has.
+// Quantisation of activations to segments of whole numbers, in plain loops of fixed length without branches: the compiler
+// makes of them what the instruction set has.
 #pragma once
 
 #include <limits>

@@ -73,12 +73,13 @@ class ThreadTeam {
         int64_t begin, end;
     };
 
-    // Tickets of this phase that no other thread has; none when all are taken, or for a thread without a part in it. Work split by
-    // tickets balances itself when another process holds one of the cores: whose own group is taken helps with the
-    // others. Results do not depend on which thread computes what.
+    // Tickets of this phase that no other thread has; none when all are taken, or for a thread without a part in it.
+    // Work split by tickets balances itself when another process holds one of the cores: a thread whose own group is
+    // taken helps with the others. Results do not depend on which thread computes what.
     //
     // Neighbours: many while many are left, at last one, and never more than `longest`. For work that lies in memory in
-    // the order of its tickets: a thread that reads on fetches what it needs itself, and not what another core is about to read.
+    // the order of its tickets: a thread that reads on fetches what it needs itself, and not what another core is about
+    // to read.
     Run take_run(const Tickets &tickets, int64_t longest);
 
   private:

@@ -52,7 +52,7 @@ std::unique_ptr<DiptychModel> make_model() {
 
 // A step of one row; freed with its results as soon as it is collected.
 struct Step {
-    int32_t token, count = 1, start = 0, table = 0, length = 1, blocks = 1, rows = 1, follows, drawn = -1;
+    int32_t token, count = 1, start = 0, table = 0, length = 1, blocks = 1, rows = 1, follows, sampled = -1;
     uint64_t memory = 1, number = 0;
     uint8_t greedy = 1;
 
@@ -60,7 +60,8 @@ struct Step {
         DiptychBatch batch{1,       16,      &token, &count,  &start, &table, &length,
                            &memory, &blocks, &rows,  nullptr, &greedy};
         std::string error;
-        number = model.step_queue->add({batch, &follows, threads, 0, nullptr, &drawn, true}, StepQueue::kMostBefore, error);
+        QueuedStep step{batch, &follows, threads, 0, nullptr, &sampled, true};
+        number = model.step_queue->add(step, StepQueue::kMostBefore, error);
         if (number == 0) {
             std::printf("refused: %s\n", error.c_str());
             std::abort();
@@ -105,15 +106,15 @@ bool run_model(std::mt19937 &chooser) {
                 return false;
             }
             if (model->step_queue->collect(present->number, error) != DIPTYCH_OK) return false;
-            if (present->drawn != (first + n) % kVocab) {
-                std::printf("step %d drew %d after %d\n", n, present->drawn, first);
+            if (present->sampled != (first + n) % kVocab) {
+                std::printf("step %d drew %d after %d\n", n, present->sampled, first);
                 return false;
             }
         }
         present = std::move(following);
     }
     model.reset();  // the last step was not collected
-    return present == nullptr || present->drawn == (first + steps) % kVocab;
+    return present == nullptr || present->sampled == (first + steps) % kVocab;
 }
 
 }  // namespace

@@ -114,7 +114,7 @@ class NativeBackend:
         """See `SamplingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, likeliest = self._step(sequences, greedy, abort)
-        tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
+        tokens = [_to_sampled(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
         return StepOutput(tokens, logits)
 
     def samples_on_device(self, row: SampleRow) -> bool:
@@ -127,7 +127,7 @@ class NativeBackend:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
-        """See `LaunchingBackend.launch`: batches of which every row draws itself, within the tables."""
+        """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
         if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
             return None
         if positions_of(sequences) > self._positions:
@@ -157,7 +157,7 @@ class NativeBackend:
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        return StepOutput([_drawn(token) for token in step.batch.likeliest], self._no_logits)
+        return StepOutput([_to_sampled(token) for token in step.batch.likeliest], self._no_logits)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
@@ -259,7 +259,7 @@ def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _drawn(token: int) -> Sampled | SampleFailure:
+def _to_sampled(token: int) -> Sampled | SampleFailure:
     return NOT_FINITE if token < 0 else Sampled(token)
 
 

@@ -78,7 +78,9 @@ class RowFields:
         """Return a field on the device, `[rows]`."""
         return self._device[name]
 
-    def fill(self, turn: int, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
+    def fill(
+        self, turn: int, sequences: Sequence[SequenceStep], sample_rows: Sequence[SampleRow | None]
+    ) -> None:
         """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding."""
         host, count = self._host[turn], len(sequences)
         starts = np.array([step.start for step in sequences], dtype=np.int64)
@@ -91,7 +93,7 @@ class RowFields:
         host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1
-        for row, (step, draw) in enumerate(zip(sequences, draws, strict=True)):
+        for row, (step, draw) in enumerate(zip(sequences, sample_rows, strict=True)):
             _fill_sampling(host, row, draw, unknown=int(step.follows is not None))
         for name, (_, padding) in _FIELDS.items():
             host[name][count:] = padding

@@ -126,7 +126,7 @@ class DecodeGraphs:
         return launched
 
     def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> StepOutput:
-        """Wait for a step, and for no more than its few numbers; `left` are the rows that drew nothing."""
+        """Wait for a step, and for no more than its few numbers; `left` are the rows that sampled nothing."""
         self._waiting[turn] = None
         if done is not None:
             done.synchronize()
