@@ -36,7 +36,7 @@ class CudaGraphCapture:
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture on `stream`, whose priority the recorded kernels keep, or on one of the recorder's own."""
+        """Capture on `stream`, whose priority the captured kernels keep, or on one of its own."""
         # One stream for warm-up and capture: library handles and workspaces belong to a stream, and one that
         # was first made during a capture would break it.
         self._stream = stream if stream is not None else torch.cuda.Stream(device)
