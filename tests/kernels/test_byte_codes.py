@@ -62,7 +62,7 @@ def test_segments_of_zeros_and_of_no_numbers() -> None:
 
 
 def test_a_group_of_equal_values_is_coded_exactly() -> None:
-    """Of a scale that no code uses the slope may be any, far beyond 16 bits."""
+    """Slopes of a scale that no code uses may be any, far beyond 16 bits."""
     blocks = random_blocks(1, 64, "q4_1")
     parts = blocks.blocks.view(1, 2, 20)
     parts[0, 0, :2] = torch.tensor([6000.0]).half().view(torch.uint8)

@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def log_probabilities(seed: int, prefix: Sequence[int], vocab: int) -> list[float]:
-    """A distribution that depends on all of the prefix."""
+    """Return a distribution that depends on all of the prefix."""
     rng = random.Random(f"{seed} {prefix}")
     weights = [rng.expovariate(1.0) for _ in range(vocab)]
     total = sum(weights)
@@ -59,7 +59,7 @@ def searched(seed: int, width: int, vocab: int, max_tokens: int, stop_ids: Seque
 def every_answer(
     seed: int, vocab: int, max_tokens: int, stop_ids: Sequence[int]
 ) -> dict[tuple[int, ...], float]:
-    """All complete answers with their log-probability per token."""
+    """Return all complete answers with their log-probability per token."""
     open_ends, complete = {(): 0.0}, {}
     for length in range(1, max_tokens + 1):
         longer = {}

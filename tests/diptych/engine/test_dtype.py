@@ -1,4 +1,4 @@
-"""What `--dtype auto` takes."""
+"""Precision that `--dtype auto` chooses."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def save(config: PreTrainedConfig, folder: Path) -> Any:
-    """A random model of `config` in `folder`; returns transformers' own."""
+    """Save a random model of `config` in `folder` and return transformers' own."""
     torch.manual_seed(11)
     oracle = AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_trained_length_beside_the_scaling_counts_as_for_transformers(
 
 
 def test_a_mistral_whose_layers_differ_is_a_ministral(tmp_path: Path) -> None:
-    """So transformers takes a config that says mistral and which of its layers have the window."""
+    """transformers reads a config so that says mistral and which of its layers have the window."""
     save(CONFIGS["mistral"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"sliding_window": 19, "layer_types": MIXED}

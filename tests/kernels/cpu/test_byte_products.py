@@ -1,5 +1,4 @@
-"""One product of 8-bit matrices as the native step computes it, against its meaning: odd depths, outliers,
-NaN.
+"""Products of 8-bit matrices in the native step against their reference: odd depths, outliers, NaN.
 
 A model whose layer adds nothing is its head over the normed embedding: logits are one product, and what
 differs is the rounding of one norm and of float sums.
@@ -27,7 +26,7 @@ DEPTHS = [1, 4, 31, 100, 319, 320, 321, 512, 575, 576, 577, 640, 1153]
 
 
 def product_of(depth: int, outliers: int) -> tuple[ModelShape, Weights]:
-    """A layer that adds nothing, and `outliers` columns of the embedding much larger than the others."""
+    """Return a layer that adds nothing, with `outliers` columns of the embedding far above the others."""
     shape = shape_of(hidden_size=depth, num_layers=1, vocab_size=ROWS + 10)
     weights = byte_weights_of(shape, seed=depth)
     layer = weights.layers[0]

@@ -1,4 +1,4 @@
-"""What the native step does with batches that it must not compute, and with aborts."""
+"""Refusals of the native step for batches that it must not compute, and its aborts."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_steps_over_byte_matrices_equal_the_torch_backend(
 
 
 def as_fp32(weights: Any) -> Any:
-    """The same numbers in fp32."""
+    """Return the weights in fp32."""
 
     def convert(holder: Any) -> Any:
         tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
@@ -177,7 +177,7 @@ def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch
     ids=["fp32", "bf16", "blocks", "bytes"],
 )
 def test_infinity_in_one_sequence_changes_no_other(weights: Weights) -> None:
-    """A row that the model drives to NaN must not spoil its neighbours, nor earlier rows of its own chunk."""
+    """Rows that the model drives to NaN must not spoil neighbours, nor earlier rows of their own chunk."""
     dtype = weights.embed.dtype
     weights.embed[7] = float("inf")
     backend = NativeBackend(ONE_LAYER, weights, dtype)

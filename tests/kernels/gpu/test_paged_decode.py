@@ -18,7 +18,7 @@ def queries(rows: int, heads: Heads, dtype: torch.dtype, device: torch.device) -
 
 
 def expected(query: torch.Tensor, memory: Paged, lengths: list[int], window: int | None) -> torch.Tensor:
-    """The meaning in float32 on the CPU."""
+    """Return the reference in float32 on the CPU."""
     rows = meaning(
         query.float().cpu(),
         memory.blocks.float().cpu(),

@@ -38,7 +38,7 @@ def run(
 def expected(
     query: torch.Tensor, memory: Paged, starts: list[int], chunks: list[int], window: int | None
 ) -> torch.Tensor:
-    """The meaning in float32 on the CPU, a sequence at a time."""
+    """Return the reference in float32 on the CPU, a sequence at a time."""
     blocks, parts = memory.blocks.float().cpu(), query.float().cpu().split(chunks)
     rows = [
         meaning(part, blocks, LAYER, table.long(), start, window)

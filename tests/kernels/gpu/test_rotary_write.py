@@ -1,4 +1,4 @@
-"""One launch does what norms, rotary embedding and the write of keys and values do one by one."""
+"""rotary_write against norms, rotary embedding and the write of keys and values one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
             self.norms = (first, second)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, and the blocks with keys and values in them; padding rows leave them alone."""
+        """Return the queries, and the blocks with keys and values in them; padding rows leave them alone."""
         heads, blocks = self.heads, self.blocks.clone()
         q, k, v = self.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], dim=1)
         if self.norms is not None:

@@ -16,7 +16,7 @@ def signed(seed: int) -> int:
 
 
 def run(logits: torch.Tensor, rows: list[SampleRow], scratch: SampleScratch | None = None) -> list[int]:
-    """The rows' tokens; a row's counter is the number of its output tokens."""
+    """Return the rows' tokens; a row's counter is the number of its output tokens."""
     at, params = logits.device, [row.params for row in rows]
     tokens = sample(
         logits,
@@ -62,7 +62,7 @@ RULES: list[dict[str, float]] = [
 
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 4.0), (1333, 1.0), (9001, 6.0), (128_256, 3.0)])
 def test_sampled_tokens_are_the_engines(vocab: int, spread: float, device: torch.device) -> None:
-    """The longer vocabularies are cut into parts; the longest takes the interpreter too long."""
+    """Longer vocabularies are cut into parts; the longest takes the interpreter too long."""
     if vocab > 10_000 and device.type == "cpu":
         pytest.skip("too long for the interpreter")
     torch.manual_seed(vocab)

@@ -38,7 +38,7 @@ def case(
 
 
 def meaning(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In float64, before it is rounded."""
+    """Return the result in float64, before it is rounded."""
     return functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 

@@ -170,7 +170,7 @@ def test_int8_is_bytes_whatever_the_file(tmp_path: Path, quantised_file: bool) -
 
 
 def assert_bytes_of(matrix: Matrix, numbers: torch.Tensor) -> None:
-    """The numbers as bytes, and nothing else."""
+    """Assert that `matrix` has the numbers as bytes, and nothing else."""
     assert isinstance(matrix, ByteMatrix)
     expected = byte_linear.quantise_matrix(numbers)
     assert torch.equal(matrix.values, expected.values)

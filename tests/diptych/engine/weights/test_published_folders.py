@@ -168,7 +168,7 @@ def test_scales_of_the_cache_lie_beside_those_of_the_weights(
 
 
 def test_fp8_with_scales_of_activations(folder: Path) -> None:
-    """One scale a matrix and one for its inputs, by the names of transformers' layer."""
+    """There is a scale a matrix and one for its inputs, by the names of transformers' layer."""
     said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     numbers = write(folder, said, fp8("weight_scale_inv", "matrix"))
     change(

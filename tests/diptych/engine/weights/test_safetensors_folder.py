@@ -45,7 +45,7 @@ def put(folder: Path, name: str, value: dict[str, Any]) -> None:
 
 
 def eight_bits(dtype: torch.dtype) -> Callable[[Tensors], object]:
-    """The weights of one matrix as numbers of eight bits, their scale beside them."""
+    """Return an edit that stores one matrix as numbers of eight bits, their scale beside them."""
 
     def edit(tensors: Tensors) -> None:
         scale = tensors[DOWN].abs().max() / 100

@@ -1,4 +1,4 @@
-"""Which products are the kernels' own: those of at most sixteen rows of 16 bits; all come to the same."""
+"""Linear operators: our kernels take at most sixteen rows of 16 bits; all ways come to the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTED = ("skinny_linear", "skinny_swiglu", "swiglu")
 
 
 def counting(calls: Counter[str]) -> Operators:
-    """The meanings, which count what is asked of them."""
+    """Return reference operators that count their calls."""
 
     def counted(name: str) -> Operator:
         operator: Operator = getattr(REFERENCE_OPERATORS, name)

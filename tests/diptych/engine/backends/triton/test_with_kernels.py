@@ -38,7 +38,7 @@ CASES = [
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the step runs; the CPU means Triton's interpreter."""
+    """Return the device of the step; the CPU means Triton's interpreter."""
     if request.param == "cpu" and not INTERPRETED:
         pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
@@ -133,7 +133,7 @@ def test_graphs_launched_ahead_sample_what_single_steps_do() -> None:
 
 @pytest.mark.gpu
 def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
-    """At every bucket, with padding; what is recorded is the eager step's own launches."""
+    """Every bucket is tried, with padding; a graph has the eager step's own launches."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from diptych.engine.backends.triton.cuda_graph import EagerCapture
