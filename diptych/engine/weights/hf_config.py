@@ -215,7 +215,7 @@ def _windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...
     if window is None or family.window == "none":
         return ()
     if family.window == "every_layer":
-        return (window,) * config["num_hidden_layers"]
+        return (window,) * int(config["num_hidden_layers"])
     return tuple(window if kind == "sliding_attention" else None for kind in config["layer_types"])
 
 
