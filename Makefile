@@ -123,8 +123,8 @@ $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
 test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
-TEAM := $(addprefix kernels/cpu/,thread_team.cpp epoch.cpp)
-LAUNCHES := $(addprefix kernels/cpu/,launches.cpp step_state.cpp weight_memory.cpp)
+TEAM := $(addprefix kernels/cpu/,thread_team.cpp futex_counter.cpp)
+STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp weight_memory.cpp)
 THREAD_SANITIZED := $(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu -pthread
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.
@@ -133,8 +133,8 @@ sanitize: install
 	@mkdir -p $(SANITIZED)
 	$(THREAD_SANITIZED) tests/kernels/cpu/team_races.cpp $(TEAM) -o $(SANITIZED)/team_races
 	$(SANITIZED)/team_races
-	$(THREAD_SANITIZED) tests/kernels/cpu/launch_races.cpp $(TEAM) $(LAUNCHES) -o $(SANITIZED)/launch_races
-	$(SANITIZED)/launch_races
+	$(THREAD_SANITIZED) tests/kernels/cpu/step_queue_races.cpp $(TEAM) $(STEP_QUEUE) -o $(SANITIZED)/step_queue_races
+	$(SANITIZED)/step_queue_races
 	DIPTYCH_NATIVE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) \
 		--build-temp $(SANITIZED)/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

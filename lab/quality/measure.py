@@ -8,7 +8,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
-from diptych.engine.prompt_logprobs import all_logits
+from diptych.engine.prompt_logprobs import prompt_logits
 from diptych.engine.runner import Runner
 from lab.quality.divergence import NOTHING, Sums, compare
 
@@ -28,7 +28,7 @@ class Reader:
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Chunks of logits after each token."""
-        return all_logits(self._runner, self._memory, self._table, token_ids)
+        return prompt_logits(self._runner, self._memory, self._table, token_ids)
 
 
 def measure(
