@@ -16,7 +16,7 @@ from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
@@ -88,7 +88,7 @@ class Gateway:
             self.gate,
             self.reader,
             tokens=tokens,
-            recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
+            recovery=Recovery(RetryBudget(settings.max_inflight), settings.worker_wait_timeout),
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,
@@ -131,7 +131,7 @@ class Gateway:
         await self.mirror.start()
         self.fleet.start()
         await self._workers_or_timeout(settings.await_workers_s)
-        share, tls = settings.share_ports, settings.tls
+        share, tls = settings.reuse_port, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self.calls
         add_inference_service(server, calls, self.generator, self._text)
@@ -151,6 +151,7 @@ class Gateway:
             door=OpenAIRoutes(calls, self.generator, self._text, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
+            config_digest=settings.digest,
         )
         self.http_port = self._http.port
         self._admin = await AdminServicer.start(
@@ -177,13 +178,13 @@ class Gateway:
         self._changed.set()
         if self._health is not None:
             await self._health.set_ready(False)
-        await asyncio.sleep(self._settings.drain_settle_s)
-        if self._settings.share_ports:
+        await asyncio.sleep(self._settings.lame_duck)
+        if self._settings.reuse_port:
             await self._stop_listening()
         else:
             self.generator.draining = True
         try:
-            await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
+            await asyncio.wait_for(self._all_answered(), self._settings.shutdown_timeout)
         except TimeoutError:
             if self.calls.running:  # else it waited for requests that might have come
                 _log.warning("%d calls outlived the grace", self.calls.running)
@@ -202,7 +203,7 @@ class Gateway:
         if self._http is not None:
             await self._http.leave()
         if self._server is not None:
-            grace = self._settings.drain_grace_s + SHUT_DOWN_S
+            grace = self._settings.shutdown_timeout + SHUT_DOWN_S
             self._stopping = asyncio.create_task(self._server.stop(grace), name="stop listening")
             await asyncio.sleep(0)  # it is under way before anybody looks whether something still runs
 
@@ -253,7 +254,9 @@ class Gateway:
         )
 
     def _operations(self) -> Operations:
-        identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())
+        identity = Identity(
+            self._settings.worker_id, self._model.card, self._digest, self._settings.digest, started_now()
+        )
         return Operations(
             self.fleet,
             self.gate.queue,
@@ -281,7 +284,7 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 
 
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
-    """The model's text side and its digest. Blocks for some tenths of a second. Raises CannotStart."""
+    """The model's text side and its digest. Blocks for some tenths of a second. Raises StartupError."""
     try:
         path = settings.model_path
         return ServedModel.load(path, settings.model_name), model_digest(path)

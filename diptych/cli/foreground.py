@@ -74,7 +74,8 @@ def _welcome(console: Console, options: StackOptions, stack: Stack, show_secrets
 
     say(
         f"[bold green]Diptych serves[/]  gRPC {stack.address}   OpenAI API {stack.http_url}/v1   "
-        f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}"
+        f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}   "
+        f"configuration {stack.config_digest}"
     )
     say(f"  {first_question(options, stack.address)}")
     if show_secrets:

@@ -4,8 +4,10 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError
@@ -18,7 +20,9 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
-from diptych.runtime.settings import BadSettings, ProgramSettings, resolve_model
+from diptych.runtime.settings import ProgramSettings, resolve_model
+from diptych.runtime.settings_sources import BadSettings, Value, flag_of
+from diptych.worker_process.config import WorkerSettings
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from prefill_worker.config import PrefillSettings
 
@@ -29,6 +33,7 @@ _SETTINGS: Mapping[str, type[ProgramSettings]] = {
 }
 
 
+_LEAVING_S = 2.0  # for the statuses of what did not finish, and the end of the process
 _DIRECTORY_S = 3.0  # a busy machine may starve the first question
 _DIRECTORY_PAUSE_S = 0.3
 
@@ -37,30 +42,44 @@ class BadOptions(ValueError):
     """Options that no process could start with."""
 
 
-def check_options(options: StackOptions, ready_file: Path | None = None) -> list[ProgramSettings]:
-    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading.
+class Program(NamedTuple):
+    """A process of `diptych up`: its role, its settings, and the values that flags and variables give it."""
 
-    Returns what each of them will be told.
+    role: str
+    settings: ProgramSettings
+    values: Mapping[str, Value]
+
+
+def check_options(options: StackOptions, ready_file: Path | None = None) -> list[ProgramSettings]:
+    """Return the settings of each process. Raises BadOptions, in one line, for what each would else fail at
+    after seconds of loading.
     """
+    programs = read_programs(options)
+    _check_ready_file(ready_file)
+    _check_ports(options)
+    return [one.settings for one in programs]
+
+
+def read_programs(options: StackOptions) -> list[Program]:
+    """Return each process as it will be started. Raises BadOptions for options that none could start with."""
     try:
         resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
     except (FileNotFoundError, UnsafeBindError) as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
-    _check_ready_file(ready_file)
-    _check_ports(options)
-    return _read_settings(options)
+    return _read_programs(options)
+
+
+def settable_fields(role: str) -> list[str]:
+    """Return the fields of a program that may be set by --set or in its section of a file."""
+    return [field for field in _SETTINGS[role].public_fields() if flag_of(field) not in OWNED_FLAGS]
 
 
 def roles_with(flag: str) -> list[str]:
-    """The programs that have a flag, such as "max-batch", and may be given it by --set."""
+    """Return the programs that have a flag, such as "max-batch", and may be given it by --set."""
     field = flag.replace("-", "_")
-    return [
-        role
-        for role, settings in _SETTINGS.items()
-        if field in settings.model_fields and flag not in OWNED_FLAGS
-    ]
+    return [role for role in _SETTINGS if field in settable_fields(role)]
 
 
 def _check_switches(options: StackOptions) -> None:
@@ -108,21 +127,44 @@ def _check_ready_file(path: Path | None) -> None:
         raise BadOptions(f"--ready-file: cannot write {path}: {why}")
 
 
-def _read_settings(options: StackOptions) -> list[ProgramSettings]:
-    """Reads what each program will be started with, as it will: a fault of all is told once."""
+def _read_programs(options: StackOptions) -> list[Program]:
+    """Read what each program will be started with, as it will: a fault of all is told once."""
     shared = SharedSecrets(options.redis_url or "", options.secret or "")
-    settings: list[ProgramSettings] = []
+    programs: list[Program] = []
     faults: dict[str, None] = {}
     for spec in program_specs(options, shared, cores=1):
         argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[spec.argv.index("-m") + 2 :]]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:
-            settings.append(_SETTINGS[spec.role].read_argv(argv))
+            settings, _, values = _SETTINGS[spec.role].read_sources(argv)
+            programs.append(Program(spec.role, settings, values))
         except BadSettings as error:
-            faults.update(dict.fromkeys(error.faults))
+            for fault in error.faults:
+                origin = options.origins.get(f"{spec.role}.{fault.field}") or options.origin(fault.field)
+                faults[str(fault._replace(origin=origin))] = None
     if faults:
         raise BadOptions("\n".join(faults))
-    return settings
+    return programs
+
+
+@dataclass(frozen=True)
+class ShutdownTimeouts:
+    """Seconds that running requests get, and from SIGTERM to SIGKILL for any process."""
+
+    requests_s: float
+    kill_after_s: float
+
+
+def shutdown_timeouts(settings: Iterable[ProgramSettings]) -> ShutdownTimeouts:
+    """Return the timeouts of a system with these programs."""
+    requests_s = longest_s = 0.0
+    for one in settings:
+        if isinstance(one, GatewaySettings):
+            requests_s = max(requests_s, one.shutdown_timeout)
+            longest_s = max(longest_s, one.lame_duck + one.shutdown_timeout)
+        elif isinstance(one, WorkerSettings):
+            longest_s = max(longest_s, one.worker_shutdown_timeout)
+    return ShutdownTimeouts(requests_s, longest_s + _LEAVING_S)
 
 
 async def check_directory(url: str) -> None:

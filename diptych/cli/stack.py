@@ -1,5 +1,6 @@
 """Which processes make up Diptych on one machine, and with which flags."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import LOOPBACK, StackOptions
-from diptych.cli.thread_plan import split_cores
+from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from gateway.config import admin_port_beside
 
@@ -21,9 +22,36 @@ _GPU_UTILIZATION = 0.9
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
-        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca"),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
     }
 )
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads of each prefill and each decode worker, in the order of their names."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    def homes(self, cores: int) -> "tuple[tuple[range, ...], tuple[range, ...]] | None":
+        """Return the home cores of each worker, to be lent between them; None when there are too few."""
+        ends = list(itertools.accumulate((*self.prefill, *self.decode)))
+        if ends[-1] > cores:
+            return None
+        homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+        return homes[: len(self.prefill)], homes[len(self.prefill) :]
+
+
+def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:
+    """Deal the cores out, one after the other, prefill first (it is bound by arithmetic); at least one each.
+
+    Workers that shared cores would wait for one another inside every layer: their threads meet at
+    barriers, and a barrier is as late as its latest thread.
+    """
+    workers = prefill_workers + decode_workers
+    shares = [max(1, cores // workers + (1 if index < cores % workers else 0)) for index in range(workers)]
+    return ThreadPlan(tuple(shares[:prefill_workers]), tuple(shares[prefill_workers:]))
 
 
 class BadOverride(ValueError):
@@ -50,12 +78,17 @@ class SharedSecrets:
 
 
 def parse_override(text: str) -> tuple[str, str, str]:
-    """Reads ROLE.FLAG=VALUE, such as decode.max-batch=8. Raises BadOverride."""
+    """Read ROLE.FLAG=VALUE, such as decode.max-batch=8, under any of a flag's names.
+
+    Raises BadOverride, ValueError for an amount of memory that is none.
+    """
     target, equals, value = text.partition("=")
     role, dot, flag = target.partition(".")
-    flag = flag.removeprefix("--").replace("_", "-")
-    if not (equals and dot and flag) or role not in MODULES:
+    name = flag.removeprefix("--").replace("-", "_")
+    if not (equals and dot and name) or role not in MODULES:
         raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
+    field, value = canonical(name, value)
+    flag = field.replace("_", "-")
     if flag in OWNED_FLAGS:
         raise BadOverride(f"--{flag} is chosen by the launcher")
     return role, flag, value
@@ -77,7 +110,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
-        "drain-s": options.drain_s,
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
     gateway = _spec(
         "gateway",
@@ -91,8 +124,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
-            "drain-grace-s": options.drain_grace_s,
-            "share-ports": True,
+            "shutdown-timeout": options.shutdown_timeout,
+            "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),
         },
         admin_port=admin_port_beside(options.grpc_port, options.admin_port),
@@ -163,14 +196,20 @@ def _spec(
     http_port: int = 0,
     admin_port: int | None = None,
 ) -> ChildSpec:
+    overrides: dict[str, object] = {
+        flag: switch(value) for target, flag, value in options.overrides if target == role
+    }
+    decides = {"dtype", "quantization"} & overrides.keys()  # one choice: an override of one decides both
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
-        "dtype": options.dtype,
+        "dtype": "auto" if decides else options.dtype,
+        "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,
         "log-level": options.log_level,
         **own,
-        **{flag: switch(value) for target, flag, value in options.overrides if target == role},
+        "config-digest": options.config_digest,
+        **overrides,
     }
     argv: list[str | Slot] = [*module_command(MODULES[role])]
     for flag, value in flags.items():

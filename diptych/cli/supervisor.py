@@ -20,9 +20,8 @@ from functools import partial
 from typing import Any
 
 from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
-from diptych.cli.liveness import Patience, silence
 from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
-from diptych.cli.restart_policy import RestartPolicy
+from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
 
 _KEPT_LINES = 40
 _LAST_WORDS_S = 1.0  # a process's own child may hold its output open for ever
@@ -56,7 +55,7 @@ class Supervisor:
 
     `observe` is called for every event, on the event loop; `ready_timeout_s` bounds the time from a
     start to the ready line, `grace_s` that from SIGTERM to SIGKILL. Who answers no question of its
-    spec's `health` for longer than `patience` is killed.
+    spec's `health` for longer than `liveness` allows is killed.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class Supervisor:
         observe: Callable[[Event], None],
         *,
         policy: RestartPolicy | None = None,
-        patience: Patience | None = None,
+        liveness: LivenessProbe | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 10.0,
     ) -> None:
         self._observe = observe
         self._policy = policy or RestartPolicy()
-        self._patience = patience or Patience()
+        self._liveness = liveness or LivenessProbe()
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
         self._kept: dict[str, _Kept] = {}
@@ -214,7 +213,7 @@ class Supervisor:
     async def _kill_when_silent(self, spec: ChildSpec, child: Child, announced: Announcement) -> bool:
         if spec.health is None:
             return False
-        await silence(partial(spec.health, announced), self._patience)
+        await wait_until_unresponsive(partial(spec.health, announced), self._liveness)
         child.send(signal.SIGKILL)
         return True
 

@@ -6,22 +6,22 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diptych.cli.child import ChildFailed
 from diptych.cli.http_probe import http_body, http_status, reachable
-from diptych.cli.preflight import BadOptions, check_directory, check_options
+from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
-from diptych.cli.shutdown_timeouts import drain_times
 from diptych.cli.stack import SharedSecrets, program_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.process import ONE_SIGNAL_S
+from diptych.runtime.settings import config_digest
 
 STOP_ORDER = ("gateway", "prefill", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,6 +42,7 @@ class Stack:
     http_port: int
     admin_port: int
     tls: bool = False
+    config_digest: str = ""
 
     @property
     def address(self) -> str:
@@ -82,7 +83,9 @@ async def running_stack(
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
     current; BadOptions when it cannot be written the first time, which somebody may wait for.
     """
-    times = drain_times(check_options(options, ready_file))
+    settings = check_options(options, ready_file)
+    timeouts = shutdown_timeouts(settings)
+    options = replace(options, config_digest=config_digest(settings))
     if options.redis_url is not None:
         await check_directory(options.redis_url)
     file = ReadyFile(ready_file, observe) if ready_file is not None else None
@@ -94,7 +97,7 @@ async def running_stack(
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 
-    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=times.patience_s)
+    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=timeouts.kill_after_s)
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
         shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
@@ -108,6 +111,7 @@ async def running_stack(
             int(gateway["http_port"]),
             int(gateway["admin_port"]),
             tls=options.tls_cert is not None,
+            config_digest=options.config_digest or "",
         )
         await _routable(stack)
         if file is not None:
@@ -116,7 +120,7 @@ async def running_stack(
     finally:
         if file is not None:
             file.remove()
-        await _stop(supervisor, stack, observe, times.requests_s)
+        await _stop(supervisor, stack, observe, timeouts.requests_s)
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:

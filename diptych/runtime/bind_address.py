@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 
 class UnsafeBindError(StartupError, ValueError):

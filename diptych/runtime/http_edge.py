@@ -59,6 +59,7 @@ class HttpEdge:
         alive: Callable[[], bool],
         gives_work: Callable[[str], bool] | None = None,
         certificates: bool = False,
+        config_digest: str = "",
     ) -> None:
         self._registry = registry
         self._ready = ready
@@ -67,6 +68,7 @@ class HttpEdge:
         self._gives_work = gives_work
         self._door = door
         self._certificates = certificates
+        self._config_digest = config_digest
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
@@ -90,6 +92,7 @@ class HttpEdge:
         door: Door | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
+        config_digest: str = "",
     ) -> "HttpEdge":
         """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200, or 503 with
         what `why_not_ready` says in a line, and `alive` at each GET /health: whoever says no there is ended
@@ -111,6 +114,7 @@ class HttpEdge:
             alive=alive,
             gives_work=gives_work,
             certificates=certificates,
+            config_digest=config_digest,
         )
         edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
@@ -208,7 +212,9 @@ class HttpEdge:
         )
 
     def _version(self, _: web.BaseRequest) -> web.Response:
-        body = json.dumps({"version": importlib.metadata.version("diptych")})
+        body = json.dumps(
+            {"version": importlib.metadata.version("diptych"), "config_digest": self._config_digest}
+        )
         return web.Response(text=body, content_type="application/json")
 
 

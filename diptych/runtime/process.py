@@ -29,8 +29,7 @@ import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
 from diptych.runtime.nonblocking_stderr import NonblockingStream
-from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import ProgramSettings, StartupError
 
 _PR_SET_PDEATHSIG = 1
 ONE_SIGNAL_S = 0.1
@@ -50,9 +49,10 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     """Runs `main` on a uvloop event loop with signals, logging and the death watch set up.
 
     Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged, of
-    CannotStart the message alone).
+    StartupError the message alone).
     """
     set_up_logging(settings)
+    _log.info("configuration %s", settings.digest)
     take_short_turns()
     allow_descriptors()
     if settings.death_fd is not None:

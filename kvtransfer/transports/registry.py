@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from kvtransfer.transports import cuda_ipc as pushing
 from kvtransfer.transports import nccl as paired
 from kvtransfer.transports import nccl_channel as paired_channel

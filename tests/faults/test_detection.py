@@ -137,7 +137,9 @@ def slow_worker(stack: Stack, folder: Path) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "decode_worker", "--model", str(folder), "--model-name", "tiny"]
     command += ["--dtype", "fp32", "--kv-blocks", "256", "--grpc-port", "0", "--http-port", "0"]
-    process = subprocess.Popen([*command, "--worker-id", "snail", "--drain-s", "1"], env=environment)
+    process = subprocess.Popen(
+        [*command, "--worker-id", "snail", "--worker-shutdown-timeout", "1"], env=environment
+    )
     try:
         yield "snail"
     finally:

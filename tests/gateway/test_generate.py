@@ -249,7 +249,7 @@ async def test_preemption_is_invisible(bundled: ServedModel, redis_url: str, ans
 
 async def test_silent_worker_is_lost_in_seconds(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, recovery_wait_s=0) as stack:
+    async with running(bundled, redis_url, prefill, decode, worker_wait_timeout=0) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         await decode.wait_for("attach")
         started = time.monotonic()
@@ -432,7 +432,7 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, drain_grace_s=3) as stack:
+    async with running(bundled, redis_url, prefill, decode, shutdown_timeout=3) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         drain = asyncio.ensure_future(stack.gateway.drain())
@@ -451,7 +451,7 @@ async def test_drain_waits_for_texts_that_are_being_read(
     """A call is there before it is a request: its text, or its grammar, may have to wait for others'."""
     read, turn = threading.Event(), pb.TokenizeRequest(text="a" * limits.INLINE_PARSE_BYTES)
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
-    settings = {"drain_grace_s": 30, "share_ports": True}  # with a successor, nothing is refused
+    settings = {"shutdown_timeout": 30, "reuse_port": True}  # with a successor, nothing is refused
     async with running(bundled, redis_url, *workers, **settings) as stack:
         before_it = asyncio.create_task(stack.gateway.texts.read(turn, DEFAULT_TENANT, lambda: read.wait(60)))
         long = stack.request("a " * limits.INLINE_PARSE_BYTES, stopping={"max_tokens": len(answer)})
@@ -470,7 +470,7 @@ async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     decode = ScriptedDecode()
-    async with running(bundled, redis_url, ScriptedPrefill(), decode, drain_grace_s=0.1) as stack:
+    async with running(bundled, redis_url, ScriptedPrefill(), decode, shutdown_timeout=0.1) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         decode.tokens(work, 0, answer[:3])
@@ -483,7 +483,7 @@ async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(
 async def test_after_the_grace_the_rest_gets_a_status(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     stack: Stack
-    async with running(bundled, redis_url, prefill, decode, drain_grace_s=0.1) as stack:
+    async with running(bundled, redis_url, prefill, decode, shutdown_timeout=0.1) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         await decode.wait_for("attach")
         await stack.gateway.drain()

@@ -87,12 +87,18 @@ def test_a_mistake_of_its_user_is_told_in_one_line(
     assert problem.format(**values) in line
 
 
-def test_help_says_what_its_ports_are_for() -> None:
+def test_help_groups_flags_and_says_what_ports_are_for() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gateway", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "gateway", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     said = " ".join(done.stdout.split())
-    assert "port of OpenAI's API, /metrics, /health and /ready" in said
+    assert "Port of OpenAI's API, /metrics, /health and /ready" in said
+    assert "─ Admission ─" in said
     assert "``" not in said
     assert "null" not in said
 

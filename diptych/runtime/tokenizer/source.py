@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import tokenizers
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 
 class UnusableTokenizer(StartupError, ValueError):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diptych.cli.liveness import Patience, silence
+from diptych.cli.restart_policy import LivenessProbe, wait_until_unresponsive
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ async def test_only_questions_in_a_row_count(answers: str, asked: int) -> None:
         return next(said) == "y"
 
     async with asyncio.timeout(60):
-        await silence(answer, Patience(every_s=0.001, questions=3))
+        await wait_until_unresponsive(answer, LivenessProbe(every_s=0.001, max_failures=3))
     assert count == asked

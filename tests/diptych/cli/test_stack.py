@@ -101,10 +101,10 @@ def test_an_override_reaches_its_role_only_and_wins() -> None:
 
 
 def test_an_override_turns_switches_on_and_off() -> None:
-    overrides = (parse_override("gateway.share-ports=false"), parse_override("decode.insecure=TRUE"))
+    overrides = (parse_override("gateway.reuse-port=false"), parse_override("decode.insecure=TRUE"))
     made = specs(StackOptions(model_name="true", overrides=overrides))
-    assert "--no-share-ports" in made["gateway"].argv
-    assert "--share-ports" not in made["gateway"].argv
+    assert "--no-reuse-port" in made["gateway"].argv
+    assert "--reuse-port" not in made["gateway"].argv
     assert "--insecure" in made["decode-0"].argv
     assert {flag(spec, "model-name") for spec in made.values()} == {"true"}
 

@@ -12,15 +12,14 @@ import pytest
 
 from diptych.cli.child import Announcement, ChildFailed
 from diptych.cli.http_probe import http_status
-from diptych.cli.liveness import Patience
 from diptych.cli.process_events import Ended, Event, Serving, Wrote
-from diptych.cli.restart_policy import RestartPolicy
+from diptych.cli.restart_policy import LivenessProbe, RestartPolicy
 from diptych.cli.supervisor import Running, Supervisor
 from tests.diptych.cli.specs import ROOT, alive, program_spec, wait_until
 
 GRACE_S = 20.0
 QUICK = RestartPolicy(first_s=0.05, cap_s=0.2)
-IMPATIENT = Patience(every_s=0.1, questions=3)
+QUICK_PROBE = LivenessProbe(every_s=0.1, max_failures=3)
 
 
 class Watched:
@@ -30,7 +29,7 @@ class Watched:
         self.events: list[Event] = []
         self._told = asyncio.Event()
         self.supervisor = Supervisor(
-            self._observe, policy=QUICK, patience=IMPATIENT, ready_timeout_s=60, grace_s=GRACE_S
+            self._observe, policy=QUICK, liveness=QUICK_PROBE, ready_timeout_s=60, grace_s=GRACE_S
         )
 
     def _observe(self, event: Event) -> None:

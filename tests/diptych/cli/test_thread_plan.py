@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.cli.thread_plan import ThreadPlan, split_cores
+from diptych.cli.stack import ThreadPlan, split_cores
 
 
 def test_two_cores_are_one_each() -> None:

@@ -220,9 +220,16 @@ async def test_who_says_nothing_loses_a_spare_connection_soon(full: Edge) -> Non
         writer.close()
 
 
-async def test_the_version_is_told(edge: Edge) -> None:
-    status, body = await edge.get("/version")
-    assert (status, json.loads(body)) == (200, {"version": importlib.metadata.version("diptych")})
+async def test_version_has_the_digest_of_the_configuration() -> None:
+    http = await HttpEdge.start(
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, config_digest="1a2b3c4d5e6f"
+    )
+    try:
+        status, body = await Edge(http).get("/version")
+    finally:
+        await http.close()
+    version = importlib.metadata.version("diptych")
+    assert (status, json.loads(body)) == (200, {"version": version, "config_digest": "1a2b3c4d5e6f"})
 
 
 async def test_close_ends_open_connections() -> None:

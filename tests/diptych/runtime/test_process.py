@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import asyncio, gc, logging, sys
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.settings import StartupError
 from diptych.runtime.process import announce_ready, incarnation, run_program
 from diptych.runtime.settings import ProgramSettings
 
@@ -145,7 +146,8 @@ def test_an_exception_is_one_line_of_log_and_status_1() -> None:
 def test_a_mistake_of_the_user_is_told_without_a_traceback() -> None:
     code, stderr = Child("mistake").finish()
     assert code == 1
-    [line] = stderr.splitlines()
+    first, line = stderr.splitlines()
+    assert re.search(r"configuration [0-9a-f]{12}$", first)
     assert line.endswith("cannot start: no model at /nowhere")
 
 

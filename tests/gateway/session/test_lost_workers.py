@@ -98,7 +98,7 @@ async def test_nobody_is_waited_for_too_long(
     bundled: ServedModel, redis_url: str, answer: list[int], tokens_first: int
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, recovery_wait_s=0.3) as stack:
+    async with running(bundled, redis_url, prefill, decode, worker_wait_timeout=0.3) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         if tokens_first:
@@ -121,7 +121,7 @@ async def test_a_request_that_kills_two_workers_meets_no_third(bundled: ServedMo
 
     decodes = [ScriptedDecode(die) for _ in range(3)]
     async with running(
-        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, recovery_wait_s=0.5
+        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, worker_wait_timeout=0.5
     ) as stack:
         await linked(stack, 4)
         error = await failure(stack.stub.StreamGenerate(stack.request()))
@@ -135,7 +135,9 @@ async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedM
         await worker.kill()
 
     first, second, third = (ScriptedDecode(die) for _ in range(3))
-    async with running(bundled, redis_url, ScriptedPrefill(idle=True), first, recovery_wait_s=300.0) as stack:
+    async with running(
+        bundled, redis_url, ScriptedPrefill(idle=True), first, worker_wait_timeout=300.0
+    ) as stack:
         await linked(stack, 2)
         call = stack.stub.StreamGenerate(stack.request())
         await first.wait_for("attach")

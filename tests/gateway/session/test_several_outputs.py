@@ -219,7 +219,7 @@ async def test_best_of_that_a_shutdown_ends_is_safe_to_replay(
         said_some.set()
 
     workers = (ScriptedPrefill(), ScriptedDecode(script))
-    async with running(bundled, redis_url, *workers, drain_grace_s=0.3) as stack:
+    async with running(bundled, redis_url, *workers, shutdown_timeout=0.3) as stack:
         call = stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(best_of=2)))
         await said_some.wait()
         await stack.gateway.drain()
