@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from diptych.bench.drive import Run
-from diptych.bench.goodput import ServiceLevel
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import ServiceLevel, percentile
 from diptych.bench.request import Outcome, ServerTimes
 from diptych.bench.self_watch import Verdict
 
@@ -25,7 +24,8 @@ Figures = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: its figures, its failures by code, and whether the generator itself was the limit.
+    """Measurement of one run: its figures, its failures by code, and whether the generator itself was the
+    limit.
 
     Failures come as fast as the generator asks: where most requests failed, it was no limit.
     """
@@ -36,7 +36,10 @@ class Measured:
 
 
 def measure(run: Run, level: ServiceLevel | None, *, exact_lengths: bool) -> Measured:
-    """`exact_lengths` says that each answer had to be as long as asked for: shorter ones are counted."""
+    """Measure a run.
+
+    `exact_lengths` says that each answer had to be as long as asked for: shorter ones are counted.
+    """
     answered = [one for one in run.outcomes if one.reply is not None]
     figures: Figures = {
         **_throughput(run, answered, level),
@@ -119,7 +122,7 @@ def _most_in_a_second(answered: Sequence[Outcome]) -> float:
 
 
 def _server_figures(times: Sequence[ServerTimes]) -> Figures:
-    """What a Diptych server says of itself; nothing for others."""
+    """Return the times that a Diptych server reports; nothing for other servers."""
     if not times:
         return {}
     return {

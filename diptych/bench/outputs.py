@@ -1,4 +1,4 @@
-"""What is left of a run: tables on the terminal, a file, a picture."""
+"""Outputs of a run: tables on the terminal, a file, a picture."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _show(results: Sequence[LoadResult], dataset: str) -> None:
     for table in report.tables(results):
         console.print(table)
     ordered = plot.in_order(results)
-    at = plot.find_knee(ordered)
+    at = plot.knee_of(ordered)
     if at is not None:
         console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
     for warning in report.warnings(results, dataset):

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.client import AsyncClient
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc

@@ -35,7 +35,7 @@ class KServeBackend:
         self._model = asking.model
 
     async def model(self) -> str:
-        """The protocol lists no models, so Diptych's own is asked where no name is given."""
+        """Return the model's name. The protocol lists none: without --model, Diptych's own protocol does."""
         if self._model is None:
             listing = diptych_rpc.InferenceServiceStub(self._channel)
             try:
@@ -83,7 +83,7 @@ class KServeBackend:
 
 
 class _Answer:
-    """One stream as it comes."""
+    """Answer that a stream brings, message by message."""
 
     def __init__(self, asking: Asking) -> None:
         self._on_output = asking.on_output
