@@ -148,7 +148,7 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            door=OpenAIRoutes(calls, self.generator, self._text, self._model, self._digest),
+            handler=OpenAIRoutes(calls, self.generator, self._text, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
             config_digest=settings.digest,

@@ -75,7 +75,7 @@ def latencies(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """Requests in flight at the same time, at most."""
+    """Return the requests in flight at the same time, at most."""
     changes = sorted([(one.sent, 1) for one in outcomes] + [(one.ended, -1) for one in outcomes])
     now = most = 0
     for _, change in changes:  # an end sorts before a start at the same moment
@@ -112,7 +112,9 @@ def _throughput(run: Run, answered: Sequence[Outcome], level: ServiceLevel | Non
 
 
 def _most_in_a_second(answered: Sequence[Outcome]) -> float:
-    """Tokens of the best whole second since the first sending; a message has its share of an answer's."""
+    """Return the tokens of the best whole second since the first sending; a message has its share of an
+    answer's.
+    """
     start = min((one.sent for one in answered), default=0.0)
     seconds: defaultdict[int, float] = defaultdict(float)
     for reply in (one.reply for one in answered if one.reply is not None):

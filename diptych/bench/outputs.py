@@ -21,7 +21,7 @@ class BadPath(Exception):
 
 
 def check(options: argparse.Namespace) -> None:
-    """Makes the folders of what is to be written, before anything is measured. Raises BadPath."""
+    """Make the folders of what is to be written, before anything is measured. Raises BadPath."""
     for flag, path in (("--output-file", options.output_file), ("--plot", options.plot)):
         if path is not None:
             try:
@@ -31,7 +31,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: RunDescription) -> bool:
-    """Shows and writes all that was asked for; whether all of it could be written."""
+    """Show and write all that was asked for. Returns whether all of it could be written."""
 
     def save_results(path: Path) -> None:
         objects = result_file.as_objects(results, described, detailed=options.save_detailed)

@@ -26,7 +26,10 @@ def can_plot() -> bool:
 
 
 def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
-    """Medians as lines, the rounds' spread as bands, the knee as a dotted line. Needs one result at least."""
+    """Draw medians as lines, the rounds' spread as bands, the knee as a dotted line.
+
+    Needs one result at least.
+    """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     ordered = in_order(results)

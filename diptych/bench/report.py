@@ -134,7 +134,7 @@ def _percentiles(figures: Figures, name: str) -> str:
 
 
 def _digits(value: float) -> int:
-    """Decimals that keep three significant digits."""
+    """Return the decimals that keep three significant digits."""
     return 0 if value >= 100 else 1 if value >= 10 else 2
 
 

@@ -309,5 +309,5 @@ def main() -> None:
 
 
 def _become(module: str, argv: Sequence[str]) -> None:
-    """Replaces this process by the program: signals and exit status are its own, as in a container."""
+    """Replace this process by the program: signals and exit status are its own, as in a container."""
     os.execv(sys.executable, [*module_command(module), *argv])

@@ -1,4 +1,4 @@
-"""What can be known before anything starts: options that no process could start with."""
+"""Checks before anything starts: options that no process could start with."""
 
 import asyncio
 import errno
@@ -83,7 +83,7 @@ def roles_with(flag: str) -> list[str]:
 
 
 def _check_switches(options: StackOptions) -> None:
-    """A program, whose switches take no value, could only say that there is a word too many."""
+    """Raise BadOptions for a switch of a program that is neither true nor false."""
     for role, flag, value in options.overrides:
         field = _SETTINGS[role].model_fields.get(flag.replace("-", "_"))
         if field is not None and field.annotation is bool and not isinstance(switch(value), bool):
@@ -107,8 +107,10 @@ def _check_ports(options: StackOptions) -> None:
 
 
 def _taken(host: str, port: int) -> bool:
-    """Whether somebody listens there. Our gateway shares its ports with its successor, so that it would
-    share them with another system as well, and each would get half the calls.
+    """Return whether another process listens there.
+
+    Our gateway shares its ports with its successor, so that it would share them with another system as well,
+    and each would get half the calls.
     """
     if port == 0:
         return False
@@ -168,11 +170,11 @@ def shutdown_timeouts(settings: Iterable[ProgramSettings]) -> ShutdownTimeouts:
 
 
 async def check_directory(url: str) -> None:
-    """Raises BadOptions unless a server answers there: without one the gateway would never find a worker."""
+    """Raise BadOptions unless a server answers there: without one the gateway would never find a worker."""
     client = connect(url)
     try:
         deadline = time.monotonic() + _DIRECTORY_S
-        while (why := await _silence(client)) is not None:
+        while (why := await _why_unanswered(client)) is not None:
             if time.monotonic() > deadline:
                 raise BadOptions(f"the directory at {without_login(url)} does not answer: {why}")
             await asyncio.sleep(_DIRECTORY_PAUSE_S)
@@ -180,8 +182,8 @@ async def check_directory(url: str) -> None:
         await client.aclose()
 
 
-async def _silence(client: Redis) -> str | None:
-    """Why it does not answer, or None. Raises BadOptions where it answers, and will not have us."""
+async def _why_unanswered(client: Redis) -> str | None:
+    """Return why it does not answer, or None. Raises BadOptions where it answers, and refuses the login."""
     try:
         await client.ping()
     except AuthenticationError as error:

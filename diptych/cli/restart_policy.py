@@ -1,4 +1,4 @@
-"""When a process is started again after its death, and when one that has stopped answering is ended.
+"""Restart policy: the delay after a process's death, and the silence after which one is killed.
 
 A process that is stopped, deadlocked or stuck keeps its ports open and never ends by itself: its work goes
 elsewhere, but its capacity is missing. Silence is counted in probes, so that a pause of this process is one

@@ -1,4 +1,4 @@
-"""Which processes make up Diptych on one machine, and with which flags."""
+"""Processes of Diptych on one machine, and their flags."""
 
 import itertools
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ROLES = tuple(MODULES)
 
 _GPU_UTILIZATION = 0.9
 
-# What `diptych up` decides itself: two owners of one flag would be a riddle.
+# Flags that `diptych up` sets itself.
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
@@ -60,7 +60,7 @@ class BadOverride(ValueError):
 
 @dataclass(frozen=True)
 class SharedSecrets:
-    """What processes must share to be one system; given by environment, never by command line.
+    """Values that processes must share to be one system; given by environment, never by command line.
 
     The secret is the gateways' alone: with it they name prefixes and sign resume tokens.
     """
@@ -95,14 +95,14 @@ def parse_override(text: str) -> tuple[str, str, str]:
 
 
 def switch(value: str) -> str | bool:
-    """The programs' flags of two states take no value: `--flag` and `--no-flag`."""
+    """Return True or False for a switch, which takes no value (`--flag`, `--no-flag`), else the value."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
-    """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
+    """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers."""
     plan = split_cores(cores, options.prefill_workers, options.decode_workers)
-    # Who says how many threads a worker has wants that many, and no others.
+    # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
     on_workers = {
@@ -168,10 +168,10 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
 
 
 def _gpu_share(options: StackOptions) -> float | None:
-    """How much of a GPU each decode worker takes, when all workers of this machine are on one.
+    """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
 
-    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. Whoever puts
-    workers on GPUs of their own says what each may take.
+    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. To put
+    workers on GPUs of their own, give what each may take.
     """
     if options.device == "cpu":
         return None
@@ -179,7 +179,7 @@ def _gpu_share(options: StackOptions) -> float | None:
 
 
 def _share(home: range | None, cores: int) -> dict[str, object]:
-    """The flags by which a worker lends its idle cores and borrows those of others."""
+    """Return the flags by which a worker lends its idle cores and borrows those of others."""
     if home is None:
         return {}
     return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
@@ -225,8 +225,8 @@ def _spec(
     ports = tuple(values)
     if role == "gateway":
         values["await_workers_s"] = 0  # when everything starts at once, the gateway is there first
-    told = () if role == "gateway" else ("replaces",)
-    for slot in (*ports, "worker_id", *told, "ready_fd", "death_fd"):
+    slots = () if role == "gateway" else ("replaces",)
+    for slot in (*ports, "worker_id", *slots, "ready_fd", "death_fd"):
         argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
     return ChildSpec(
         name=name,
@@ -235,14 +235,14 @@ def _spec(
         env=shared.of_gateways if role == "gateway" else shared.of_workers,
         values=values,
         # A gateway is known by its address; workers are found through the directory, and a new port
-        # makes sure that nobody takes the new process for the old one.
+        # sets the new process apart from the old one.
         keep=ports if role == "gateway" else (),
-        # A gateway's port is for everybody: who takes all its connections must not have it killed.
+        # A gateway's port is public: a client that takes all its connections must not have it killed.
         health=None if role == "gateway" else partial(_healthy, reachable(str(flags["host"]))),
     )
 
 
 async def _healthy(host: str, announced: Announcement) -> bool:
-    """Whether a worker says that it is alive."""
+    """Return whether a worker is alive by its own /health."""
     port = int(announced["http_port"])
     return await http_status(host, port, "/health", timeout_s=_HEALTH_TIMEOUT_S) == 200

@@ -28,7 +28,9 @@ def _threads(role: str) -> Any:
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What to run. Ports may be 0 (any free one); None leaves a setting to the program's own default.
+    """Options of a whole system.
+
+    Ports may be 0 (any free one); None leaves a setting to the program's own default.
 
     A field with an option is a flag of `diptych up`, a variable (`--redis-url` is DIPTYCH_REDIS_URL) and a
     key of the configuration file.

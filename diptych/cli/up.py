@@ -1,4 +1,4 @@
-"""`diptych up`: the whole system on this machine, from start to stop."""
+"""`diptych up`: run the whole system on this machine, from start to stop."""
 
 import asyncio
 import secrets
@@ -54,12 +54,12 @@ class Stack:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
 
     async def ready(self, worker_id: str = "") -> bool:
-        """Whether the gateway can route a request; with an id, whether this worker gets some."""
+        """Return whether the gateway can route a request; with an id, whether this worker gets some."""
         path = f"/ready?worker={worker_id}" if worker_id else "/ready"
         return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
 
     async def requests(self) -> int | None:
-        """How many the gateway has, running or waiting; None when it does not say."""
+        """Return the number of requests of the gateway, running or waiting; None when it does not answer."""
         metrics = await http_body(
             self.host, self.http_port, "/metrics", tls=self.tls, timeout_s=_COUNT_TIMEOUT_S
         )
@@ -77,11 +77,11 @@ async def running_stack(
     ready_file: Path | None = None,
     ready_timeout_s: float = 300.0,
 ) -> AsyncIterator[Stack]:
-    """Starts everything, yields once the gateway can route a request, and stops everything at exit.
+    """Start everything, yield once the gateway can route a request, and stop everything at exit.
 
     Raises BadOptions before anything starts, ChildFailed when a process does not start (no process is
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
-    current; BadOptions when it cannot be written the first time, which somebody may wait for.
+    current; BadOptions when it cannot be written the first time, which a script may wait for.
     """
     settings = check_options(options, ready_file)
     timeouts = shutdown_timeouts(settings)
@@ -131,7 +131,7 @@ def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor)
 
 
 async def _routable(stack: Stack) -> None:
-    """Waits until the gateway has found its workers. Raises ChildFailed when it does not."""
+    """Wait until the gateway has found its workers. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
     while not await stack.ready():
         if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ async def _routable(stack: Stack) -> None:
 async def _stop(
     supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
 ) -> None:
-    """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
+    """Stop in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -177,16 +177,16 @@ class Stopped(Exception):
 
 
 def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
+    """Run `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
     then.
     """
 
     async def cancellable() -> int:
         task = asyncio.ensure_future(main)
-        heard: list[signal.Signals] = []
+        received: list[signal.Signals] = []
 
         def cancel(signum: signal.Signals) -> None:
-            heard.append(signum)
+            received.append(signum)
             task.cancel()
 
         for signum in _SIGNALS:
@@ -194,8 +194,8 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
         try:
             return await task
         except asyncio.CancelledError:
-            if not heard:
+            if not received:
                 raise
-            raise Stopped(heard[0]) from None
+            raise Stopped(received[0]) from None
 
     return asyncio.run(cancellable())

@@ -19,7 +19,7 @@ _KINDS = {int: "integer", float: "number", bool: "switch", str: "text"}
 
 
 class SettingRow(NamedTuple):
-    """One setting as the reference and --help show it."""
+    """Setting as the reference and --help show it."""
 
     flag: str
     variable: str

@@ -19,7 +19,7 @@ class BadConfigFile(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file, its value as a flag would have it, and its place."""
+    """Line of a file: a key, its value as a flag would have it, and its place."""
 
     key: str
     text: str

@@ -299,7 +299,7 @@ def _faults(error: ValidationError, values: Mapping[str, Value]) -> list[Fault]:
 
 
 def resolve_model(model: str) -> Path:
-    """Path of a model given by path or as "bundled". Raises NoModel with what to do."""
+    """Return the path of a model given by path or as "bundled". Raises NoModel with what to do."""
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
@@ -325,7 +325,7 @@ def _not_there(model: str, path: Path) -> str:
 
 
 def cpu_features(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
-    """What the CPU can do, in the names of the Linux kernel; empty where nobody says."""
+    """Return the features of the CPU, in the names of the Linux kernel; empty where they are not known."""
     try:
         lines = cpu_info.read_text().splitlines()
     except OSError:  # not Linux: no flags to read

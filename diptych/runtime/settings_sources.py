@@ -16,7 +16,7 @@ _PAIR = ("dtype", "quantization")
 
 
 class Fault(NamedTuple):
-    """What is wrong with a setting, or with no single one where `field` is empty."""
+    """Fault of a setting, or of no single one where `field` is empty."""
 
     message: str
     field: str = ""

@@ -138,7 +138,7 @@ class _Answer:
         self._ended: float | None = None
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Raises RequestFailed for an error that the server sends in its stream."""
+        """Add a message. Raises RequestFailed for an error that the server sends in its stream."""
         for data in self._reader.feed(piece):
             if data == b"[DONE]":
                 self._finished = True
@@ -151,7 +151,7 @@ class _Answer:
                 self._choice(choice, now)
 
     def reply(self, request: BenchRequest) -> Reply:
-        """Raises RequestFailed for a stream without output or without an end."""
+        """Return the reply. Raises RequestFailed for a stream without output or without an end."""
         if not self._arrivals and self._ended is not None and self._usage.get("completion_tokens"):
             # Tokens were made, and their bytes are no whole character: they came with the end.
             self._arrivals.append(self._ended)

@@ -105,7 +105,7 @@ class Trace:
 
 
 def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises BadDataset."""
+    """Read a trace with columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises BadDataset."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
@@ -169,7 +169,7 @@ def _mooncake_row(record: Any) -> TraceRow:
 
 
 def _possible(row: TraceRow) -> TraceRow:
-    """Raises ValueError."""
+    """Return a row whose values are possible. Raises ValueError."""
     if row.input_len < 1 or row.output_len < 0 or any(block < 0 for block in row.blocks):
         raise ValueError(f"impossible lengths in {row}")
     return row

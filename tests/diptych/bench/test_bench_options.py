@@ -144,9 +144,7 @@ def test_says_what_is_wrong_with_a_value(flag: str, told: str, capsys: pytest.Ca
     assert told in capsys.readouterr().err
 
 
-def test_help_names_the_defaults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_the_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_info:
         flags.parser().parse_args(["--help"])

@@ -2,12 +2,12 @@ import os
 import subprocess
 import sys
 
-from diptych.cli.valkey import TETHER
+from diptych.cli.valkey import PARENT_DEATH
 
 
 def start(death_fd: int, *command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", str(TETHER), str(death_fd), *command],
+        [sys.executable, "-I", str(PARENT_DEATH), str(death_fd), *command],
         pass_fds=(death_fd,),
         stdout=subprocess.PIPE,
     )

@@ -170,16 +170,21 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
 
 @pytest_asyncio.fixture
 async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
-    """A client has the only connection, and two are to spare. Whoever asks its door gets 418."""
+    """A client has the only connection, and two are to spare. A request to its handler gets 418."""
     monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_S", 0.5)
 
-    async def door(_: web.BaseRequest) -> web.Response:
+    async def handler(_: web.BaseRequest) -> web.Response:
         return web.Response(status=418)
 
     http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, door=door, max_body_bytes=1 << 20
+        "127.0.0.1",
+        0,
+        registry=CollectorRegistry(),
+        ready=lambda: True,
+        handler=handler,
+        max_body_bytes=1 << 20,
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -283,7 +288,7 @@ async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
     """A stream that began before did not, so that its client may have sent another request by its end."""
     go_on = asyncio.Event()
 
-    async def door(request: web.BaseRequest) -> web.StreamResponse:
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"begun")
@@ -291,7 +296,9 @@ async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
         await response.write_eof(b"over")
         return response
 
-    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, door=door)
+    http = await HttpEdge.start(
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, handler=handler
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")

@@ -88,8 +88,8 @@ def test_a_second_signal_does_not_wait() -> None:
 
 FIRST_OF_A_CONTAINER = """
 import time
-from diptych.runtime.process import end_when_told
-end_when_told()
+from diptych.runtime.process import exit_on_sigterm
+exit_on_sigterm()
 print("starting", flush=True)
 time.sleep(60)
 """
@@ -118,11 +118,11 @@ def test_a_program_can_be_stopped_before_it_reads_its_settings(
     class Told(Exception):
         pass
 
-    def end_when_told() -> None:
+    def exit_on_sigterm() -> None:
         raise Told
 
     main = importlib.import_module(f"{module}.__main__")
-    monkeypatch.setattr(main, "end_when_told", end_when_told)
+    monkeypatch.setattr(main, "exit_on_sigterm", exit_on_sigterm)
     with pytest.raises(Told):
         main.main(["--no-such-flag"])
 
@@ -199,8 +199,8 @@ def _alive(pid: int) -> bool:
 
 def test_a_program_has_all_the_descriptors_that_it_may_have() -> None:
     code = (
-        "import resource; from diptych.runtime.process import allow_descriptors; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); allow_descriptors(); "
+        "import resource; from diptych.runtime.process import raise_descriptor_limit; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); raise_descriptor_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
