@@ -24,7 +24,7 @@ from diptych.runtime.model_digest import model_digest
 from diptych.runtime.settings import StartupError, cpu_features
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.self_test import probe
-from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.drivers.handshake import Fingerprint
 
 log = logging.getLogger(__name__)
 
