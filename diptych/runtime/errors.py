@@ -1,4 +1,4 @@
-"""Every way a request can fail, and what its client learns of it.
+"""Errors of requests, and the gRPC status that a client gets for each.
 
     DiptychError
     ├── InvalidParameter          INVALID_ARGUMENT     a field is bad or missing

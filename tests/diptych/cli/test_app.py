@@ -22,13 +22,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_lists_every_command() -> None:
+def test_help_lists_every_command() -> None:
     said = CliRunner().invoke(app, ["--help"]).stdout
     for command in ("up", "gateway", "prefill", "decode", "generate", "demo", "doctor", "version"):
         assert f" {command} " in said
 
 
-def test_prints_its_version() -> None:
+def test_version_prints_the_version() -> None:
     try:
         expected = version("diptych")
     except PackageNotFoundError:
@@ -73,7 +73,7 @@ def test_up_says_how_a_program_gets_its_flag(
     assert told in refused.stderr
 
 
-def test_a_mistyped_variable_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_MAX_BACTH", "8")
     done = run("up", "--grpc-port=0", "--http-port=0", "--model=/nowhere")
     assert done.stderr.count("DIPTYCH_MAX_BACTH") == 1
@@ -223,7 +223,7 @@ def test_generate_names_the_server_that_it_cannot_reach() -> None:
         (["bench", "--base-url", "http://127.0.0.1:1"], 2),
     ],
 )
-def test_a_key_that_no_header_can_carry_is_told_in_a_line(
+def test_an_api_key_that_is_not_ascii_is_refused_in_a_line(
     arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `up` shows where the key goes."""

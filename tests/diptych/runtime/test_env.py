@@ -43,7 +43,7 @@ def test_every_variable_that_is_named_anywhere_is_known() -> None:
         ("DIPTYCH_NONSENSE", "DIPTYCH_NONSENSE"),
     ],
 )
-def test_a_mistyped_one_is_named_without_its_value(name: str, told: str) -> None:
+def test_unknown_variables_names_a_mistyped_one_without_its_value(name: str, told: str) -> None:
     assert unknown_variables({name: "s3cret", "PATH": "/"}) == f"variables that nothing reads: {told}"
 
 
@@ -58,11 +58,11 @@ def test_a_mistyped_one_is_named_without_its_value(name: str, told: str) -> None
         ("DIPTYCH_GATEWAY_PORT_50051_TCP_ADDR", "10.0.0.1"),
     ],
 )
-def test_what_is_read_or_comes_from_the_platform_is_not_told(name: str, value: str) -> None:
+def test_unknown_variables_skips_known_ones_and_the_platforms(name: str, value: str) -> None:
     assert unknown_variables({name: value}) is None
 
 
-def test_a_program_says_it_once_and_what_a_launcher_started_leaves_it_to_that(
+def test_from_argv_warns_of_unknown_variables_unless_launched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DIPTYCH_MAX_BACTH", "8")

@@ -143,7 +143,7 @@ def test_an_exception_is_one_line_of_log_and_status_1() -> None:
     assert "second line" in line
 
 
-def test_a_mistake_of_the_user_is_told_without_a_traceback() -> None:
+def test_run_program_reports_a_startup_error_without_a_traceback() -> None:
     code, stderr = Child("mistake").finish()
     assert code == 1
     first, line = stderr.splitlines()

@@ -55,14 +55,14 @@ def test_wrong_flags_exit_with_2_and_name_the_flag(
     assert named in capsys.readouterr().err
 
 
-def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_argv_reports_a_wrong_value_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         PrefillLikeSettings.from_argv(["--dtype=foo"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("diptych prefill: --dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'")
 
 
-def test_help_is_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_settings_and_hides_internal_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         PrefillLikeSettings.from_argv(["--help"])
     assert exit_info.value.code == 0
