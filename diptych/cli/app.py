@@ -176,7 +176,7 @@ def generate(
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds; inf = none.")] = None,
 ) -> None:
-    """Ask a running server once.
+    """Send one prompt to a running server and print the answer.
 
     DIPTYCH_API_KEY is the key, if it wants one; DIPTYCH_CA_FILE turns TLS on, and a client's own certificate
     is in DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE.

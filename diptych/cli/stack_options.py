@@ -154,11 +154,21 @@ class StackOptions:
         return self.origins.get(name, DEFAULT)
 
 
+def _kind_of(kind: Any) -> str:
+    """Return a flag's type in words, None left out."""
+    kinds = {int: "integer", float: "number", bool: "switch", str: "text", Path: "path"}
+    [name] = [kinds[one] for one in (get_args(kind) or (kind,)) if one in kinds]
+    return name
+
+
 _HINTS = get_type_hints(StackOptions, include_extras=True)
 FLAG_FIELDS = tuple(name for name, hint in _HINTS.items() if hasattr(hint, "__metadata__"))
 """The fields that are flags, variables and keys."""
 OVERRIDES, ORIGINS = "diptych.overrides", "diptych.origins"
 """Keys of a command's `Context.meta`: what a configuration file says to programs, and origins of values."""
+
+for _kind, _flag in (get_args(_HINTS[name]) for name in FLAG_FIELDS):
+    _flag.metavar = _kind_of(_kind) if _kind is not bool else None
 
 _CONFIG = Annotated[Path | None, _option(CONFIG_HELP, CONFIG_SECTION)]
 _SET = Annotated[
@@ -189,8 +199,8 @@ def option_rows(**defaults: Any) -> Iterator[SettingRow]:
 
 
 def _type_of(kind: Any, option: Any) -> str:
-    kinds = {int: "integer", float: "number", bool: "switch", str: "text", Path: "path"}
-    [name] = [kinds[one] for one in (get_args(kind) or (kind,)) if one in kinds]
+    """Return a flag's type and bounds, as `integer 0–65535`."""
+    name = _kind_of(kind)
     if option.min is not None and option.max is not None:
         return f"{name} {option.min}–{option.max}"
     return name if option.min is None else f"{name} ≥{option.min}"
