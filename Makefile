@@ -8,7 +8,7 @@
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
-#   make museum     bugs that other servers had, brought into this code one by one: is each caught?
+#   make known-bugs bugs that other servers had, brought into this code one by one: is each caught?
 #   make simulate   the real programs on virtual time under faults: 10,000 seeds (SEEDS=…, ARGS=--output)
 #   make faults     kill, stop and damage real processes; what clients see of it (an hour; ARGS=--output …)
 #   make test-gpu   the tests that need an NVIDIA GPU
@@ -34,7 +34,7 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
+.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage known-bugs test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
 
 help:
 	@sed -n '2,17s/^# \{0,1\}//p' Makefile
@@ -97,7 +97,7 @@ fuzz-coverage: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(ATHERIS) "atheris==3.0.0"
 	PYTHONPATH=$(ATHERIS) $(BIN)/python -m tests.end_to_end.public_api.coverage_guided $(CORPUS) --runs $(RUNS) $(ARGS)
 
-museum: install
+known-bugs: install
 	$(BIN)/python -m tests.known_bugs
 
 SEEDS ?= 10000

@@ -1,4 +1,4 @@
-"""Settings of the gateway: what every program has, and the bounds of its queue."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
-from gateway.session.retry_policy import WAIT_FOR_WORKER_S
+from gateway.session.retry_policy import WORKER_WAIT_S
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
@@ -73,7 +73,7 @@ class GatewaySettings(ProgramSettings):
     )
     api_keys_file: Path | None = setting(
         None,
-        "API keys, as `diptych key new` writes them; without the file no key is asked for.",
+        "API keys, as `diptych key new` writes them; without the file no key is required.",
         section="Security",
         serving=False,
     )
@@ -108,7 +108,7 @@ class GatewaySettings(ProgramSettings):
         section="Admission",
     )
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
-        WAIT_FOR_WORKER_S,
+        WORKER_WAIT_S,
         "Seconds that a request which lost its worker waits for another one.",
         section="Workers",
     )
@@ -152,7 +152,7 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _certificate_and_key(cls, key: Path | None, others: ValidationInfo) -> Path | None:
         if "tls_cert" not in others.data:
-            return key  # what is wrong with it has been said
+            return key  # reported already
         certificate = others.data.get("tls_cert")
         if (certificate is None) != (key is None):
             raise ValueError("goes with --tls-cert: give both or neither")
@@ -164,7 +164,7 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _clients_need_tls(cls, client_ca: Path | None, others: ValidationInfo) -> Path | None:
         if not {"tls_cert", "tls_key"} <= others.data.keys():
-            return client_ca  # what is wrong with these has been said
+            return client_ca  # reported already
         certificate, key = others.data.get("tls_cert"), others.data.get("tls_key")
         if client_ca is not None and (certificate is None or key is None):
             raise ValueError("goes with --tls-cert and --tls-key")

@@ -1,7 +1,7 @@
 """The HTTP port of every program: /metrics (Prometheus), /health (alive), /ready (able to serve), /version.
 
 It runs on the program's own event loop, so /health also says that the loop turns. All other paths go to the
-program's handler, if it has one: the gateway's serves OpenAI's API.
+program's API, if it has one: the gateway's serves OpenAI's API.
 
 What a client can do to the port is bounded here: the number of connections, the size of heads and bodies, and
 the time that a connection may sit without a whole request. A client that goes away cancels its handler. When
@@ -43,7 +43,7 @@ _TEXT = "text/plain"
 
 _log = logging.getLogger(__name__)
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+HttpApi = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpEdge:
@@ -53,7 +53,7 @@ class HttpEdge:
         self,
         registry: CollectorRegistry,
         ready: Callable[[], bool],
-        handler: Handler | None,
+        api: HttpApi | None,
         *,
         why_not_ready: Callable[[], str],
         alive: Callable[[], bool],
@@ -66,14 +66,14 @@ class HttpEdge:
         self._why_not_ready = why_not_ready
         self._alive = alive
         self._gives_work = gives_work
-        self._handler = handler
+        self._api = api
         self._certificates = certificates
         self._config_digest = config_digest
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
-        self._handling = 0  # requests that the handler has, also those whose bodies still come
-        self._answered_at = -math.inf  # the handler's last answer, on the event loop's clock
+        self._handling = 0  # requests that the API has, also those whose bodies still come
+        self._answered_at = -math.inf  # the API's last answer, on the event loop's clock
         self.port = 0
 
     @classmethod
@@ -89,7 +89,7 @@ class HttpEdge:
         gives_work: Callable[[str], bool] | None = None,
         tls: TlsFiles | None = None,
         insecure: bool = False,
-        handler: Handler | None = None,
+        api: HttpApi | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
         config_digest: str = "",
@@ -101,7 +101,7 @@ class HttpEdge:
 
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
         With `share_port` another process may listen there too, if it shares as well. Where `tls` wants
-        certificates of clients, the handler does, and the paths of probes do not: they have none.
+        certificates of clients, the API does, and the paths of probes do not: they have none.
         Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, CannotListen
         when the port is taken, BadTlsFiles.
         """
@@ -110,7 +110,7 @@ class HttpEdge:
         edge = cls(
             registry,
             ready,
-            handler,
+            api,
             why_not_ready=why_not_ready,
             alive=alive,
             gives_work=gives_work,
@@ -182,10 +182,10 @@ class HttpEdge:
                 return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n", later)
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
-            if self._handler is not None:
+            if self._api is not None:
                 self._handling += 1
                 try:
-                    return await self._handler(request)
+                    return await self._api(request)
                 finally:
                     self._handling -= 1
                     self._answered_at = asyncio.get_running_loop().time()
@@ -263,7 +263,7 @@ class _ServerLog(logging.LoggerAdapter[logging.Logger]):
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: Handler, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
+    def __init__(self, handler: HttpApi, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
         super().__init__(
             handler,
             request_factory=self._request,

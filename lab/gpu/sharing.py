@@ -1,4 +1,4 @@
-"""Both phases on one GPU at the same time, in one process over one copy of the weights.
+"""Prefill and decode on one GPU at the same time, in one process over one copy of the weights.
 
 A thread replays decode steps while another computes chunks of prompts, each on a stream of its own: streams
 of unequal priority, or green contexts that give each phase multiprocessors of its own (CUDA driver API).

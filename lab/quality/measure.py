@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 class Reader:
-    """One model with room for one window: the prefill path of a worker, in its paged blocks."""
+    """Model with room for one window: the prefill path of a worker, in its paged blocks."""
 
     def __init__(self, model: Model, window: int, threads: int) -> None:
         layout = model.kv_layout(BLOCK_SIZE)

@@ -170,12 +170,12 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
 
 @pytest_asyncio.fixture
 async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
-    """A client has the only connection, and two are to spare. A request to its handler gets 418."""
+    """A client has the only connection, and two are to spare. A request to its API gets 418."""
     monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_S", 0.5)
 
-    async def handler(_: web.BaseRequest) -> web.Response:
+    async def api(_: web.BaseRequest) -> web.Response:
         return web.Response(status=418)
 
     http = await HttpEdge.start(
@@ -183,7 +183,7 @@ async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
         0,
         registry=CollectorRegistry(),
         ready=lambda: True,
-        handler=handler,
+        api=api,
         max_body_bytes=1 << 20,
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -288,7 +288,7 @@ async def test_leave_marks_the_last_answer_in_its_head() -> None:
     """A stream that began before did not, so that its client may have sent another request by its end."""
     go_on = asyncio.Event()
 
-    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+    async def api(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"begun")
@@ -296,9 +296,7 @@ async def test_leave_marks_the_last_answer_in_its_head() -> None:
         await response.write_eof(b"over")
         return response
 
-    http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, handler=handler
-    )
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=api)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")
