@@ -7,7 +7,7 @@ import logging
 from decode_worker.config import DecodeSettings
 from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import total_memory

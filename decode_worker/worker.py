@@ -54,7 +54,7 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            pace=StepPacing(settings.itl_stretch, settings.itl_stretch_max),
+            pace=StepPacing(settings.decode_pacing, settings.decode_pacing_max),
             speculation=_speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(
@@ -140,7 +140,7 @@ class DecodeWorker:
 
 
 def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:
-    most, tokens = settings.speculative_tokens, settings.speculative_step_tokens
+    most, tokens = settings.speculative_tokens, settings.speculative_max_step_tokens
     if most == 0:
         return None
     return Speculation(PromptLookup(most), most=most, tokens=tokens, block_size=block_size)

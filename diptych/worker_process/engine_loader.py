@@ -21,8 +21,7 @@ from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
 from diptych.runtime.cpu_time_slice import take_long_turns
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.settings import cpu_features
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError, cpu_features
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.self_test import probe
 from kvtransfer.drivers.handshake import Fingerprint
@@ -102,8 +101,8 @@ def _check_block_size(tokens: int, device: torch.device) -> None:
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
-    if settings.dtype != "auto":
-        return settings.dtype
+    if settings.engine_dtype != "auto":
+        return settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
         native=settings.backend != "torch" and native_step_works(),

@@ -14,7 +14,7 @@ from diptych.engine.device import DeviceUnavailable
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.runtime.process import leave
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
@@ -48,7 +48,7 @@ async def serve_worker(
     stop: asyncio.Event,
     make: Callable[[Settings, LoadedEngine, Telemetry], Worker],
 ) -> int:
-    """Load the model, serve until `stop`, drain; the process's exit status. Raises CannotStart."""
+    """Load the model, serve until `stop`, drain; the process's exit status. Raises StartupError."""
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
         try:

@@ -14,7 +14,7 @@ import torch
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.runner import Runner
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 PROMPT_TOKENS = 17  # more than one block of the default size, and a partial one
 STEPS = 2

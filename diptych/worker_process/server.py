@@ -50,7 +50,7 @@ class WorkerServer:
         self._kind = kind
         self._loop = kind.loop
         self._publisher: DirectoryPublisher | None = None
-        self._grace_s = settings.drain_s
+        self._grace_s = settings.worker_shutdown_timeout
         self._drain_asked = asyncio.Event()
         kind.metrics.running.set_function(lambda: self._loop.num_running)
         kind.metrics.waiting.set_function(lambda: self._loop.num_waiting)
@@ -70,7 +70,7 @@ class WorkerServer:
         await server.start()
         address = join_host_port(settings.advertise_host or settings.host, port)
         door = UnixServer(services)
-        if settings.links == "auto":
+        if settings.worker_rpc == "auto":
             await door.open(address)
         http = await HttpEdge.start(
             settings.host,
@@ -80,6 +80,7 @@ class WorkerServer:
             why_not_ready=self._why_not_ready,
             alive=lambda: self._loop.clock.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
+            config_digest=settings.digest,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
         beat = asyncio.create_task(self._beat(), name="heartbeat")
@@ -152,7 +153,7 @@ class WorkerServer:
                 return 1
             now = time.monotonic()
             if stop.is_set():
-                grace.cut(self._settings.drain_s, now)
+                grace.cut(self._settings.worker_shutdown_timeout, now)
             if now > grace.over_at:
                 break
             if now > grace.hand_back_at and not handed_back:

@@ -103,9 +103,11 @@ def settings_of(program: str, flags: list[str], variables: Mapping[str, str], pa
 def leaves_within_s(settings: ProgramSettings) -> float:
     """From SIGTERM to the end of the process, when nothing finishes by itself."""
     if isinstance(settings, GatewaySettings):
-        return settings.drain_settle_s + settings.drain_grace_s + SHUT_DOWN_S + _FLUSH_S
+        return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + _FLUSH_S
     assert isinstance(settings, PrefillSettings | DecodeSettings)
-    return DrainDeadline(settings.drain_s, 0.0).over_at + 2 * LAST_WORDS_S + CLOSE_S + _FLUSH_S
+    return (
+        DrainDeadline(settings.worker_shutdown_timeout, 0.0).over_at + 2 * LAST_WORDS_S + CLOSE_S + _FLUSH_S
+    )
 
 
 def seconds(text: str) -> float:

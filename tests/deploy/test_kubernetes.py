@@ -13,7 +13,7 @@ import trustme
 import yaml
 from prometheus_client import CollectorRegistry
 
-from diptych.cli.liveness import Patience
+from diptych.cli.restart_policy import LivenessProbe
 from diptych.runtime.env import KNOWN, unknown_variables
 from diptych.runtime.http_edge import _OPERATOR
 from diptych.runtime.metrics import DecodeMetrics, PrefillMetrics
@@ -72,9 +72,9 @@ def test_probes_ask_what_is_served_and_are_as_patient_as_the_supervisor(one: Sta
     assert probes["readiness"]["httpGet"]["path"] == "/ready"
     liveness = probes["liveness"]
     assert liveness["httpGet"]["path"] == "/health", "a worker that drains is not to be killed"
-    patience = Patience()
-    assert liveness["failureThreshold"] * liveness["periodSeconds"] >= patience.questions * patience.every_s
-    assert liveness["timeoutSeconds"] >= patience.every_s
+    own = LivenessProbe()
+    assert liveness["failureThreshold"] * liveness["periodSeconds"] >= own.max_failures * own.every_s
+    assert liveness["timeoutSeconds"] >= own.every_s
 
 
 @every_program

@@ -140,7 +140,7 @@ ROWS = {
         "DRAINING",
         503,
         retry=True,
-        settings={"drain_grace_s": 10.0},
+        settings={"shutdown_timeout": 10.0},
         situation=draining,
     ),
     "a worker is lost before the first token": Row(

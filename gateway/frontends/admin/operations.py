@@ -34,6 +34,7 @@ class Identity:
     gateway_id: str
     card: ModelCard
     model_digest: str
+    config_digest: str
     started_ns: int  # Unix time
 
 
@@ -60,6 +61,7 @@ class Operations:
             gateway_id=self._identity.gateway_id,
             model=card.name,
             model_digest=self._identity.model_digest,
+            config_digest=self._identity.config_digest,
             max_context_length=card.max_context,
             kv_block_size=self._fleet.registry.block_size() or 0,
             ready=ready,

@@ -60,7 +60,7 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
     if not worker.leased:
         return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
     if worker.link.suspected:
-        return pb.WORKER_STATE_CONNECTING, "it is silent, or its step is late: it gets nothing new"
+        return pb.WORKER_STATE_CONNECTING, "heartbeat or step overdue; not routed"
     partners = [other for other in others if other.record.role != worker.record.role]
     if partners and all(partner.kv_format != worker.kv_format for partner in partners):
         return pb.WORKER_STATE_INCOMPATIBLE, "no worker of the other role can exchange blocks with it"

@@ -105,7 +105,7 @@ def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("error", "code", "reason", "metadata"), TABLE, ids=lambda value: type(value).__name__
 )
-async def test_the_table(
+async def test_every_error_has_its_code_and_reason(
     caller: Caller, error: errors.DiptychError, code: grpc.StatusCode, reason: str, metadata: dict[str, str]
 ) -> None:
     answer = await caller.fail(error)

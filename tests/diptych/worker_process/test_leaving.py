@@ -114,7 +114,12 @@ async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorke
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = DecodeSettings.from_argv(
-        ["--kv-blocks=16", "--drain-s=0.2", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}"]
+        [
+            "--kv-blocks=16",
+            "--worker-shutdown-timeout=0.2",
+            "--redis-url=redis://127.0.0.1:1/0",
+            f"--ready-fd={writing}",
+        ]
     )
     worker, stop = DecodeWorker(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
     running = asyncio.create_task(worker.run(stop))
@@ -203,7 +208,7 @@ def test_a_step_that_does_not_end_keeps_no_process(again):
     """At a second signal it goes at once, and after a while without one."""
     command = [
         *(sys.executable, "-m", "tests.diptych.worker_process.stuck_worker", "600" if again else "0.5"),
-        *("--kv-blocks=16", "--drain-s=0.1", "--redis-url=redis://127.0.0.1:1/0"),
+        *("--kv-blocks=16", "--worker-shutdown-timeout=0.1", "--redis-url=redis://127.0.0.1:1/0"),
     ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -42,7 +42,7 @@ async def serving(
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = settings_of.from_argv(
-        ["--drain-s=60", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}", *flags]
+        ["--worker-shutdown-timeout=60", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}", *flags]
     )
     worker, stop = make(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
     running = asyncio.create_task(worker.run(stop))

@@ -20,7 +20,7 @@ async def test_it_waits_for_the_next_request_of_a_client_whose_stream_it_has_end
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     slow = answering(ids_of(bundled) * 5, pause_s=0.02)
-    settings = {"share_ports": True, "drain_settle_s": 0.0, "drain_grace_s": 20.0}
+    settings = {"reuse_port": True, "lame_duck": 0.0, "shutdown_timeout": 20.0}
     async with door(bundled, redis_url, slow, **settings) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(request)
@@ -38,7 +38,7 @@ async def test_it_waits_for_the_next_request_of_a_client_whose_stream_it_has_end
 async def test_it_waits_for_the_rest_of_a_request(bundled: ServedModel, redis_url: str) -> None:
     body = json.dumps({"model": bundled.card.name, "prompt": "x"}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    settings: dict[str, Any] = {"share_ports": True, "drain_settle_s": 0.0, "drain_grace_s": 20.0}
+    settings: dict[str, Any] = {"reuse_port": True, "lame_duck": 0.0, "shutdown_timeout": 20.0}
     async with door(bundled, redis_url, **settings) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:9])
@@ -62,7 +62,7 @@ async def test_it_waits_for_no_probe_and_for_nobody_beyond_the_grace(
     grace_s: float,
 ) -> None:
     monkeypatch.setattr("diptych.runtime.http_edge._NEXT_REQUEST_S", 60.0)
-    settings: dict[str, Any] = {"share_ports": True, "drain_settle_s": 0.0, "drain_grace_s": grace_s}
+    settings: dict[str, Any] = {"reuse_port": True, "lame_duck": 0.0, "shutdown_timeout": grace_s}
     async with door(bundled, redis_url, **settings) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())

@@ -241,7 +241,7 @@ async def test_an_error_in_mid_stream_is_an_event(bundled: ServedModel, redis_ur
         await asyncio.sleep(0.1)
         await worker.kill()
 
-    async with door(bundled, redis_url, dies, recovery_wait_s=0.3) as (_, client, _):
+    async with door(bundled, redis_url, dies, worker_wait_timeout=0.3) as (_, client, _):
         stream = await client.completions.create(model=bundled.card.name, prompt="x", stream=True)
         seen: list[str] = []
 

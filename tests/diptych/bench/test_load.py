@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.bench.arrivals import arrival_times
 from diptych.bench.datasets.synthetic import RandomLengths
+from diptych.bench.load import arrival_times
 
 
 @given(st.integers(0, 60), st.floats(0.01, 1e4), st.floats(0.05, 50), st.integers(0, 1 << 40))
