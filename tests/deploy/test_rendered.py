@@ -92,10 +92,18 @@ def test_what_objects_refer_to_is_rendered_with_them(resource: str, components: 
     """Secrets and the volume of models are the user's."""
     rendered = render_on_top(resource, components)
     names = {(one["kind"], one["metadata"]["name"]) for one in rendered}
+    services = {
+        one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]}
+        for one in rendered
+        if one["kind"] == "Service"
+    }
     pods = [template["metadata"]["labels"] for template in pod_templates(rendered).values()]
     for container in containers(rendered):
         for source in container.get("envFrom", []):
             assert ("ConfigMap", source["configMapRef"]["name"]) in names
+        for variable in container.get("env", []):
+            for host, port in re.findall(r"@([\w-]+):(\d+)", variable.get("value", "")):
+                assert int(port) in services[host], variable["name"]
     for one in rendered:
         if one["kind"] == "HorizontalPodAutoscaler":
             target = one["spec"]["scaleTargetRef"]
