@@ -101,7 +101,7 @@ def test_a_pair_shares_what_its_memory_needs() -> None:
     assert users == {None}, "all run as the pod's user"
 
 
-def test_every_variable_that_is_named_anywhere_is_read_by_somebody() -> None:
+def test_every_variable_named_in_deploy_is_known() -> None:
     for file in [*KUBERNETES.rglob("*.yaml"), *DEPLOY.glob("*.*")]:
         assert set(re.findall(r"DIPTYCH_[A-Z_]+[A-Z]", file.read_text())) <= KNOWN, file
 
@@ -144,7 +144,7 @@ def test_selectors_and_named_ports_lead_to_pods() -> None:
             assert _selected(spec["selector"]) <= set(pods), name
 
 
-def test_nobody_gets_to_the_admin_port_and_every_pod_has_a_policy() -> None:
+def test_no_policy_opens_the_admin_port_and_every_pod_has_one() -> None:
     policies = [one["spec"] for one in documents() if one["kind"] == "NetworkPolicy"]
     assert not [p for p in policies for rule in p["ingress"] if {"port": "admin"} in rule.get("ports", [])]
     assert set().union(*(_selected(policy["podSelector"]) for policy in policies)) == set(_pods())

@@ -113,6 +113,22 @@ def test_what_objects_refer_to_is_rendered_with_them(resource: str, components: 
             assert any(_selects(selector, labels) for labels in pods), one["metadata"]["name"]
 
 
+@every_arrangement
+def test_pods_fit_pod_security_restricted(resource: str, components: tuple[str, ...]) -> None:
+    allowed_volumes = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+    rendered = render_on_top(resource, components)
+    for template in pod_templates(rendered).values():
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all(set(volume) - {"name"} <= allowed_volumes for volume in pod.get("volumes", []))
+    for container in containers(rendered):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert not any("hostPort" in port for port in container["ports"])
+
+
 def _selects(selector: Document, labels: dict[str, str]) -> bool:
     expressions = selector.get("matchExpressions", [])
     return selector.get("matchLabels", {}).items() <= labels.items() and all(
