@@ -23,6 +23,8 @@ from prefill_worker.config import PrefillSettings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
+IMAGE = "registry.example/diptych"
+"""The name of our image in all manifests, which `images:` of a kustomization replaces."""
 SETTINGS: dict[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
     "prefill": PrefillSettings,
@@ -87,7 +89,7 @@ def started() -> Iterator[Started]:
     for one in documents():
         if one["kind"] == "Deployment":
             for container in one["spec"]["template"]["spec"]["containers"]:
-                if container["image"] == "diptych":
+                if container["image"].rpartition(":")[0] == IMAGE:
                     yield Started(one, container)
 
 
@@ -113,6 +115,11 @@ def leaves_within_s(settings: ProgramSettings) -> float:
 def seconds(text: str) -> float:
     """Of compose's `15s`."""
     return float(text.removesuffix("s"))
+
+
+def cores(text: str) -> float:
+    """Of Kubernetes' `2` and `250m`."""
+    return int(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
 
 def mebibytes(text: str) -> int:
