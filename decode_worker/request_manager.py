@@ -170,7 +170,7 @@ class RequestManager:
             return False
         if (error := compiling.exception()) is not None:
             log.warning("the grammar of %s: %s", request.key, error)
-            self._fail(request, work_pb2.FAILURE_REASON_NOTHING_ALLOWED, "")
+            self._fail(request, work_pb2.FAILURE_REASON_NO_VALID_TOKEN, "")
             self.on_ready(ready)  # gives the blocks back
             return False
         request.grammar, request.compiling = compiling.result(), None
@@ -179,7 +179,9 @@ class RequestManager:
     def on_failed(self, key: Key, reason: int, message: str) -> None:
         """The handoff of an attempt failed; its blocks are already back or in quarantine."""
         if request := self._requests.get(key):
-            if reason == work_pb2.FAILURE_REASON_ROW_FAILED:  # of the prefill worker, which read our cache
+            if (
+                reason == work_pb2.FAILURE_REASON_COMPUTE_FAILED
+            ):  # of the prefill worker, which read our cache
                 request.blocks.distrust()
                 self.prefixes.tell()
             self._fail(request, reason, message)
@@ -255,7 +257,7 @@ class RequestManager:
     def make_way(self, gang: StepGroup) -> None:
         """The planner has no blocks for it, or needs its own. With a reserve it is larger than the pool."""
         if gang.request.attempt.reserve_worst_case:
-            gang.say_failed(work_pb2.FAILURE_REASON_NEVER_FITS, "larger than all blocks together")
+            gang.say_failed(work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, "larger than all blocks together")
             self.leave(gang, "failed")
         else:
             self.preempt(gang)

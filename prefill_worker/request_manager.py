@@ -95,7 +95,7 @@ class RequestManager:
             return
         if (error := compiling.exception()) is not None:
             log.warning("the grammar of %s: %s", request.key, error)
-            self.stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NOTHING_ALLOWED)))
+            self.stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NO_VALID_TOKEN)))
         else:
             request.grammar = compiling.result()
         self._wake()

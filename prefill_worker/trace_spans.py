@@ -10,14 +10,19 @@ from prefill_worker.request import PrefillRequest, State
 
 
 def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
-    """`prefill` with its phases queue, grant.wait, prefill and kv_transfer.send.
+    """`prefill` with its phases queue, kv_alloc_wait, prefill and kv_transfer.send.
 
     A phase that never ran has no span. Failure lands on the phase that was active.
     """
     end = request.entered.get(State.ENDED) or time.monotonic()
     queued, asked = request.entered[State.QUEUED], request.entered.get(State.ASKED)
     granted, computed = request.entered.get(State.GRANTED), request.computed_at
-    starts = [("queue", queued), ("grant.wait", asked), ("prefill", granted), ("kv_transfer.send", computed)]
+    starts = [
+        ("queue", queued),
+        ("kv_alloc_wait", asked),
+        ("prefill", granted),
+        ("kv_transfer.send", computed),
+    ]
     ran = [(name, start) for name, start in starts if start is not None]
     ends = [start for _, start in ran[1:]] + [end]
     phases = [PhaseSpan(name, start, stop) for (name, start), stop in zip(ran, ends, strict=True)]

@@ -107,7 +107,7 @@ class PrefillWorker:
         times, metrics = request.times(), self._metrics
         for phase, field in (
             ("queue", "prefill_queue"),
-            ("grant_wait", "grant_wait"),
+            ("kv_alloc_wait", "grant_wait"),
             ("prefill", "prefill"),
         ):
             if times.HasField(field):

@@ -51,5 +51,5 @@ def candidate_of(message: work_pb2.SampledToken) -> Candidate:
 def failure_reason(failure: SampleFailure) -> work_pb2.FailureReason:
     """Why a row that has no token to give ends its output."""
     if failure.by_request:
-        return work_pb2.FAILURE_REASON_NOTHING_ALLOWED
-    return work_pb2.FAILURE_REASON_ROW_FAILED
+        return work_pb2.FAILURE_REASON_NO_VALID_TOKEN
+    return work_pb2.FAILURE_REASON_COMPUTE_FAILED

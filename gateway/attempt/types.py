@@ -21,11 +21,13 @@ class Cause(Enum):
     PEER_LOST = "peer_lost"  # one worker says that the other one is gone
     WORKER_LOST = "worker_lost"  # this gateway lost its link to a worker
     DRAINING = "draining"
-    NEVER_FITS = "never_fits"
+    EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
     DEADLINE = "deadline"
     INCOMPATIBLE = "incompatible"
-    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules leave no token
-    ROW_FAILED = "row_failed"  # the worker could not compute a token of it: an error, or logits not finite
+    NO_VALID_TOKEN = "no_valid_token"  # the request's own rules leave no token
+    COMPUTE_FAILED = (
+        "compute_failed"  # the worker could not compute a token of it: an error, or logits not finite
+    )
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
 
 

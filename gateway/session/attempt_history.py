@@ -45,7 +45,7 @@ class AttemptHistory:
             delivered=tally.delivered,
             preemptions=self.failures[Cause.PREEMPTED],
             transfer_failures=self.failures[Cause.KV_TRANSFER_FAILED],
-            row_failures=self.failures[Cause.ROW_FAILED],
+            row_failures=self.failures[Cause.COMPUTE_FAILED],
             deaths=tally.casualties.deaths,
             unproven=tally.casualties.unproven,
             losses=fruitless[Cause.WORKER_LOST] + fruitless[Cause.PEER_LOST],

@@ -269,7 +269,7 @@ class ChoiceState:
         if cause is Cause.PEER_LOST:  # it speaks of the other one
             worker_id = next((w for w in self._had_by.values() if w != worker_id), worker_id)
             self._tally.casualties.suspect(worker_id)
-        elif cause is Cause.ROW_FAILED and self.state is State.PREFILLING:
+        elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
             # Whoever says it: a decode worker computes no row before it has said a first token.
             worker_id = self._had_by[Role.PREFILL]
         self.setbacks.failed(cause)

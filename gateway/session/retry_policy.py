@@ -24,7 +24,7 @@ from diptych.runtime.errors import (
     Internal,
     KvTransferFailed,
     NoReadyWorker,
-    NothingAllowed,
+    NoValidToken,
     ShutDown,
     WorkerLost,
 )
@@ -99,18 +99,18 @@ def decide(cause: Cause, history: RetryContext, *, phase: str) -> Retry | GiveUp
             return GiveUp(_lost_unless(history, Draining()))
         case Cause.PEER_LOST | Cause.WORKER_LOST:
             return _lost(cause, history, reserve)
-        case Cause.ROW_FAILED:
+        case Cause.COMPUTE_FAILED:
             if history.row_failures <= ROW_FAILURES_RECOMPUTED:
                 return Retry(reserve, elsewhere=True, uncached=True)
             return GiveUp(Internal())
-        case Cause.NEVER_FITS:
-            return GiveUp(_never_fits(history))
+        case Cause.EXCEEDS_KV_CAPACITY:
+            return GiveUp(_exceeds_kv_capacity(history))
         case Cause.DEADLINE:
             return GiveUp(DeadlineExceeded(phase))
         case Cause.INCOMPATIBLE:
             return GiveUp(_lost_unless(history, NoReadyWorker("decode")))
-        case Cause.NOTHING_ALLOWED:
-            return GiveUp(NothingAllowed())
+        case Cause.NO_VALID_TOKEN:
+            return GiveUp(NoValidToken())
         case Cause.INTERNAL:
             return GiveUp(Internal())
 
@@ -158,7 +158,7 @@ def _lost_unless(history: RetryContext, error: DiptychError) -> DiptychError:
     return WorkerLost(tokens_emitted=history.delivered) if history.delivered else error
 
 
-def _never_fits(history: RetryContext) -> DiptychError:
+def _exceeds_kv_capacity(history: RetryContext) -> DiptychError:
     if history.delivered:
         return WorkerLost(tokens_emitted=history.delivered)
     total = history.prompt_tokens + history.max_tokens

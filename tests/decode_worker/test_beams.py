@@ -113,7 +113,7 @@ async def test_a_search_that_outgrows_even_a_reserve_fails_for_good():
         message = work(("r", 1), PROMPT, 25, choices=range(3), sampling={"beam_width": 8}, reserve=True)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_NEVER_FITS"] * 3
+        assert heard.last_words == ["decode FAILURE_REASON_EXCEEDS_KV_CAPACITY"] * 3
         assert await made.empty() == []
         await gateway.close()
 
@@ -126,7 +126,7 @@ async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
         message = work(("r", 1), PROMPT, 6, choices=[0], sampling=sampling, stop=[7], min_tokens=2)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words[0].endswith("FAILURE_REASON_NOTHING_ALLOWED")
+        assert heard.last_words[0].endswith("FAILURE_REASON_NO_VALID_TOKEN")
         decode.loop.attempts.cancel(("r", 1))
         assert await made.empty() == []
         await gateway.close()

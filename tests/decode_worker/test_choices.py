@@ -135,7 +135,7 @@ async def test_what_ends_before_the_handoff_ends_every_choice():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), tuple(range(30)), 6, choices=range(3)))
         await until(lambda: all(heard.words.values()))
-        assert all("decode FAILURE_REASON_NEVER_FITS" in words for words in heard.words.values())
+        assert all("decode FAILURE_REASON_EXCEEDS_KV_CAPACITY" in words for words in heard.words.values())
         decode.loop.draining = True
         heard = gateway.start(decode, prefill, work(("r", 2), PROMPT, 6, choices=range(2)))
         await heard.ended.wait()

@@ -92,7 +92,7 @@ async def test_a_phase_that_never_ran_is_not_counted() -> None:
     [
         (work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED, 1),
         (work_pb2.FAILURE_REASON_PEER_LOST, 1),
-        (work_pb2.FAILURE_REASON_NEVER_FITS, 0),
+        (work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, 0),
     ],
 )
 async def test_a_decode_worker_counts_the_handoffs_that_failed(

@@ -22,7 +22,7 @@ async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_
         assert decode.pool.cached() > prompt_tokens // BLOCK
         decode.memory.data.fill_(NAN)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_ROW_FAILED"]
+        assert heard.last_words == ["decode FAILURE_REASON_COMPUTE_FAILED"]
         assert await made.empty() == []
         assert decode.pool.cached() == 0
         decode.memory.data.zero_()  # new blocks are written before they are read
@@ -47,7 +47,7 @@ async def test_a_prefill_worker_that_copies_forgets_the_blocks_that_it_failed_ov
         assert await ask("first") == list(greedy(prompt, 3))
         decode.loop.flush_prefix_cache()
         prefill.scratch_memory.data.fill_(NAN)
-        assert await ask("second") == ["prefill FAILURE_REASON_ROW_FAILED"]
+        assert await ask("second") == ["prefill FAILURE_REASON_COMPUTE_FAILED"]
         prefill.scratch_memory.data.zero_()
         assert prefill.scratch.cached() == 0
         assert await ask("third") == list(greedy(prompt, 3))

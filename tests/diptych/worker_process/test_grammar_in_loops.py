@@ -185,7 +185,7 @@ async def test_a_grammar_that_one_worker_cannot_compile(broken: str) -> None:
         gateway = Gateway(made)
         heard = gateway.start(made.decodes[0], made.prefills[0], asked(1, COUNT))
         await heard.ended.wait()
-        assert heard.last_words == [f"{broken} FAILURE_REASON_NOTHING_ALLOWED"]
+        assert heard.last_words == [f"{broken} FAILURE_REASON_NO_VALID_TOKEN"]
         await gateway.close()
         assert await made.empty() == []
 

@@ -97,7 +97,7 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
         bad = gateway.start(decode, prefill, work(("bad", 1), (1, VOCABULARY + 7), 6))
         for one in (*heard, bad):
             await one.ended.wait()
-        assert bad.last_words[0].endswith("FAILURE_REASON_ROW_FAILED")
+        assert bad.last_words[0].endswith("FAILURE_REASON_COMPUTE_FAILED")
         assert bad.tokens == []
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 6) for p in prompts]
         gateway.lose()

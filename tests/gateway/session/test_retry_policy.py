@@ -195,13 +195,13 @@ def test_a_restarted_worker_has_refused_nothing_yet() -> None:
 def test_a_row_that_failed_is_computed_anew_elsewhere_and_only_once() -> None:
     request = Request().launch("p", "d")
     request.token()
-    assert request.fails(Cause.ROW_FAILED)[-1] == NeedRoute(0)
+    assert request.fails(Cause.COMPUTE_FAILED)[-1] == NeedRoute(0)
     assert request.session.setbacks.uncached
     assert request.session.setbacks.avoid == {"d"}
     assert request.session.handle(NoRoute(Role.DECODE), 4.0) == [NeedRoute(0)]  # there is no other
     assert request.session.setbacks.avoid == set()
     request.launch("p", "d").token()
-    assert error_of(request.fails(Cause.ROW_FAILED)).reason == "INTERNAL"
+    assert error_of(request.fails(Cause.COMPUTE_FAILED)).reason == "INTERNAL"
 
 
 def test_a_handoff_that_failed_is_tried_again_by_another_pair() -> None:
@@ -225,7 +225,7 @@ def test_a_worker_that_is_alone_in_its_role_is_tried_with_another_one(alone: Rol
 def test_before_the_first_token_a_failed_row_is_the_prefill_workers_whoever_says_so() -> None:
     """A decode worker that hears of it from the prefill worker may be the first to tell the gateway."""
     request = Request().launch("p", "d")
-    assert request.fails(Cause.ROW_FAILED)[-1] == NeedRoute(0)
+    assert request.fails(Cause.COMPUTE_FAILED)[-1] == NeedRoute(0)
     assert request.session.setbacks.avoid == {"p"}
 
 
