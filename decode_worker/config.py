@@ -46,10 +46,15 @@ class DecodeSettings(WorkerSettings):
     max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 
     def num_blocks(self, bytes_per_block: int) -> int:
-        """Blocks of the pool as they were chosen, or of the default on a CPU; at least one."""
+        """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""
         return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
 
     @property
+    def step_pacing(self) -> tuple[float, float]:
+        """See `WorkerSettings.step_pacing`."""
+        return self.itl_stretch, self.itl_stretch_max
+
+    @property
     def pool_chosen(self) -> bool:
-        """Whether somebody said how large the pool is to be."""
+        """Whether the size of the pool is configured."""
         return bool(self.kv_blocks or self.kv_memory_mib)

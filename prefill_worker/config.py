@@ -25,9 +25,12 @@ class PrefillSettings(WorkerSettings):
     )
 
     def chunk_tokens(self, device_type: str) -> int:
-        """Most tokens of a step. Launching one takes 10 ms of the host: a GPU waits for it in short ones."""
+        """Return the most tokens of a step.
+
+        Launching a step takes 10 ms of the host, for which a GPU waits in short ones.
+        """
         return self.prefill_chunk or (512 if device_type == "cpu" else 2048)
 
     def num_scratch_blocks(self, max_context: int) -> int:
-        """Blocks of the own pool: by default two prompts of the model's whole context."""
+        """Return the blocks of the own pool: by default two prompts of the model's whole context."""
         return self.scratch_blocks or 2 * -(-max_context // self.block_size)

@@ -1,4 +1,4 @@
-"""Settings that both workers have on top of every program's."""
+"""Settings of both workers, on top of every program's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_settings import CliSuppress
 from diptych.runtime.settings import ProgramSettings
 
 MAX_THREADS = 1024
-"""More than machines have cores: where a process gets no more threads, torch or OpenMP may crash it."""
+"""More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
 
 
 class WorkerSettings(ProgramSettings):
@@ -53,6 +53,11 @@ class WorkerSettings(ProgramSettings):
     drain_s: Annotated[float, Field(ge=0)] = Field(
         10.0, description="seconds that running requests get at shutdown"
     )
+
+    @property
+    def step_pacing(self) -> tuple[float, float]:
+        """Least and most lengths of a step between the begins of decode steps while prompts wait for cores."""
+        return 1.0, 1.0
 
     @field_validator("device")
     @classmethod

@@ -73,7 +73,7 @@ async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still
         steps = decode.loop.steps
         await until(lambda: decode.loop.steps > steps + 5)
         assert not any(heard.outputs.values())
-        decode.loop.attempts.cancel(("r", 1), [1])
+        decode.loop.requests.cancel(("r", 1), [1])
         await until(lambda: bool(heard.words[0] and heard.words[2]))
         assert heard.outputs[1] == []
         assert not heard.words[1]
@@ -127,7 +127,7 @@ async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
         assert heard.last_words[0].endswith("FAILURE_REASON_NO_VALID_TOKEN")
-        decode.loop.attempts.cancel(("r", 1))
+        decode.loop.requests.cancel(("r", 1))
         assert await made.empty() == []
         await gateway.close()
 
@@ -136,7 +136,7 @@ async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypa
     """What happens to a whole step when one of its rows raises."""
     async with house("shared_memory", blocks=80) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-        step, alone = decode.loop._runner.step, 0
+        step, alone = decode.loop._pipeline._runner.step, 0
 
         def fussy(sequences, abort):
             nonlocal alone
@@ -145,7 +145,7 @@ async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypa
             alone += 1
             return step(sequences, abort)
 
-        monkeypatch.setattr(decode.loop._runner, "step", fussy)
+        monkeypatch.setattr(decode.loop._pipeline._runner, "step", fussy)
         beams = work(("b", 1), PROMPT, 9, choices=range(2), sampling={"beam_width": 3})
         heard = gateway.start(decode, prefill, beams)
         plain = gateway.start(decode, prefill, work(("p", 1), PROMPT, 9))

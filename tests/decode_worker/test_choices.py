@@ -90,7 +90,7 @@ async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 60, choices=range(3), sampling=SAMPLED))
         await until(lambda: len(heard.outputs[1]) > 3)
-        decode.loop.attempts.cancel(("r", 1), [1, 7])
+        decode.loop.requests.cancel(("r", 1), [1, 7])
         length = len(heard.outputs[1])
         await until(lambda: bool(heard.words[0] and heard.words[2]))
         assert not heard.words[1]
@@ -107,7 +107,7 @@ async def test_a_choice_cancelled_before_the_handoff_never_speaks():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED)
         heard = gateway.start(decode, prefill, message)
-        for attempts in (decode.loop.attempts, prefill.loop.attempts):
+        for attempts in (decode.loop.requests, prefill.loop.requests):
             attempts.cancel(("r", 1), [0])
         await until(lambda: bool(heard.words[1] and heard.words[2]))
         assert heard.outputs[0] == []
@@ -122,8 +122,8 @@ async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
         kept = decode.pool.allocate(64)  # nothing is granted
         gateway.start(decode, prefill, work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED))
         for choice in range(3):
-            decode.loop.attempts.cancel(("r", 1), [choice])
-            prefill.loop.attempts.cancel(("r", 1), [choice])
+            decode.loop.requests.cancel(("r", 1), [choice])
+            prefill.loop.requests.cancel(("r", 1), [choice])
         assert decode.loop.num_waiting == 0
         decode.pool.release(kept)
         assert await made.empty() == []
@@ -140,7 +140,7 @@ async def test_what_ends_before_the_handoff_ends_every_choice():
         heard = gateway.start(decode, prefill, work(("r", 2), PROMPT, 6, choices=range(2)))
         await heard.ended.wait()
         assert heard.words == {0: ["decode FAILURE_REASON_DRAINING"], 1: ["decode FAILURE_REASON_DRAINING"]}
-        prefill.loop.attempts.cancel(("r", 2))
+        prefill.loop.requests.cancel(("r", 2))
         assert await made.empty() == []
         await gateway.close()
 

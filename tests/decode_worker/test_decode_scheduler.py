@@ -21,7 +21,7 @@ def plan(
 
 
 def in_line(candidate: Candidate) -> tuple[int, int]:
-    return -candidate.priority, candidate.joined
+    return -candidate.priority, candidate.arrival_order
 
 
 def test_everybody_runs_and_only_full_tables_grow() -> None:
@@ -101,55 +101,55 @@ def test_a_gang_gets_all_its_blocks_or_is_the_victim_as_a_whole() -> None:
 
 
 @st.composite
-def gangs(draw: st.DrawFn) -> list[Candidate]:
+def groups(draw: st.DrawFn) -> list[Candidate]:
     made: list[Candidate] = []
     holders = {block: draw(st.integers(2, 5)) for block in range(3)}
     room = dict(holders)
-    for joined in range(draw(st.integers(0, 12))):
+    for arrival_order in range(draw(st.integers(0, 12))):
         rows = draw(st.integers(1, 5))
         reserved = draw(st.booleans())
         block = draw(st.sampled_from([None, 0, 1, 2]))
         if rows > 1 or reserved or block is None or not room[block]:
             growth = 0 if reserved else draw(st.integers(0, rows))
             priority = draw(st.integers(-1, 1))
-            made.append(Candidate(joined, rows, growth, None, reserved, priority))
+            made.append(Candidate(arrival_order, rows, growth, None, reserved, priority))
         else:
             room[block] -= 1
-            made.append(Candidate(joined, shared=(block, holders[block])))
+            made.append(Candidate(arrival_order, shared=(block, holders[block])))
     return made
 
 
-@given(gangs(), st.integers(0, 8), st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
+@given(groups(), st.integers(0, 8), st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_plan_can_always_be_carried_out(
     candidates: list[Candidate], free: int, max_batch: int, grants: int, quarantined: int
 ) -> None:
     out = plan(candidates, free, max_batch=max_batch, grants=grants, quarantined=quarantined)
-    by_age = {c.joined: c for c in candidates}
-    running = [by_age[joined] for joined in out.run]
+    by_age = {c.arrival_order: c for c in candidates}
+    running = [by_age[arrival_order] for arrival_order in out.run]
     assert sum(c.rows for c in running) <= max_batch or len(running) == 1
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
     line = sorted(candidates, key=in_line)
-    assert list(out.run) == [one.joined for one in line if one.joined in out.run]
+    assert list(out.run) == [one.arrival_order for one in line if one.arrival_order in out.run]
     held = {c.shared[0]: c.shared[1] for c in candidates if c.shared}
     for candidate in running:  # serve them in order, as the worker does
         free -= candidate.growth
         if candidate.shared and held[candidate.shared[0]] > 1:
             held[candidate.shared[0]] -= 1
             free -= 1
-            assert candidate.joined in out.grow
-        assert not candidate.growth or candidate.joined in out.grow
+            assert candidate.arrival_order in out.grow
+        assert not candidate.growth or candidate.arrival_order in out.grow
     assert free >= 0
     if candidates and not out.run:
         assert out.preempt or out.abort_newest_grant or quarantined
 
 
-@given(gangs(), st.integers(0, 8), st.integers(1, 8))
+@given(groups(), st.integers(0, 8), st.integers(1, 8))
 def test_giving_way_one_by_one_ends_with_somebody_running(
     candidates: list[Candidate], free: int, max_batch: int
 ) -> None:
     """A victim frees what its rows hold at least; the first in line is the last to go."""
-    alive = {c.joined: c for c in sorted(candidates, key=in_line)}
+    alive = {c.arrival_order: c for c in sorted(candidates, key=in_line)}
     while alive:
         out = plan(list(alive.values()), free, max_batch=max_batch)
         if out.run:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.prompt_lookup import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from decode_worker.sequence import DecodeSequence
+from decode_worker.speculation import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from diptych.engine.sampling import SampleRow, SamplingParams
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_worker.step_events import StepEvents
+from decode_worker.pipeline import StepEvents
 from diptych.engine.step_output import StepOutput
 
 ROUNDS = 10  # of the event loop: more than a wakeup takes
@@ -19,10 +19,10 @@ ROUNDS = 10  # of the event loop: more than a wakeup takes
 class Step:
     """Over when the test says so; it tells nobody."""
 
-    done: bool = False
+    ended: bool = False
 
-    def over(self) -> bool:
-        return self.done
+    def done(self) -> bool:
+        return self.ended
 
     def collect(self) -> StepOutput:
         raise AssertionError("waiting is not collecting")
@@ -61,10 +61,10 @@ async def turns() -> None:
 def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
-        waiting = asyncio.create_task(completions.over(step))
+        waiting = asyncio.create_task(completions.wait(step))
         await turns()
         assert not waiting.done()
-        step.done = True
+        step.ended = True
         backend.tell()
         await asyncio.wait_for(waiting, 5)
         assert backend.unread() == b""
@@ -76,12 +76,12 @@ def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
 def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
-        waiting = asyncio.create_task(completions.over(step))
+        waiting = asyncio.create_task(completions.wait(step))
         for _ in range(3):
             backend.tell(2)
             await asyncio.sleep(0.01)
         assert not waiting.done()
-        step.done = True
+        step.ended = True
         backend.tell()
         await asyncio.wait_for(waiting, 5)
         completions.close()
@@ -93,10 +93,10 @@ def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
     """Steps that are shorter than the work between them would else keep the loop to themselves."""
 
     async def run() -> None:
-        completions, step = StepEvents(backend.heard), Step(done=True)
+        completions, step = StepEvents(backend.heard), Step(ended=True)
         others = asyncio.create_task(asyncio.sleep(0))
         for _ in range(3):
-            await completions.over(step)
+            await completions.wait(step)
         assert others.done()
         completions.close()
 
@@ -107,7 +107,7 @@ def test_after_close_nobody_listens_and_another_loop_can(backend: Backend) -> No
     completions = StepEvents(backend.heard)
 
     async def run() -> None:
-        await completions.over(Step(done=True))
+        await completions.wait(Step(ended=True))
         completions.close()
         backend.tell()
         await asyncio.sleep(0.01)

@@ -12,15 +12,15 @@ TRIAL = TRIES * len(SHARES)
 
 
 def serve(
-    help_worth: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
+    tuner: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
 ) -> list[float]:
     """From where on each step was helped; each is told of when `lag` others have been asked for."""
     ways: list[float] = []
     for number in range(steps):
-        ways.append(help_worth.wanted())
+        ways.append(tuner.next_share())
         if number >= lag:
             way = ways[number - lag]
-            help_worth.lasted(way, seconds(way))
+            tuner.record(way, seconds(way))
     return ways
 
 
@@ -33,9 +33,9 @@ def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
 
 
 def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
-    help_worth = CoreLendingTuner()
-    serve(help_worth, PERIOD, lambda way: 3.0 - way)
-    ways = serve(help_worth, PERIOD, lambda way: 3.0 + way)
+    tuner = CoreLendingTuner()
+    serve(tuner, PERIOD, lambda way: 3.0 - way)
+    ways = serve(tuner, PERIOD, lambda way: 3.0 + way)
     assert set(ways[TRIAL + TRIES :]) == {0.0}
 
 

@@ -15,16 +15,17 @@ from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
-from decode_worker.step_pacing import StepPacing
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
+from diptych.engine.step_pacing import StepPacing
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
@@ -179,7 +180,7 @@ async def house(
 
     With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
     these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
-    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.step_pacing`). A
+    has a core that it lends to the others; by the stretch decode steps make way (`diptych.engine.step_pacing`). A
     `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
     """
     made = House()
@@ -191,13 +192,17 @@ async def house(
             made.shares = [SharedCores(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            runner = Runner(MODELS[backend](), 1, next(shares))
-            pace = StepPacing(stretch or 1.0)
-            made.decodes.append(await _decode(stack, transport, number, blocks, runner, pace, drafter))
+            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, drafter))
         for number in range(prefills):
-            runner = Runner(MODELS[backend](), 1, next(shares))
+            runner = _runner(backend, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
         yield made
+
+
+def _runner(backend: str, shared: SharedCores | None, pacing: StepPacing | None = None) -> Runner:
+    model = MODELS[backend]()
+    return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
 
 
 def _fingerprint() -> Fingerprint:
@@ -221,7 +226,6 @@ async def _decode(
     number: int,
     blocks: int,
     runner: Runner,
-    pace: StepPacing,
     drafter: Drafter | None,
 ) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
@@ -238,7 +242,6 @@ async def _decode(
         max_batch=MAX_BATCH,
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
-        pace=pace,
         speculation=speculation,
     )
     handoff = HandoffServer(
@@ -249,12 +252,12 @@ async def _decode(
         pool=pool,
         transports=[transport],
         running=lambda: loop.num_running,
-        on_ready=loop.attempts.on_ready,
-        on_failed=loop.attempts.on_failed,
+        on_ready=loop.requests.on_ready,
+        on_failed=loop.requests.on_failed,
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
     )
-    loop.attempts.grants = handoff
+    loop.requests.grants = handoff
     await handoff.start()
     server = make_server(internal=True)
     add_links(server, [handoff.service])
@@ -290,10 +293,10 @@ def _prefill(
         layout=layout(),
         transports=[transport],
         scratch=lambda: (memory, pool),
-        on_abort=loop.attempts.on_abort,
-        on_peer_lost=loop.attempts.on_peer_lost,
+        on_abort=loop.requests.on_abort,
+        on_peer_lost=loop.requests.on_peer_lost,
     )
-    loop.attempts.handoff = client
+    loop.requests.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
     return Prefill(loop, client, pool, memory, ended)

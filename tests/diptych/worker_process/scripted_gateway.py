@@ -114,17 +114,17 @@ class Gateway:
     def start(self, decode: Decode, prefill: Prefill, message: work_pb2.Work) -> Heard:
         """Attach and dispatch."""
         heard = self.heard.setdefault(_key(message.id), Heard(tuple(message.choices)))
-        decode.loop.attempts.attach(message, self._decode_streams[id(decode)])
-        prefill.loop.attempts.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
+        decode.loop.requests.attach(message, self._decode_streams[id(decode)])
+        prefill.loop.requests.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
         return heard
 
     def lose(self) -> None:
         """The streams break: the workers have to cancel what came over them."""
         self.lost = True
         for decode in self.house.decodes:
-            decode.loop.attempts.gateway_lost(self._decode_streams[id(decode)])
+            decode.loop.requests.gateway_lost(self._decode_streams[id(decode)])
         for prefill in self.house.prefills:
-            prefill.loop.attempts.gateway_lost(self._prefill_streams[id(prefill)])
+            prefill.loop.requests.gateway_lost(self._prefill_streams[id(prefill)])
 
     async def close(self) -> None:
         self.lose()

@@ -13,8 +13,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
 from prefill_worker.config import PrefillSettings
-from prefill_worker.request import PrefillRequest
-from prefill_worker.trace_spans import attempt_span
+from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.worker import PrefillWorker
 from tests.diptych.worker_process.both_workers import house, layout, model
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
@@ -66,7 +65,7 @@ async def test_a_cancelled_attempt_decoded_for_as_long_as_it_did() -> None:
         gateway, decode = Gateway(made), made.decodes[0]
         heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 200))
         await until(lambda: len(heard.tokens) > 2)
-        decode.loop.attempts.cancel(("r", 1))
+        decode.loop.requests.cancel(("r", 1))
         await until(lambda: bool(decode.ended))
         await gateway.close()
     request = decode.ended[0]
@@ -103,7 +102,7 @@ async def test_a_decode_worker_counts_the_handoffs_that_failed(
         taken = decode.pool.allocate(64)  # so that it waits for its handoff
         gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
         await until(lambda: decode.handoff.stats().waiting_asks == 1)
-        decode.loop.attempts.on_failed(("r", 1), reason, "as if")
+        decode.loop.requests.on_failed(("r", 1), reason, "as if")
         decode.pool.release(taken)
         await until(lambda: bool(decode.ended))
         await gateway.close()

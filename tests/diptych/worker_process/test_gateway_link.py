@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from decode_worker.service import gateway_links
+from decode_worker.worker import gateway_links
 from diptych.runtime.rpc import bind, make_channel, make_server
 from diptych.runtime.rpc_streams import unix_stream as local
 from diptych.runtime.rpc_streams.grpc_stream import add_links

@@ -81,8 +81,8 @@ def alone(text: str, count: int) -> tuple[int, ...]:
 def grammars_of(made: House) -> tuple[LetterGrammars, LetterGrammars]:
     """The prefill worker's and the decode worker's."""
     ours = LetterGrammars(), LetterGrammars()
-    made.prefills[0].loop.attempts.grammars = ours[0]
-    made.decodes[0].loop.attempts.grammars = ours[1]
+    made.prefills[0].loop.requests.grammars = ours[0]
+    made.decodes[0].loop.requests.grammars = ours[1]
     return ours
 
 
@@ -106,7 +106,7 @@ async def test_a_grammar_may_be_late(late: str) -> None:
         assert tuple(free.tokens) == greedy(PROMPT, COUNT), "who has no grammar does not wait"
         assert not held or not heard.tokens
         if late == "prefill":
-            states = [one.state for one in made.prefills[0].loop.attempts.all()]
+            states = [one.state for one in made.prefills[0].loop.requests.all()]
             assert states == [State.QUEUED], "no blocks wait for a grammar"
         for one in held:
             one.may_compile.set()
@@ -200,8 +200,8 @@ async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> N
         gateway.start(decode, made.prefills[0], asked(1, COUNT))
         await until(lambda: decode.pool.available() < decode.pool.total)
         await asyncio.sleep(0.1)  # by now the handoff is complete, if it can be
-        decode.loop.attempts.cancel(("r1", 1))
-        made.prefills[0].loop.attempts.cancel(("r1", 1))
+        decode.loop.requests.cancel(("r1", 1))
+        made.prefills[0].loop.requests.cancel(("r1", 1))
         waiting.may_compile.set()
         await gateway.close()
         assert await made.empty() == []

@@ -20,7 +20,7 @@ from diptych.engine.backends.native import backend as native_backend
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import AbortWords, SequenceStep
-from diptych.engine.runner import Runner
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.sampling import SampleRow
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_output import Launched
@@ -227,14 +227,16 @@ async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
 def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
     fd = os.memfd_create("cores")
     ours, theirs = (SharedCores(fd, home=[core], cores=2) for core in range(2))
-    runner = Runner(MODELS["native"](), 1, ours)
-    assert runner.spare_core()
-    theirs.own()
-    assert not runner.spare_core()
-    theirs.rest()
-    assert runner.spare_core()
-    assert not Runner(MODELS["native"](), 1).spare_core()  # nobody says whether there is one
-    assert Runner(MODELS["device"](), 1).spare_core()
+    cpu = CpuPolicy(MODELS["native"]().backend, 1, shared=ours)
+    assert cpu.may_launch_ahead()
+    theirs.claim()
+    assert not cpu.may_launch_ahead()
+    theirs.yield_()
+    assert cpu.may_launch_ahead()
+    assert not CpuPolicy(
+        MODELS["native"]().backend, 1
+    ).may_launch_ahead()  # no state says whether there is one
+    assert CpuPolicy(MODELS["device"]().backend, 1).may_launch_ahead()
     os.close(fd)
 
 

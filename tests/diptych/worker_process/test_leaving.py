@@ -81,7 +81,7 @@ async def test_who_leaves_while_blocks_are_waited_for_takes_its_ask_along():
         kept = decode.pool.allocate(14)
         gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
         await until(lambda: decode.handoff.stats().waiting_asks == 1)
-        decode.loop.attempts.cancel(("r", 1))
+        decode.loop.requests.cancel(("r", 1))
         assert decode.handoff.stats().waiting_asks == 0
         decode.pool.release(kept)
         await gateway.close()
@@ -172,7 +172,7 @@ async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
             gateway.output(
                 over.key, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH, over.times_now()
             )
-        worker._shell.drain(60)
+        worker._server.drain(60)
         whole = 0
         while whole < 16:
             message = await stream.read()

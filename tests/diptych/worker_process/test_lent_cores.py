@@ -22,13 +22,13 @@ TOKENS = 30
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[SharedCores]:
     """Grows by a share whenever its owner lets go of its cores."""
     seen: list[SharedCores] = []
-    rest = SharedCores.rest
+    yield_cores = SharedCores.yield_
 
     def counting(share: SharedCores) -> None:
         seen.append(share)
-        rest(share)
+        yield_cores(share)
 
-    monkeypatch.setattr(SharedCores, "rest", counting)
+    monkeypatch.setattr(SharedCores, "yield_", counting)
     return seen
 
 
@@ -75,12 +75,12 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
         long = tuple(range(2, 50))
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
         while not heard.ended.is_set():
-            heard_waiting = heard_waiting or decode.others_waited_s() is not None
+            heard_waiting = heard_waiting or decode.others_backlog_s() is not None
             await asyncio.sleep(0)
         assert heard_waiting
         assert await made.empty() == []
-        assert decode.others_waited_s() is None
-        assert decode.free() == 1
+        assert decode.others_backlog_s() is None
+        assert decode.num_idle() == 1
         await gateway.close()
 
 
@@ -94,7 +94,7 @@ async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_in
             gateway.start(made.decodes[0], made.prefills[0], message)
         heard: set[float | None] = set()
         while not all(one.ended.is_set() for one in gateway.heard.values()):
-            heard.add(decode.others_waited_s())
+            heard.add(decode.others_backlog_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) >= 4
         assert await made.empty() == []
@@ -110,12 +110,12 @@ async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
         message = work(("no blocks", 1), PROMPT, 2)
         message.waited.FromSeconds(4)
         blocked = gateway.start(full, prefill, message)
-        await until(lambda: prefill.loop.attempts[("no blocks", 1)].state is State.ASKED)
+        await until(lambda: prefill.loop.requests[("no blocks", 1)].state is State.ASKED)
         await asyncio.sleep(0.2)
         heard: set[float | None] = set()
         computed = gateway.start(other, prefill, work(("blocks", 1), tuple(range(2, 50)), 2))
         while not computed.ended.is_set():
-            heard.add(made.shares[1].others_waited_s())
+            heard.add(made.shares[1].others_backlog_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) < 2
         full.pool.release(taken)
@@ -130,7 +130,7 @@ async def test_a_prompt_waits_until_its_first_step() -> None:
     async with house("shared_memory", stretch=1.0) as made:
         gateway = Gateway(made)
         gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 2))
-        request = made.prefills[0].loop.attempts[("r", 1)]
+        request = made.prefills[0].loop.requests[("r", 1)]
         came = request.entered[State.QUEUED]
         assert request.waited_s(came + 3) == pytest.approx(3)
         request.begin(came + 1)
@@ -150,8 +150,8 @@ async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() 
         await until(lambda: made.decodes[0].loop.steps > 0)
         gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
         async with asyncio.timeout(10):
-            while decode.others_waited_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
+            while decode.others_backlog_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
                 await asyncio.sleep(0)
-    assert decode.others_waited_s() is None
-    assert (decode.free(), prefill.free()) == (1, 1)
+    assert decode.others_backlog_s() is None
+    assert (decode.num_idle(), prefill.num_idle()) == (1, 1)
     await gateway.close()

@@ -47,8 +47,8 @@ def test_only_who_computes_on_cores_shares_them() -> None:
     """A worker on a GPU must not make its streams wait for prompts that its cores cannot compute."""
     fd = os.memfd_create("cores")
     settings = DecodeSettings.from_argv([f"--cores-fd={fd}", "--home-cores=1", "--machine-cores=2"])
-    share = engine._core_share(settings, torch.device("cpu"))
+    share = engine._shared_cores(settings, torch.device("cpu"))
     assert share is not None
-    assert (share.home, share.others) == (1, [0])
-    assert engine._core_share(settings, torch.device("cuda")) is None
+    assert (share.num_home, share.others) == (1, [0])
+    assert engine._shared_cores(settings, torch.device("cuda")) is None
     os.close(fd)

@@ -14,8 +14,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from decode_worker.config import DecodeSettings
-from decode_worker.service import gateway_links
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import DecodeWorker, gateway_links
 from diptych.engine.runner import Runner
 from diptych.runtime.rpc import bind, make_channel, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links

@@ -74,8 +74,8 @@ class Walk:
             match self.rng.choice(["abort", "abort", "break", "gateway"]):
                 case "abort":
                     loop = self.rng.choice(self.house.decodes).loop
-                    if key := loop.attempts.grants.abort_newest_grant():
-                        loop.attempts.preempt_attempt(key)
+                    if key := loop.requests.grants.abort_newest_grant():
+                        loop.requests.preempt_request(key)
                 case "break":
                     links = list(self.rng.choice(self.house.prefills).client._links.values())
                     if links:
@@ -126,7 +126,7 @@ class Walk:
         raise AssertionError(f"{planned.name} was preempted again and again")
 
     async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
-        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.attempts.cancel], 2)
+        first, second = self.rng.sample([decode.loop.requests.cancel, prefill.loop.requests.cancel], 2)
         first(key)
         await asyncio.sleep(planned.late_s)
         second(key)

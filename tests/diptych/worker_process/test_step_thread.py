@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.sequence import DecodeSequence
+from decode_worker.sequence import AttemptBlocks, DecodeSequence
 from diptych.engine.batch import AbortWords
 from diptych.engine.sampling import SampleFailure
 from diptych.worker_process.attempt import Attempt
@@ -81,10 +80,10 @@ async def test_a_step_that_is_tried_again_in_parts_is_not_late() -> None:
     late = 0.0
     while not again.done():
         await asyncio.sleep(0.01)
-        late = max(late, thread.clock.late_s(time.monotonic()))
+        late = max(late, thread.watchdog.late_s(time.monotonic()))
     assert late == 0.0
-    thread.clock.begin(16, 0.0)
-    assert thread.clock.late_s(2.0) > 0.0, "what took longer than one step says nothing about the next one"
+    thread.watchdog.begin(16, 0.0)
+    assert thread.watchdog.late_s(2.0) > 0.0, "what took longer than one step says nothing about the next one"
     thread.close()
 
 

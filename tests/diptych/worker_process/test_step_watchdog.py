@@ -50,10 +50,10 @@ def test_a_step_is_late_by_the_measure_of_its_class() -> None:
 def test_a_step_that_failed_is_late_by_its_parts_and_no_measure_for_others() -> None:
     clock = StepWatchdog()
     now = stepped(clock, 64, 1.0, 0.0)
-    clock.again(now)
+    clock.retry(now)
     assert clock.late_s(1e9) == 0, "none is running"
     clock.begin(64, now)
-    clock.again(now + MARGIN)
+    clock.retry(now + MARGIN)
     assert clock.late_s(now + 2 * MARGIN) == 0
     assert clock.late_s(now + 2 * MARGIN + 1) == pytest.approx(1)
     clock.end(now + 100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_worker.step_pacing import StepPacing
+from diptych.engine.step_pacing import StepPacing
 
 
 def test_the_cores_are_left_for_a_part_of_the_step_that_is_over() -> None:
