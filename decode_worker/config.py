@@ -56,5 +56,5 @@ class DecodeSettings(WorkerSettings):
 
     @property
     def pool_chosen(self) -> bool:
-        """Whether the size of the pool is configured."""
+        """True if the size of the pool is configured."""
         return bool(self.kv_blocks or self.kv_memory_mib)

@@ -75,7 +75,7 @@ class EngineLoop:
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken."""
+        """True if nothing new is taken."""
         return self.requests.draining
 
     @draining.setter
@@ -84,7 +84,7 @@ class EngineLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed; sequences that wait for blocks do not count."""
+        """True while a step is being computed; sequences that wait for blocks do not count."""
         return self._step.busy
 
     @property

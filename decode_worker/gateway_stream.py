@@ -1,4 +1,4 @@
-"""One gateway's stream into this worker, and the messages to write on it."""
+"""A gateway's stream into this worker, and the messages to write on it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class GatewayStream:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a whole output is still being written."""
+        """True while a whole output is still being written."""
         return self._pending > 0
 
     def flush(self) -> None:

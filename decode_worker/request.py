@@ -83,7 +83,7 @@ class DecodeRequest:
 
     @property
     def outcome(self) -> Outcome:
-        """Its end: finished, if all of its step groups are."""
+        """The end of the attempt: finished, if all of its step groups are."""
         return next((outcome for outcome in self.outcomes if outcome != "finished"), "finished")
 
     def times_now(self) -> work_pb2.PhaseTimes:

@@ -157,7 +157,7 @@ class AttemptBlocks:
 
     @property
     def _trusted(self) -> bool:
-        """Whether no block was distrusted since this attempt came: its own may be built on one."""
+        """True if no block was distrusted since this attempt came: its own may be built on one."""
         return self._pool.distrusted == self._distrusted
 
     def _writable(self, block: int) -> int | None:

@@ -26,7 +26,7 @@ Picker = Callable[[torch.Tensor, Sequence[Row]], Sequence[Any]]
 
 
 class StepGroup(ABC):
-    """Its rows, and the choices whose results the gateway still waits for."""
+    """Rows that step together, and the choices whose results the gateway still waits for."""
 
     def __init__(self, request: DecodeRequest, arrival_order: int, choices: Sequence[int]) -> None:
         self.request = request

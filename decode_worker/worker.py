@@ -37,7 +37,7 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
 
 
 class DecodeWorker:
-    """All parts of one decode worker, wired up; it decides nothing itself."""
+    """A decode worker: makes its parts and wires them up; decides nothing itself."""
 
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._telemetry = telemetry

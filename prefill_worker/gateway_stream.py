@@ -1,4 +1,4 @@
-"""One gateway's stream into this worker, and the messages to write on it."""
+"""A gateway's stream into this worker, and the messages to write on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's handoff, from the ask to the commit: the task that talks to its decode worker."""
+"""The handoff of one request, from the ask to the commit: the task that talks to its decode worker."""
 
 from __future__ import annotations
 

@@ -115,12 +115,12 @@ class PrefillRequest:
 
     @property
     def compiled(self) -> bool:
-        """Whether its grammar is compiled, if it has one: until then blocks would lie idle."""
+        """True if its grammar is compiled, if it has one: until then blocks would lie idle."""
         return self.attempt.grammar is None or self.grammar is not None
 
     @property
     def computable(self) -> bool:
-        """Whether a step may compute a chunk of it."""
+        """True if a step may compute a chunk of it."""
         return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
 
     @property

@@ -36,7 +36,7 @@ async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
 
 
 class PrefillWorker:
-    """All parts of one prefill worker, wired up; it decides nothing itself."""
+    """A prefill worker: makes its parts and wires them up; decides nothing itself."""
 
     def __init__(self, settings: PrefillSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._settings = settings

@@ -77,7 +77,7 @@ class Runner:
 
     @property
     def launches(self) -> bool:
-        """Whether the backend can launch steps ahead."""
+        """True if the backend can launch steps ahead."""
         return self._launching is not None
 
     def samples_on_device(self, row: SampleRow) -> bool:

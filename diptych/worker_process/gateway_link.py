@@ -36,7 +36,7 @@ class GatewayStream(Protocol):
 
     @property
     def has_pending(self) -> bool:
-        """Whether outputs of requests that have ended are still being written."""
+        """True while outputs of requests that have ended are still being written."""
         ...
 
 

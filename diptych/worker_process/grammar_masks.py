@@ -114,12 +114,12 @@ class GrammarState:
 
     @property
     def complete(self) -> bool:
-        """Whether the output is complete: only an end of sequence may follow."""
+        """True if the output is complete: only an end of sequence may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def stuck(self) -> bool:
-        """Whether the grammar cannot continue: a token broke it, or a mask took too much work."""
+        """True if the grammar cannot continue: a token broke it, or a mask took too much work."""
         return self._matcher.is_error()
 
     def _masked(self) -> bool:
@@ -129,7 +129,7 @@ class GrammarState:
 
     @property
     def _crowded(self) -> bool:
-        """Whether other outputs filled the table. An output that fills one alone would fill the next one, too,
+        """True if other outputs filled the table. An output that fills one alone would fill the next one, too,
         and compiling delays the step.
         """
         full = "too many states" in self._matcher.get_error()

@@ -44,7 +44,7 @@ class StepThread(Generic[Owner]):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed."""
+        """True while a step is being computed."""
         return bool(self._flights)
 
     def writes(self, owner: Owner) -> bool:

@@ -26,7 +26,7 @@ class EngineLoop(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed now: a worker that is busy and ends no step for long is stuck."""
+        """True while a step is being computed: a worker that is busy and ends no step for long is stuck."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class EngineLoop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker's loop, services and numbers."""
+    """The loop, services and numbers of a worker."""
 
     role: Role
     loop: EngineLoop

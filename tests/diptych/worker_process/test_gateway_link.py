@@ -100,7 +100,7 @@ async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, 
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
-async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
+async def test_a_message_that_cannot_be_handled_ends_the_stream(edge, caplog):
     """Else the gateway would wait for ever: for this request, and for all that it sends afterwards."""
     call = await edge.call()
     await call.read()
@@ -109,7 +109,7 @@ async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
     async with asyncio.timeout(60):
         assert await call.read() is grpc.aio.EOF
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
-    assert "could not be taken" in caplog.text
+    assert "could not be handled" in caplog.text
     assert edge.decode.leftovers() == []
 
 
