@@ -17,7 +17,7 @@ STOP = tuple(range(0, VOCABULARY, 7))
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("seed", range(6))
-async def test_beams_equal_the_search_in_one_piece(transport, seed):
+async def test_beams_equal_a_search_by_the_engine_alone(transport, seed):
     rng = random.Random(seed)
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 14)))
     width, max_tokens = rng.randint(1, 6), rng.randint(1, 14)
@@ -64,7 +64,7 @@ async def test_beams_and_choices_share_steps():
         await gateway.close()
 
 
-async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still_wanted():
+async def test_beams_are_sent_at_the_end_without_cancelled_ranks():
     async with house("shared_memory", blocks=120) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 60, choices=range(3), sampling={"beam_width": 4})
@@ -83,7 +83,7 @@ async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still
         await gateway.close()
 
 
-async def test_a_search_is_preempted_as_a_whole_and_gives_the_same_answers_again():
+async def test_a_beam_search_is_preempted_as_a_whole_and_repeats_its_result():
     async with house("shared_memory", blocks=24) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         old = gateway.start(decode, prefill, work(("old", 1), PROMPT, 80))
@@ -107,7 +107,7 @@ async def test_a_search_is_preempted_as_a_whole_and_gives_the_same_answers_again
         await gateway.close()
 
 
-async def test_a_search_that_outgrows_even_a_reserve_fails_for_good():
+async def test_a_beam_search_larger_than_the_pool_fails_with_exceeds_kv_capacity():
     async with house("shared_memory", blocks=10) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 25, choices=range(3), sampling={"beam_width": 8}, reserve=True)
@@ -119,7 +119,7 @@ async def test_a_search_that_outgrows_even_a_reserve_fails_for_good():
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
+async def test_a_beam_search_without_a_valid_token_fails_with_no_valid_token(transport):
     async with house(transport, blocks=40) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         sampling = {"beam_width": 2, "allowed_token_ids": [7]}
@@ -132,7 +132,7 @@ async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
         await gateway.close()
 
 
-async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypatch):
+async def test_rows_of_step_groups_that_are_computed_one_by_one_give_the_same_tokens(monkeypatch):
     """What happens to a whole step when one of its rows raises."""
     async with house("shared_memory", blocks=80) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills

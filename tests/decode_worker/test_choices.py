@@ -29,7 +29,7 @@ def check_scores(heard: list[work_pb2.Score], answer: list[Sampled]) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("prompt_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
-async def test_each_choice_is_what_it_would_be_alone(transport, prompt_tokens):
+async def test_each_choice_equals_a_request_of_its_own(transport, prompt_tokens):
     prompt = tuple(range(7, 7 + prompt_tokens))
     async with house(transport, blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -46,7 +46,7 @@ async def test_each_choice_is_what_it_would_be_alone(transport, prompt_tokens):
         await gateway.close()
 
 
-async def test_stop_tokens_end_one_choice_and_min_tokens_hold_them_back_in_all():
+async def test_stop_tokens_end_one_choice_and_min_tokens_forbid_them_in_all():
     stop = tuple(range(0, 61, 4))
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -61,7 +61,7 @@ async def test_stop_tokens_end_one_choice_and_min_tokens_hold_them_back_in_all()
         assert await made.empty() == []
 
 
-async def test_greedy_choices_are_the_same_and_come_without_scores():
+async def test_greedy_choices_are_equal_and_without_logprobs():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 10, choices=(5, 2, 9)))
@@ -71,7 +71,7 @@ async def test_greedy_choices_are_the_same_and_come_without_scores():
         await gateway.close()
 
 
-async def test_the_prompt_is_held_once_for_all():
+async def test_choices_share_the_blocks_of_the_prompt():
     prompt = tuple(range(40))  # ten blocks: eight times that would not fit
     async with house("shared_memory", blocks=20) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -85,7 +85,7 @@ async def test_the_prompt_is_held_once_for_all():
         await gateway.close()
 
 
-async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
+async def test_a_cancelled_choice_ends_and_the_others_continue():
     async with house("shared_memory", blocks=200) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 60, choices=range(3), sampling=SAMPLED))
@@ -102,7 +102,7 @@ async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
         await gateway.close()
 
 
-async def test_a_choice_cancelled_before_the_handoff_never_speaks():
+async def test_a_choice_cancelled_before_the_handoff_sends_nothing():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED)
@@ -116,7 +116,7 @@ async def test_a_choice_cancelled_before_the_handoff_never_speaks():
         await gateway.close()
 
 
-async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
+async def test_the_attempt_ends_when_all_choices_are_cancelled_one_by_one():
     async with house("tcp", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         kept = decode.pool.allocate(64)  # nothing is granted
@@ -130,7 +130,7 @@ async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
         await gateway.close()
 
 
-async def test_what_ends_before_the_handoff_ends_every_choice():
+async def test_a_failure_before_the_handoff_ends_every_choice():
     async with house("shared_memory", blocks=4) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), tuple(range(30)), 6, choices=range(3)))
@@ -171,7 +171,7 @@ async def finish_all(made, gateway: Gateway, heard: Heard, prompt: tuple[int, ..
     return attempts - 1
 
 
-async def test_choices_are_preempted_one_by_one_and_end_with_the_same_tokens():
+async def test_choices_are_preempted_one_by_one_and_give_the_same_tokens():
     async with house("shared_memory", blocks=14) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 30, choices=range(5), sampling=SAMPLED))
@@ -181,7 +181,7 @@ async def test_choices_are_preempted_one_by_one_and_end_with_the_same_tokens():
         await gateway.close()
 
 
-async def test_with_a_reserve_all_choices_that_fit_together_end_and_the_others_come_back():
+async def test_a_reserve_finishes_the_choices_that_fit_and_preempts_the_others():
     async with house("shared_memory", blocks=24) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         # Two full blocks are shared; eight more each: two fit, and three do not.
@@ -197,7 +197,7 @@ async def test_with_a_reserve_all_choices_that_fit_together_end_and_the_others_c
         await gateway.close()
 
 
-async def test_what_a_choice_has_said_is_found_in_the_prefix_cache():
+async def test_output_blocks_of_a_choice_are_found_in_the_prefix_cache():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 20, choices=range(3), sampling=SAMPLED))

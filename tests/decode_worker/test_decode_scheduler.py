@@ -24,17 +24,17 @@ def in_line(candidate: Candidate) -> tuple[int, int]:
     return -candidate.priority, candidate.arrival_order
 
 
-def test_everybody_runs_and_only_full_tables_grow() -> None:
+def test_all_candidates_run_and_only_full_block_tables_grow() -> None:
     out = plan([Candidate(1), Candidate(2, growth=1)], free=1)
     assert out == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
 
 
-def test_the_newest_makes_room() -> None:
+def test_the_newest_is_preempted() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2)], free=0)
     assert out == StepPlan((), (), (2,), abort_newest_grant=False)
 
 
-def test_a_higher_priority_is_in_front_whatever_its_age() -> None:
+def test_priority_goes_before_arrival_order() -> None:
     old, urgent = Candidate(1, growth=1), Candidate(2, growth=1, priority=5)
     assert plan([old, urgent], free=1).preempt == (1,)
     assert plan([old, urgent], free=2).run == (2, 1)
@@ -42,43 +42,43 @@ def test_a_higher_priority_is_in_front_whatever_its_age() -> None:
     assert plan([old, Candidate(2, priority=-1), Candidate(3)], free=0).preempt == (2,)
 
 
-def test_one_victim_goes_at_a_time_for_it_may_free_less_than_it_held() -> None:
+def test_one_victim_is_preempted_at_a_time() -> None:
     old, mid, new = Candidate(1, growth=1), Candidate(2, growth=1), Candidate(3)
     assert plan([old, mid, new], free=0).preempt == (3,)
     assert plan([old, mid], free=1).preempt == (2,), "two of its three blocks were shared"
     assert plan([old], free=1) == StepPlan((1,), (1,), (), abort_newest_grant=False)
 
 
-def test_a_reserved_sequence_is_never_the_victim_and_draws_on_its_reserve() -> None:
+def test_a_reserved_sequence_is_never_preempted_and_grows_on_its_reserve() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3, reserved=True)], free=0)
     assert out.preempt == (2,)
     out = plan([Candidate(1, growth=1), Candidate(3, reserved=True)], free=2)
     assert (out.run, out.grow) == ((1, 3), (1, 3))
 
 
-def test_the_oldest_alone_calls_a_grant_back_and_waits() -> None:
+def test_the_first_in_line_aborts_a_grant_and_waits() -> None:
     out = plan([Candidate(1, growth=1)], free=0, grants=2)
     assert out == StepPlan((), (), (), abort_newest_grant=True)
 
 
-def test_blocks_on_their_way_back_are_waited_for() -> None:
+def test_quarantined_blocks_are_waited_for() -> None:
     waiting = StepPlan((), (), (), abort_newest_grant=False)
     assert plan([Candidate(1, growth=1)], free=0, grants=2, quarantined=1) == waiting
     assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=3) == waiting
     assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=2).abort_newest_grant
 
 
-def test_nothing_to_wait_for_goes_back_to_the_gateway() -> None:
+def test_a_starving_group_without_grants_is_preempted() -> None:
     assert plan([Candidate(1, growth=1)], free=0) == StepPlan((), (), (1,), abort_newest_grant=False)
 
 
-def test_beyond_the_batch_sequences_wait_and_are_the_first_victims() -> None:
+def test_sequences_beyond_the_batch_wait_and_are_preempted_first() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3)], free=0, max_batch=2)
     assert out.preempt == (3,)
     assert plan([Candidate(1, growth=1), Candidate(2)], free=2).run == (1, 2)
 
 
-def test_all_who_write_to_one_block_need_copies_but_the_last() -> None:
+def test_all_writers_to_a_shared_block_but_the_last_need_copies() -> None:
     forks = [Candidate(n, shared=(7, 3)) for n in (1, 2, 3)]
     assert plan(forks, free=2) == StepPlan((1, 2, 3), (1, 2), (), abort_newest_grant=False)
     assert plan(forks, free=1).preempt == (3,), "then the block has two holders, and one copy is enough"
@@ -86,7 +86,7 @@ def test_all_who_write_to_one_block_need_copies_but_the_last() -> None:
     assert plan([Candidate(n, shared=(7, 2)) for n in (1, 2)], free=1).run == (1, 2)
 
 
-def test_a_gang_runs_as_a_whole_or_waits_and_lets_younger_ones_pass() -> None:
+def test_a_step_group_that_does_not_fit_waits_and_lets_later_ones_pass() -> None:
     beams = Candidate(2, rows=4)
     assert plan([Candidate(1), beams, Candidate(3), Candidate(4)], free=0, max_batch=4).run == (1, 3, 4)
     assert plan([beams, Candidate(3), Candidate(4)], free=0, max_batch=5).run == (2, 3)
@@ -94,7 +94,7 @@ def test_a_gang_runs_as_a_whole_or_waits_and_lets_younger_ones_pass() -> None:
     assert plan([beams, Candidate(3)], free=0, max_batch=3).run == (2,), "the oldest goes whatever its size"
 
 
-def test_a_gang_gets_all_its_blocks_or_is_the_victim_as_a_whole() -> None:
+def test_a_step_group_gets_all_its_blocks_or_is_preempted_as_a_whole() -> None:
     beams = Candidate(2, rows=4, growth=3)
     assert plan([Candidate(1), beams], free=2).preempt == (2,)
     assert plan([Candidate(1), beams], free=3) == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
@@ -145,7 +145,7 @@ def test_a_plan_can_always_be_carried_out(
 
 
 @given(groups(), st.integers(0, 8), st.integers(1, 8))
-def test_giving_way_one_by_one_ends_with_somebody_running(
+def test_repeated_preemption_ends_with_a_running_group(
     candidates: list[Candidate], free: int, max_batch: int
 ) -> None:
     """A victim frees what its rows hold at least; the first in line is the last to go."""

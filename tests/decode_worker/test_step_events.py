@@ -58,7 +58,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
+def test_wait_returns_when_the_step_is_done(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
         waiting = asyncio.create_task(completions.wait(step))
@@ -73,7 +73,7 @@ def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
     asyncio.run(run())
 
 
-def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
+def test_wait_ignores_the_byte_of_another_step(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
         waiting = asyncio.create_task(completions.wait(step))
@@ -89,7 +89,7 @@ def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
     asyncio.run(run())
 
 
-def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
+def test_wait_yields_to_the_event_loop_for_a_step_that_is_done(backend: Backend) -> None:
     """Steps that are shorter than the work between them would else keep the loop to themselves."""
 
     async def run() -> None:
@@ -103,7 +103,7 @@ def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
     asyncio.run(run())
 
 
-def test_after_close_nobody_listens_and_another_loop_can(backend: Backend) -> None:
+def test_close_removes_the_reader_and_another_loop_can_wait(backend: Backend) -> None:
     completions = StepEvents(backend.heard)
 
     async def run() -> None:

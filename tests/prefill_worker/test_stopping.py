@@ -15,7 +15,7 @@ from tests.kvtransfer.conftest import until
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-async def test_a_cancel_that_comes_too_late_for_the_ask_takes_the_grant_back(transport, monkeypatch):
+async def test_a_cancel_after_the_ask_takes_the_grant_back(transport, monkeypatch):
     """Whatever is awaited before the ask may end just then, and the task goes on."""
     linked = HandoffClient.peer
 

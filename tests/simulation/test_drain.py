@@ -31,7 +31,7 @@ def scenario(network: int) -> Scenario:
     )
 
 
-def test_what_it_had_goes_on_elsewhere() -> None:
+def test_a_drained_workers_requests_continue_on_others() -> None:
     ends: Counter[str] = Counter()
     retries = 0
     for network in NETWORKS:

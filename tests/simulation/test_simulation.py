@@ -19,7 +19,7 @@ SEEDS = 120
 REPLAYED = range(5000, 5010)
 
 
-def test_nothing_is_violated() -> None:
+def test_no_invariant_is_violated() -> None:
     summary = Summary()
     for seed in range(SEEDS):
         scenario = make_scenario(seed)

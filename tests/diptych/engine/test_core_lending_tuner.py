@@ -25,14 +25,14 @@ def serve(
 
 
 @pytest.mark.parametrize("fastest", SHARES)
-def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
+def test_the_fastest_share_is_used_between_trials(fastest: float) -> None:
     ways = serve(CoreLendingTuner(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
     assert ways.count(fastest) >= 3 * (PERIOD - TRIAL + TRIES - 1)
     for share in SHARES:
         assert ways.count(share) >= 3 * (TRIES - 1)
 
 
-def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
+def test_a_share_that_becomes_slower_is_replaced_after_the_next_trial() -> None:
     tuner = CoreLendingTuner()
     serve(tuner, PERIOD, lambda way: 3.0 - way)
     ways = serve(tuner, PERIOD, lambda way: 3.0 + way)

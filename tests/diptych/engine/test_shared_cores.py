@@ -71,7 +71,7 @@ def neighbour(fd: int) -> Iterator[Neighbour]:
     other.end()
 
 
-def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: Neighbour) -> None:
+def test_claimed_cores_are_not_idle_and_yielded_ones_are(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
     assert (ours.num_home, ours.others) == (1, [1, 2])
     assert ours.num_idle() == 2
@@ -84,7 +84,7 @@ def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: N
     assert ours.num_idle() == 2
 
 
-def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
+def test_yielding_again_keeps_borrowers(fd: int) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     claimed = (ctypes.c_uint8 * CORES).from_address(ours.address)
     claimed[0] = CORE_CLAIMED
@@ -95,7 +95,7 @@ def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
     assert theirs.num_idle() == 1
 
 
-def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
+def test_a_core_is_spare_unless_its_owner_has_claimed_it(fd: int) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     assert ours.has_spare()
     theirs.claim()
@@ -105,7 +105,7 @@ def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
     assert ours.has_spare()
 
 
-def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
+def test_others_see_a_backlog(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
     assert ours.others_backlog_s() is None
     neighbour.do("wait")
@@ -120,20 +120,20 @@ def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
 @pytest.mark.parametrize(
     ("waited", "heard"), [(0.0, 0.0), (0.01, 0.0), (0.04, 0.03125), (1.0, 1.0), (1000.0, 7.9375)]
 )
-def test_how_long_work_has_waited_is_told_in_one_byte(fd: int, waited: float, heard: float) -> None:
+def test_a_backlog_is_encoded_in_one_byte(fd: int, waited: float, heard: float) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     theirs.set_backlog(waited)
     assert ours.others_backlog_s() == heard
 
 
-def test_the_longest_wait_counts(fd: int) -> None:
+def test_the_longest_backlog_counts(fd: int) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
     SharedCores(fd, home=[1], cores=CORES).set_backlog(0.5)
     SharedCores(fd, home=[2], cores=CORES).set_backlog(0.25)
     assert ours.others_backlog_s() == 0.5
 
 
-def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
+def test_a_successor_resets_the_state_of_a_killed_worker(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
     neighbour.do("claim")
     neighbour.do("wait")

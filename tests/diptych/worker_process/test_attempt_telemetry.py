@@ -59,7 +59,7 @@ def lost(registry: CollectorRegistry) -> float:
     )
 
 
-async def test_a_cancelled_attempt_decoded_for_as_long_as_it_did() -> None:
+async def test_a_cancelled_attempt_has_its_decode_phase() -> None:
     """The gateway also ends so what a stop string or a time limit ends."""
     async with house("shared_memory", blocks=64) as made:
         gateway, decode = Gateway(made), made.decodes[0]
@@ -94,7 +94,7 @@ async def test_a_phase_that_never_ran_is_not_counted() -> None:
         (work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, 0),
     ],
 )
-async def test_a_decode_worker_counts_the_handoffs_that_failed(
+async def test_the_decode_worker_counts_failed_handoffs(
     reason: work_pb2.FailureReason, failures: int
 ) -> None:
     async with house("shared_memory", blocks=64) as made:
@@ -109,7 +109,7 @@ async def test_a_decode_worker_counts_the_handoffs_that_failed(
     assert lost(counting(decode.ended[0])) == failures
 
 
-async def test_a_prompt_that_came_too_late_is_no_handoff_that_failed() -> None:
+async def test_a_missed_deadline_is_no_failed_handoff() -> None:
     async with house("shared_memory", blocks=64) as made:
         gateway, decode, prefill = Gateway(made), made.decodes[0], made.prefills[0]
         taken = decode.pool.allocate(64)

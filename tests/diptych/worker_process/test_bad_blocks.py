@@ -12,7 +12,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("prompt_tokens", [BLOCK - 1, BLOCK, 3 * BLOCK + 1])
-async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_tokens):
+async def test_a_failed_row_removes_its_output_from_the_prefix_cache(prompt_tokens):
     """A prompt that fills no block has no key: its first block has one since there is output in it."""
     prompt = tuple(range(7, 7 + prompt_tokens))
     async with house("shared_memory", blocks=64) as made:
@@ -33,7 +33,7 @@ async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_
         await gateway.close()
 
 
-async def test_a_prefill_worker_that_copies_forgets_the_blocks_that_it_failed_over():
+async def test_a_copying_prefill_worker_forgets_the_blocks_of_a_failed_row():
     prompt = tuple(range(20))
     async with house("tcp", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills

@@ -66,7 +66,7 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-async def test_a_stream_that_breaks_takes_its_attempts_along(edge, no_garbage_collection):
+async def test_a_broken_stream_cancels_its_attempts(edge, no_garbage_collection):
     call = await edge.call()
     assert (await call.read()).hello.worker_id == "w"
     await call.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
@@ -75,7 +75,7 @@ async def test_a_stream_that_breaks_takes_its_attempts_along(edge, no_garbage_co
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
-async def test_gateways_that_leave_at_once_leave_nothing_behind(edge, no_garbage_collection):
+async def test_gateways_that_disconnect_at_once_leave_nothing_behind(edge, no_garbage_collection):
     for number in range(30):
         call = await edge.call()
         if number % 2:
@@ -86,7 +86,7 @@ async def test_gateways_that_leave_at_once_leave_nothing_behind(edge, no_garbage
     await until(lambda: not edge.streams, 2)
 
 
-async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, no_garbage_collection):
+async def test_a_broken_stream_of_a_gateway_that_does_not_read_ends_at_once(edge, no_garbage_collection):
     call = await edge.call()
     await call.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
     await until(lambda: edge.decode.loop.num_waiting == 1)
@@ -113,7 +113,7 @@ async def test_a_message_that_cannot_be_handled_ends_the_stream(edge, caplog):
     assert edge.decode.leftovers() == []
 
 
-async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
+async def test_a_silent_gateway_is_dropped_with_its_attempts(edge):
     """A stopped process keeps its connections; one that beats is never silent."""
     silent, beating = await edge.call(), await edge.call()
     await beating.read()
@@ -129,7 +129,7 @@ async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
     assert (await beating.read()).heartbeat.progress == 1
 
 
-async def test_a_silent_gateway_that_does_not_read_either_is_let_go(edge):
+async def test_a_silent_gateway_that_does_not_read_is_dropped(edge):
     """A stopped process: its buffers fill up, and a write waits for room in them as long as it stands."""
     ended = asyncio.Event()
 
@@ -164,7 +164,7 @@ async def _read_all(link: Stream) -> None:
         pass
 
 
-async def test_whoever_does_not_begin_with_a_hello_is_refused(edge):
+async def test_a_stream_without_hello_is_refused(edge):
     call = decode_pb2_grpc.DecodeServiceStub(make_channel(edge.address)).Link()
     await call.write(Request(cancel=work_pb2.Cancel()))
     with pytest.raises(grpc.aio.AioRpcError) as refused:

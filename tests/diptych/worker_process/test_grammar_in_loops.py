@@ -93,7 +93,7 @@ def asked(number: int, count: int, grammar: work_pb2.Grammar = GRAMMAR, **rest: 
 
 
 @pytest.mark.parametrize("late", ["neither", "prefill", "decode"])
-async def test_a_grammar_may_be_late(late: str) -> None:
+async def test_a_request_waits_for_its_grammar(late: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         held = {"prefill": [for_prefill], "decode": [for_decode], "neither": []}[late]
@@ -139,7 +139,7 @@ async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
     ],
 )
 @pytest.mark.parametrize("width", [0, 3])
-async def test_complete_at_its_last_token_is_no_cut(
+async def test_an_output_complete_at_max_tokens_finishes_with_stop(
     text: str, count: int, reason: work_pb2.FinishReason, width: int
 ) -> None:
     grammar = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text)
@@ -163,7 +163,7 @@ async def test_complete_at_its_last_token_is_no_cut(
         assert await made.empty() == []
 
 
-async def test_taken_up_again_after_any_token_it_goes_on_as_before() -> None:
+async def test_a_resumed_output_continues_its_grammar_after_any_token() -> None:
     whole = alone(GRAMMAR.text, COUNT)
     async with house("shared_memory", blocks=64) as made:
         grammars_of(made)
@@ -178,7 +178,7 @@ async def test_taken_up_again_after_any_token_it_goes_on_as_before() -> None:
 
 
 @pytest.mark.parametrize("broken", ["prefill", "decode"])
-async def test_a_grammar_that_one_worker_cannot_compile(broken: str) -> None:
+async def test_a_grammar_that_one_worker_cannot_compile_fails_the_request(broken: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         (for_prefill if broken == "prefill" else for_decode).broken = True
@@ -191,7 +191,7 @@ async def test_a_grammar_that_one_worker_cannot_compile(broken: str) -> None:
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
-async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> None:
+async def test_a_cancel_during_compilation_releases_all_blocks(late: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         waiting = for_prefill if late == "prefill" else for_decode

@@ -84,7 +84,7 @@ async def test_greedy_requests_in_random_order(
     assert launches["following"] > 0, launches
 
 
-async def test_drawn_choices_and_beams_in_random_order(
+async def test_sampled_choices_and_beams_in_random_order(
     backend: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -101,7 +101,7 @@ async def test_drawn_choices_and_beams_in_random_order(
     assert (launches["following"] > 0) == (backend == "device"), launches
 
 
-async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
+async def test_a_lone_request_follows_from_its_third_token_on(
     backend: str, launches: Counter[str]
 ) -> None:
     prompt = (5, 9, 2)
@@ -119,7 +119,7 @@ async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
     assert made.decodes[0].loop.steps == 19
 
 
-async def test_native_steps_are_launched_again_once_the_tables_reach_further(
+async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who outgrows them is computed on the engine's thread, where they are made, and goes on as before."""
@@ -193,7 +193,7 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
         await gateway.close()
 
 
-async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
+async def test_a_dropped_step_is_awaited_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is being computed: streams, heartbeats and handoffs would stand still for a whole step."""
@@ -224,7 +224,7 @@ async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
     assert thread is not threading.main_thread()
 
 
-def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
+def test_may_launch_ahead_needs_a_spare_core_on_native_backends() -> None:
     fd = os.memfd_create("cores")
     ours, theirs = (SharedCores(fd, home=[core], cores=2) for core in range(2))
     cpu = CpuPolicy(MODELS["native"]().backend, 1, shared=ours)
@@ -240,7 +240,7 @@ def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
     os.close(fd)
 
 
-def test_a_row_is_given_up_in_every_step_that_has_it() -> None:
+def test_abort_reaches_a_row_in_every_step_in_flight() -> None:
     from diptych.worker_process.step_thread import StepThread
 
     thread: StepThread[object] = StepThread()

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
-async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
+async def test_handed_back_requests_continue_on_another_worker():
     async with house("shared_memory", decodes=2, blocks=64) as made:
         first, second = made.decodes
         gateway = Gateway(made)
@@ -58,7 +58,7 @@ async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
         await gateway.close()
 
 
-async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes():
+async def test_a_draining_prefill_worker_hands_back_all_its_requests():
     async with house("tcp", blocks=14) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         kept = decode.pool.allocate(12)
@@ -75,7 +75,7 @@ async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes
         assert await made.empty() == []
 
 
-async def test_who_leaves_while_blocks_are_waited_for_takes_its_ask_along():
+async def test_hand_back_takes_a_waiting_ask_back():
     async with house("shared_memory", blocks=14) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         kept = decode.pool.allocate(14)
@@ -141,14 +141,14 @@ async def told(stream: Any) -> list[work_pb2.FailureReason]:
 
 
 @pytest.mark.parametrize("carrier", [GrpcCall, UnixStream])
-async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
+async def test_sigterm_hands_back_requests_that_do_not_finish(carrier):
     async with leaving(carrier) as (_, stream, stop, running):
         stop.set()
         assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
         assert await running == 0
 
 
-async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
+async def test_sigterm_shortens_the_grace_of_a_drain():
     async with leaving() as (worker, stream, stop, running):
         await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
         await until(lambda: worker._loop.draining)
@@ -160,7 +160,7 @@ async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
             assert await running == 0
 
 
-async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
+async def test_drain_waits_until_large_outputs_are_written():
     """Their requests are over when the search is; a gateway that gets half of one has it searched again."""
     score = TokenLogprob(-1.0, 1, tuple((token, -1.0) for token in range(20)))
     async with leaving() as (worker, stream, _, running):
@@ -183,7 +183,7 @@ async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
 
 
 @pytest.mark.parametrize("broken", ["_schedule", "tick"])
-async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch, caplog):
+async def test_drain_ends_when_the_engine_loop_dies(broken, monkeypatch, caplog):
     async with leaving() as (worker, stream, _, running):
         await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
         await until(lambda: worker._loop.draining)
@@ -199,7 +199,7 @@ async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_step_that_does_not_end_keeps_no_process(again):
+def test_a_stuck_step_does_not_keep_the_process(again):
     """At a second signal it goes at once, and after a while without one."""
     command = [
         *(sys.executable, "-m", "tests.diptych.worker_process.stuck_worker", "600" if again else "0.5"),

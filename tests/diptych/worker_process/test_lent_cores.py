@@ -48,7 +48,7 @@ def prompts_waiting(share: SharedCores) -> Iterator[None]:
     share.set_backlog(None)
 
 
-async def test_steps_make_way_while_prompts_wait(rests: list[SharedCores]) -> None:
+async def test_decode_yields_cores_between_steps_while_prompts_wait(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.5, prefills=2) as made:
         decode, _, other_prefill = made.shares
         assert await streamed(made, "alone") == greedy(PROMPT, TOKENS)
@@ -60,7 +60,7 @@ async def test_steps_make_way_while_prompts_wait(rests: list[SharedCores]) -> No
     assert beside >= TOKENS - 3, "after each step but the last"
 
 
-async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[SharedCores]) -> None:
+async def test_decode_without_pacing_does_not_yield(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.0, prefills=2) as made:
         decode, _, other_prefill = made.shares
         with prompts_waiting(other_prefill):
@@ -68,7 +68,7 @@ async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[SharedCo
         assert rests.count(decode) < TOKENS / 2
 
 
-async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
+async def test_prefill_publishes_a_backlog_beyond_its_step() -> None:
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, _ = made.shares
         gateway, heard_waiting = Gateway(made), False
@@ -84,7 +84,7 @@ async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
         await gateway.close()
 
 
-async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_included() -> None:
+async def test_the_backlog_includes_the_wait_in_the_gateways_queue() -> None:
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, _ = made.shares
         gateway, prompt = Gateway(made), tuple(range(2, 50))
@@ -101,7 +101,7 @@ async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_in
         await gateway.close()
 
 
-async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
+async def test_prompts_that_wait_for_blocks_are_no_backlog() -> None:
     """Decode steps that made way for it would give it its blocks later, and nobody would use the cores."""
     async with house("shared_memory", decodes=2, stretch=1.0, chunk=8) as made:
         full, other = made.decodes
@@ -141,7 +141,7 @@ async def test_a_prompt_waits_until_its_first_step() -> None:
         await gateway.close()
 
 
-async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() -> None:
+async def test_a_closed_worker_yields_its_cores_and_has_no_backlog() -> None:
     """Nobody would take it back before a successor has work, and decode steps would wait for nothing."""
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, prefill = made.shares

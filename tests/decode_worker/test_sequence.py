@@ -164,7 +164,7 @@ TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_worst_case_counts_what_is_shared_once():
+def test_max_blocks_counts_shared_blocks_once():
     def needs(choices: int, prompt: int, max_tokens: int, total: int, **changes: object) -> tuple[int, int]:
         message = work(("r", 1), range(prompt), max_tokens, choices=range(choices), **changes)
         return max_blocks(Attempt.from_work(message, max_context=999), block_size=4, total_blocks=total)
@@ -177,7 +177,7 @@ def test_the_worst_case_counts_what_is_shared_once():
     assert needs(2, 8, 1, 4, sampling={"beam_width": 5}) == (4, 1)
 
 
-def test_what_was_found_bad_stays_forgotten_whoever_else_holds_it():
+def test_distrusted_blocks_are_not_published_again_by_other_holders():
     """An attempt that was granted cached blocks before they were found bad would enter them again."""
     memory, pool = KVMemory(KVLayout(1, 1, 1, SIZE, torch.float32), TOTAL), BlockPool(TOTAL)
     prefixes = PrefixPublisher(pool, SIZE, lambda added, removed: None)
