@@ -32,7 +32,7 @@ async def test_beams_equal_a_search_by_the_engine_alone(transport, seed):
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
         best = oracle.beams(prompt, width, count, max_tokens, **limits, logprobs=1, **rules)
-        assert heard.last_words == ["decode finished"] * count
+        assert heard.terminal_messages == ["decode finished"] * count
         for rank, beam in enumerate(best):
             assert heard.outputs[rank] == list(beam.token_ids)
             told = [score.logprob for score in heard.scores[rank]]
@@ -94,8 +94,8 @@ async def test_a_beam_search_is_preempted_as_a_whole_and_repeats_its_result():
             message = work(("r", attempt), PROMPT, 24, choices=range(2), sampling=sampling)
             heard = gateway.start(decode, prefill, message)
             await heard.ended.wait()
-            words |= set(heard.last_words)
-            if "decode finished" in heard.last_words:
+            words |= set(heard.terminal_messages)
+            if "decode finished" in heard.terminal_messages:
                 break
             assert not any(heard.outputs.values())
         assert words == {"decode preempted", "decode finished"}
@@ -113,7 +113,7 @@ async def test_a_beam_search_larger_than_the_pool_fails_with_exceeds_kv_capacity
         message = work(("r", 1), PROMPT, 25, choices=range(3), sampling={"beam_width": 8}, reserve=True)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_EXCEEDS_KV_CAPACITY"] * 3
+        assert heard.terminal_messages == ["decode FAILURE_REASON_EXCEEDS_KV_CAPACITY"] * 3
         assert await made.empty() == []
         await gateway.close()
 
@@ -126,14 +126,14 @@ async def test_a_beam_search_without_a_valid_token_fails_with_no_valid_token(tra
         message = work(("r", 1), PROMPT, 6, choices=[0], sampling=sampling, stop=[7], min_tokens=2)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words[0].endswith("FAILURE_REASON_NO_VALID_TOKEN")
+        assert heard.terminal_messages[0].endswith("FAILURE_REASON_NO_VALID_TOKEN")
         decode.loop.requests.cancel(("r", 1))
         assert await made.empty() == []
         await gateway.close()
 
 
 async def test_rows_of_step_groups_that_are_computed_one_by_one_give_the_same_tokens(monkeypatch):
-    """What happens to a whole step when one of its rows raises."""
+    """A whole step is computed so when one of its rows raises."""
     async with house("shared_memory", blocks=80) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         step, alone = decode.loop._pipeline._runner.step, 0

@@ -36,7 +36,7 @@ async def test_each_choice_equals_a_request_of_its_own(transport, prompt_tokens)
         message = work(("r", 1), prompt, 9, choices=range(4), sampling={**SAMPLED, "logprobs": 2})
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 4
+        assert heard.terminal_messages == ["decode finished"] * 4
         answers = oracle.choices(prompt, 4, 9, **SAMPLED, logprobs=2)
         assert len({tuple(ids(answer)) for answer in answers}) > 1
         for choice, answer in enumerate(answers):
@@ -77,7 +77,7 @@ async def test_choices_share_the_blocks_of_the_prompt():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), prompt, 4, choices=range(8), sampling=SAMPLED))
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 8
+        assert heard.terminal_messages == ["decode finished"] * 8
         assert [heard.outputs[c] for c in range(8)] == [
             ids(answer) for answer in oracle.choices(prompt, 8, 4, **SAMPLED)
         ]
@@ -146,7 +146,7 @@ async def test_a_failure_before_the_handoff_ends_every_choice():
 
 
 async def finish_all(made, gateway: Gateway, heard: Heard, prompt: tuple[int, ...], max_tokens: int) -> int:
-    """Take preempted choices up again, each alone, until all are done; how often that was needed."""
+    """Resume preempted choices, each alone, until all are done; return how often that was needed."""
     attempts, pending = 1, [(heard, choice) for choice in heard.choices]
     delivered: dict[int, list[int]] = {choice: [] for choice in heard.choices}
     while pending:
@@ -188,7 +188,7 @@ async def test_a_reserve_finishes_the_choices_that_fit_and_preempts_the_others()
         message = work(("r", 1), PROMPT, 31, choices=range(3), sampling=SAMPLED, reserve=True)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished", "decode finished", "decode preempted"]
+        assert heard.terminal_messages == ["decode finished", "decode finished", "decode preempted"]
         assert heard.outputs[2] == []
         assert [heard.outputs[c] for c in (0, 1)] == [
             ids(answer) for answer in oracle.choices(PROMPT, 2, 31, **SAMPLED)
@@ -215,7 +215,7 @@ async def test_more_choices_than_a_step_has_rows_take_turns():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 8, choices=range(20), sampling=SAMPLED))
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 20
+        assert heard.terminal_messages == ["decode finished"] * 20
         assert [heard.outputs[c] for c in range(20)] == [
             ids(answer) for answer in oracle.choices(PROMPT, 20, 8, **SAMPLED)
         ]

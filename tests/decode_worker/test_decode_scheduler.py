@@ -82,7 +82,7 @@ def test_all_writers_to_a_shared_block_but_the_last_need_copies() -> None:
     forks = [Candidate(n, shared=(7, 3)) for n in (1, 2, 3)]
     assert plan(forks, free=2) == StepPlan((1, 2, 3), (1, 2), (), abort_newest_grant=False)
     assert plan(forks, free=1).preempt == (3,), "then the block has two holders, and one copy is enough"
-    assert plan(forks[:2], free=1).preempt == (2,), "somebody who is not here holds it too"
+    assert plan(forks[:2], free=1).preempt == (2,), "a sequence that is not planned holds it too"
     assert plan([Candidate(n, shared=(7, 2)) for n in (1, 2)], free=1).run == (1, 2)
 
 

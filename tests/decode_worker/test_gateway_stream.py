@@ -1,4 +1,4 @@
-"""What a decode worker writes to a gateway: in messages that the other end takes, whatever was asked for."""
+"""Messages of a decode worker to a gateway: none is larger than the other end takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(gateway: GatewayStream, name: str = "r", cached: int = 0) -> DecodeR
 
 
 def steps(gateway: GatewayStream, rows: int, count: int) -> None:
-    """As the engine's loop does it."""
+    """Send steps as the engine loop does."""
     asking = request(gateway)
     for index in range(count):
         for choice in range(rows):

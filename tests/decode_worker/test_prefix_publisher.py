@@ -37,7 +37,7 @@ def test_publish_gives_the_same_keys_however_the_tokens_are_split(prompt_tokens:
 
 
 def test_publish_of_one_block_costs_the_same_for_long_and_short_sequences() -> None:
-    """It is paid on the event loop, for each sequence at every sixteenth token."""
+    """The event loop pays it for each sequence at every sixteenth token."""
 
     def seconds(tokens: int) -> float:
         pool = BlockPool(1)

@@ -1,4 +1,4 @@
-"""What a text says comes next, and how much of that is offered."""
+"""Prompt lookup: the tokens that a text drafts, and their number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_draft_without_an_earlier_occurrence() -> None:
 
 
 def test_searches_that_find_nothing_become_rarer() -> None:
-    """So that its steps, and those of others, are launched ahead again."""
+    """Then its steps, and those of others, are launched ahead again."""
     lookup, text = PromptLookup(4), sequence([1, 2, 3], [4])
     looks = []
     for token in range(100, 600):

@@ -1,4 +1,4 @@
-"""Shared prefixes, copies on write and reserves: what every sequence reads back is what it wrote."""
+"""Shared prefixes, copies on write and reserves: every sequence reads back what it wrote."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Blocks(RuleBasedStateMachine):
         for sequence in chosen:
             position = sequence.num_tokens - 1
             block = sequence.block_ids[position // SIZE]
-            assert self.pool.references(block) == 1, "nobody else reads what is written now"
+            assert self.pool.references(block) == 1, "no other sequence reads the block that is written now"
             self.written += 1
             self.lane(block, position)[0] = self.written
             group.live[sequence].append(self.written)

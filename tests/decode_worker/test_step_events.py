@@ -1,4 +1,4 @@
-"""A launched step is waited for without a thread, and nobody who waits sleeps through its end."""
+"""Launched steps are awaited without a thread, and no end of a step is missed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 10  # of the event loop: more than a wakeup takes
 
 @dataclass
 class Step:
-    """Over when the test says so; it tells nobody."""
+    """A launched step that ends when the test says so, without an event."""
 
     ended: bool = False
 
@@ -90,7 +90,7 @@ def test_wait_ignores_the_byte_of_another_step(backend: Backend) -> None:
 
 
 def test_wait_yields_to_the_event_loop_for_a_step_that_is_done(backend: Backend) -> None:
-    """Steps that are shorter than the work between them would else keep the loop to themselves."""
+    """Else steps that are shorter than the work between them would starve the loop."""
 
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step(ended=True)

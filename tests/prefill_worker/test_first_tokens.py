@@ -1,4 +1,4 @@
-"""First tokens go to the gateway as soon as they are computed, and are those that the decode worker says."""
+"""First tokens are sent as soon as they are computed, and equal those of the decode worker."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ async def test_first_tokens_follow_the_delivered_tokens() -> None:
 
 
 async def test_an_ended_output_has_no_first_token() -> None:
-    """The client has its last token, and only the word of the end was lost."""
+    """The client has its last token, and only the terminal message was lost."""
     output = greedy(PROMPT, 2)
     said = await heard(delivered=output, stop=(output[-1],))
-    assert (said.early[0], said.tokens, said.last_words) == ([], [], ["decode finished"])
+    assert (said.early[0], said.tokens, said.terminal_messages) == ([], [], ["decode finished"])
 
 
 async def test_a_beam_search_has_candidates_and_no_first_token() -> None:

@@ -1,4 +1,4 @@
-"""Scores of the prompt's own tokens: complete, in order, and before anything of the output."""
+"""Log-probabilities of the prompt's tokens: complete, in order, and before the output."""
 
 from __future__ import annotations
 

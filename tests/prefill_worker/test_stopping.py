@@ -1,4 +1,4 @@
-"""Prompts that nobody wants any more give their blocks back, whenever that is said."""
+"""Cancelled prompts release their blocks, whenever the cancel comes."""
 
 from __future__ import annotations
 

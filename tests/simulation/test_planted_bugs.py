@@ -214,7 +214,9 @@ PLANTED: list[Any] = [
 @pytest.mark.parametrize(
     ("plant", "dwell", "within"), PLANTED, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_the_planted_bug_is_caught(plant: Callable[[Patch], None], dwell: str, within: int, monkeypatch: Patch) -> None:
+def test_the_planted_bug_is_caught(
+    plant: Callable[[Patch], None], dwell: str, within: int, monkeypatch: Patch
+) -> None:
     plant(monkeypatch)
     found = (seed for seed in range(within) if simulate(make_scenario(seed, dwell)).violation)
     assert next(found, None) is not None, f"{within} seeds do not show it"

@@ -1,4 +1,4 @@
-"""Help is taken where it makes steps of one stream faster, and tried again when things may have changed."""
+"""The fastest share is found by trials, which are repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIAL = TRIES * len(SHARES)
 def serve(
     tuner: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
 ) -> list[float]:
-    """From where on each step was helped; each is told of when `lag` others have been asked for."""
+    """Return the share of each step; a step is recorded once `lag` later shares have been chosen."""
     ways: list[float] = []
     for number in range(steps):
         ways.append(tuner.next_share())

@@ -1,4 +1,4 @@
-"""Lending cores between processes: what one says, the other sees at once."""
+"""Cores lent between processes: each sees the other's changes at once."""
 
 from __future__ import annotations
 

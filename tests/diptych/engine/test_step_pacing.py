@@ -1,4 +1,4 @@
-"""Steps begin no more often than the pace allows; what is due waits for nobody."""
+"""Steps begin no more often than the pace allows; a step that is due has no pause."""
 
 from __future__ import annotations
 

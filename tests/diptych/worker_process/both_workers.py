@@ -57,13 +57,13 @@ DRAFT_TOKENS = 12
 
 @cache
 def model() -> Model:
-    """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
+    """Return a model small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
     return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
 
 
 def launching_model() -> Model:
-    """The same on a device that steps are launched on, whose kernels are their meanings and which is the CPU.
+    """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
@@ -72,7 +72,7 @@ def launching_model() -> Model:
 
 
 def native_model() -> Model:
-    """The same computed natively, where a thread of the backend's own takes steps that are launched."""
+    """Return the same model on the native backend, whose own thread computes launched steps."""
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
     return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
 
@@ -86,7 +86,7 @@ def layout() -> KVLayout:
 
 @cache
 def greedy(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """What the model says after `prompt`, computed alone and at once."""
+    """Return the model's output after `prompt`, computed alone and at once."""
     runner, blocks = Runner(model(), 1), layout().blocks_for(len(prompt) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
     new, start, out = list(prompt), 0, []
@@ -111,7 +111,7 @@ class Decode:
     ended: list[DecodeRequest]
 
     def leftovers(self) -> list[str]:
-        """What should not be there when no request is; also checks the pool's books."""
+        """Return what is left although no request is; also checks the pool's accounting."""
         self.pool.invariants()
         stats = self.handoff.stats()
         counts = {
@@ -155,7 +155,7 @@ class House:
         return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
 
     async def empty(self, seconds: float = 10.0) -> list[str]:
-        """Wait until nothing of any request is left; what is, when that does not happen."""
+        """Wait until nothing of any request is left; return what is, when that does not happen."""
         for _ in range(int(seconds / 0.01)):
             if not self.leftovers():
                 break
@@ -178,9 +178,9 @@ async def house(
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
+    With a `backend` of "device" or "native" all workers sample tokens in their steps, and decode workers launch
     these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
-    has a core that it lends to the others; by the stretch decode steps make way (`diptych.engine.step_pacing`). A
+    has a core that it lends to the others; by the stretch decode steps are paced (`diptych.engine.step_pacing`). A
     `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
     """
     made = House()

@@ -1,4 +1,4 @@
-"""What a worker reads from the gateway's message."""
+"""The attempt that a worker reads from the gateway's message."""
 
 from __future__ import annotations
 

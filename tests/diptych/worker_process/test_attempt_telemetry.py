@@ -1,4 +1,4 @@
-"""What the workers' metrics and spans say of attempts, however these ended."""
+"""Metrics and spans of attempts, however these ended."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def lost(registry: CollectorRegistry) -> float:
 
 
 async def test_a_cancelled_attempt_has_its_decode_phase() -> None:
-    """The gateway also ends so what a stop string or a time limit ends."""
+    """The gateway also cancels at a stop string or a time limit."""
     async with house("shared_memory", blocks=64) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 200))

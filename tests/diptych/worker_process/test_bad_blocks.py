@@ -1,4 +1,4 @@
-"""Blocks that hold something wrong: once a row has failed over them nobody reads them again."""
+"""Blocks with wrong contents: once a row has failed over them no request reads them again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_a_failed_row_removes_its_output_from_the_prefix_cache(prompt_toke
         assert decode.pool.cached() > prompt_tokens // BLOCK
         decode.memory.data.fill_(NAN)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_COMPUTE_FAILED"]
+        assert heard.terminal_messages == ["decode FAILURE_REASON_COMPUTE_FAILED"]
         assert await made.empty() == []
         assert decode.pool.cached() == 0
         decode.memory.data.zero_()  # new blocks are written before they are read
@@ -42,7 +42,7 @@ async def test_a_copying_prefill_worker_forgets_the_blocks_of_a_failed_row():
             heard = gateway.start(decode, prefill, work((name, 1), prompt, 3))
             await heard.ended.wait()
             assert await made.empty() == []
-            return heard.tokens or heard.last_words[:1]
+            return heard.tokens or heard.terminal_messages[:1]
 
         assert await ask("first") == list(greedy(prompt, 3))
         decode.loop.flush_prefix_cache()

@@ -1,4 +1,4 @@
-"""How long a worker that leaves lets things run."""
+"""The times of a drain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's stream at its end: however it comes, the worker cancels what came over it and keeps nothing."""
+"""Ends of a gateway's stream: the worker cancels the attempts that came over it and keeps nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = Request(hello=work_pb2.GatewayHello(gateway_id="g"))
 
 @dataclass
 class Edge:
-    """A decode worker's loop behind its real edge."""
+    """A decode worker's loop behind its real server."""
 
     decode: Decode
     links: GatewayLinks
@@ -60,7 +60,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """What ends only when the collector comes by would look fine without this."""
+    """Disable the collector, which would hide leaks."""
     gc.disable()
     yield
     gc.enable()

@@ -1,4 +1,4 @@
-"""Grammars in the engine loops of both workers: slow ones, bad ones, and those that are taken up again."""
+"""Grammars in the engine loops of both workers: slow ones, bad ones, and those of resumed requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LetterGrammars(Grammars):
 
 @cache
 def alone(text: str, count: int) -> tuple[int, ...]:
-    """What the model says under the grammar, computed alone and at once."""
+    """Return the model's output under the grammar, computed alone and at once."""
     state = LetterGrammars().start_now(work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text))
     runner, blocks = Runner(model(), 1), layout().blocks_for(len(PROMPT) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
@@ -124,7 +124,7 @@ async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
         await heard.ended.wait()
         assert tuple(heard.tokens) == alone(SHORT.text, COUNT)
         assert len(heard.tokens) == 3
-        assert heard.last_words == ["decode finished"]
+        assert heard.terminal_messages == ["decode finished"]
         await gateway.close()
         assert await made.empty() == []
 
@@ -185,7 +185,7 @@ async def test_a_grammar_that_one_worker_cannot_compile_fails_the_request(broken
         gateway = Gateway(made)
         heard = gateway.start(made.decodes[0], made.prefills[0], asked(1, COUNT))
         await heard.ended.wait()
-        assert heard.last_words == [f"{broken} FAILURE_REASON_NO_VALID_TOKEN"]
+        assert heard.terminal_messages == [f"{broken} FAILURE_REASON_NO_VALID_TOKEN"]
         await gateway.close()
         assert await made.empty() == []
 

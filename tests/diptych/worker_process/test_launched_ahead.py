@@ -1,4 +1,4 @@
-"""Decode steps launched before the tokens of the one before are known: the same tokens, greedy and drawn,
+"""Decode steps launched before the tokens of the one before are known: the same tokens, greedy and sampled,
 with finishes, cancels, preemptions and lost gateways in between, and every block comes back.
 
 There are two that are given steps ahead. The device is the CPU, and its kernels are their meanings; loops,
@@ -101,9 +101,7 @@ async def test_sampled_choices_and_beams_in_random_order(
     assert (launches["following"] > 0) == (backend == "device"), launches
 
 
-async def test_a_lone_request_follows_from_its_third_token_on(
-    backend: str, launches: Counter[str]
-) -> None:
+async def test_a_lone_request_follows_from_its_third_token_on(backend: str, launches: Counter[str]) -> None:
     prompt = (5, 9, 2)
     async with house("shared_memory", blocks=24, backend=backend) as made:
         gateway = Gateway(made)
@@ -122,7 +120,7 @@ async def test_a_lone_request_follows_from_its_third_token_on(
 async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who outgrows them is computed on the engine's thread, where they are made, and goes on as before."""
+    """A sequence beyond them is computed on the engine's thread, where they are made, and continues as before."""
     monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 16)
     reached: list[tuple[int, threading.Thread]] = []
     launched: list[int] = []
@@ -158,7 +156,7 @@ async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown
 async def test_a_step_that_fails_on_the_device_is_computed_again(
     backend: str, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once in eight times: the rows are computed alone, and nothing goes on from tokens that nobody saw."""
+    """Once in eight times: the rows are computed alone, and no step follows tokens that were not read."""
     calls = Counter[str]()
     owner: Any
     owner, waiting = LAUNCHING[backend]
@@ -196,7 +194,7 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
 async def test_a_dropped_step_is_awaited_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is being computed: streams, heartbeats and handoffs would stand still for a whole step."""
+    """Else streams, heartbeats and handoffs would stand still for a whole step."""
     read = NativeBackend._collect
     failed = False
     waited_for_by: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""A worker that leaves, and what its heartbeats say of a worker that waits."""
+"""Drain: requests are handed back, and heartbeats tell a waiting worker from a stuck one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_handed_back_requests_continue_on_another_worker():
         first.loop.draining = True
         first.loop.hand_back()
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_DRAINING"]
+        assert heard.terminal_messages == ["decode FAILURE_REASON_DRAINING"]
         delivered = tuple(heard.tokens)
         message = work(("r", 2), PROMPT, len(delivered) + 5, delivered=delivered)
         again = gateway.start(second, made.prefills[0], message)
@@ -68,7 +68,7 @@ async def test_a_draining_prefill_worker_hands_back_all_its_requests():
         for one in heard:
             await one.ended.wait()
         assert made.prefills[0].leftovers() == []
-        words = {word for one in heard for word in one.last_words}
+        words = {word for one in heard for word in one.terminal_messages}
         assert "prefill FAILURE_REASON_DRAINING" in words
         decode.pool.release(kept)
         await gateway.close()
@@ -95,7 +95,7 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
         heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 200))
         await until(lambda: len(heard.tokens) > 0)
         taken = decode.pool.allocate(decode.pool.available() - 1)
-        decode.pool.quarantine(taken)  # somebody's writer does not answer
+        decode.pool.quarantine(taken)  # a writer does not answer
         await until(lambda: decode.loop.num_running == 1 and decode.pool.available() == 0)
         for _ in range(20):
             await asyncio.sleep(0.01)
@@ -133,7 +133,7 @@ async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorke
 
 
 async def told(stream: Any) -> list[work_pb2.FailureReason]:
-    """Why its attempts end."""
+    """Return the reasons with which its attempts end."""
     ended = []
     while not ended and (message := await stream.read()) is not None:
         ended += message.step.ended
@@ -221,7 +221,7 @@ def test_a_stuck_step_does_not_keep_the_process(again):
 
 
 def _up_to(process: subprocess.Popen[str], words: str) -> None:
-    """Read its log until these."""
+    """Read the log until these lines."""
     seen = ""
     for line in process.stderr or ():
         seen += line

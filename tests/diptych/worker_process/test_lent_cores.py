@@ -1,4 +1,4 @@
-"""Decode steps make way for prompts that queue, and for nothing else; the tokens are the same."""
+"""Decode yields cores to prompts that queue, and to nothing else; the tokens are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 30
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[SharedCores]:
-    """Grows by a share whenever its owner lets go of its cores."""
+    """Record every yield of cores."""
     seen: list[SharedCores] = []
     yield_cores = SharedCores.yield_
 
@@ -102,7 +102,7 @@ async def test_the_backlog_includes_the_wait_in_the_gateways_queue() -> None:
 
 
 async def test_prompts_that_wait_for_blocks_are_no_backlog() -> None:
-    """Decode steps that made way for it would give it its blocks later, and nobody would use the cores."""
+    """Yielding to it would delay the blocks that it waits for, and leave the cores idle."""
     async with house("shared_memory", decodes=2, stretch=1.0, chunk=8) as made:
         full, other = made.decodes
         gateway, prefill = Gateway(made), made.prefills[0]
@@ -126,7 +126,7 @@ async def test_prompts_that_wait_for_blocks_are_no_backlog() -> None:
 
 
 async def test_a_prompt_waits_until_its_first_step() -> None:
-    """While it is computed it waits no longer, however long it is."""
+    """A prompt that is being computed does not wait, however long it is."""
     async with house("shared_memory", stretch=1.0) as made:
         gateway = Gateway(made)
         gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 2))
@@ -142,7 +142,7 @@ async def test_a_prompt_waits_until_its_first_step() -> None:
 
 
 async def test_a_closed_worker_yields_its_cores_and_has_no_backlog() -> None:
-    """Nobody would take it back before a successor has work, and decode steps would wait for nothing."""
+    """Else the backlog would stay until a successor has work, and decode steps would wait for nothing."""
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, prefill = made.shares
         gateway = Gateway(made)

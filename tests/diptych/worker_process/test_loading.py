@@ -1,4 +1,4 @@
-"""How a worker loads its model."""
+"""Loading of a worker's model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diptych.worker_process import engine_loader as engine
 
 
 class Reached(Exception):
-    """The model would be read now."""
+    """Raised where the model would be read."""
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -1,4 +1,4 @@
-"""What an operator tells workers over a gateway's link: drain, and forget cached prefixes."""
+"""An operator's messages over a gateway's link: drain, and flush the prefix cache."""
 
 from __future__ import annotations
 

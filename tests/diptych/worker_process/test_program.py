@@ -1,4 +1,4 @@
-"""Workers that cannot start, as real processes: their user is told why, in one line."""
+"""Workers that cannot start, as real processes: the error is one line."""
 
 import subprocess
 import sys

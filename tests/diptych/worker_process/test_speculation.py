@@ -101,7 +101,7 @@ class Failing:
 
 @pytest.mark.parametrize("drafts", [None, [1] * 30, [VOCABULARY + 5], [-1]], ids=str)
 async def test_a_failing_drafter_changes_no_token(backend: str, drafts: Sequence[int] | None) -> None:
-    """What a step failed of is not tried again with it."""
+    """A failed step is tried again without its drafts."""
     async with house("shared_memory", backend=backend, drafter=Failing(drafts)) as made:
         gateway = Gateway(made)
         requests = [work((f"r{number}", 1), (*PROMPT, number), 12) for number in range(3)]
@@ -114,7 +114,7 @@ async def test_a_failing_drafter_changes_no_token(backend: str, drafts: Sequence
 
 
 class Silent(Failing):
-    """Says nothing, and rests."""
+    """A drafter that always rests."""
 
     def rests(self, sequence: DecodeSequence) -> bool:
         return True
@@ -175,7 +175,7 @@ async def test_greedy_requests_in_random_order(
 async def test_sampled_choices_and_beams_in_random_order(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is drawn warm is what it would have been without drafts, as the oracle of this walk has none."""
+    """Sampled tokens are those without drafts, as the oracle of this walk has none."""
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(test_random_choices, "REQUESTS", 60)
     drafter = Knowing(0.3, resting=0.3)

@@ -25,7 +25,7 @@ def halves(rows: Sequence[int], abort: AbortWords) -> list[float]:
 
 
 def nothing() -> None:
-    """For those who do not watch the time."""
+    """Do nothing at a retry."""
 
 
 def test_good_rows_of_a_failed_step_are_computed():
@@ -66,7 +66,7 @@ def test_steps_to_isolate_bad_rows_are_few(bad: list[int]) -> None:
 
 
 async def test_retried_parts_of_a_step_are_not_late() -> None:
-    """Gateways leave a worker whose step is two seconds late: one bad row would move all others."""
+    """Gateways give up a worker whose step is two seconds late: one bad row would move all others."""
     step_s = 0.12
     thread: StepThread[object] = StepThread()
     owners = [object() for _ in range(16)]
@@ -96,7 +96,7 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
         bad = gateway.start(decode, prefill, work(("bad", 1), (1, VOCABULARY + 7), 6))
         for one in (*heard, bad):
             await one.ended.wait()
-        assert bad.last_words[0].endswith("FAILURE_REASON_COMPUTE_FAILED")
+        assert bad.terminal_messages[0].endswith("FAILURE_REASON_COMPUTE_FAILED")
         assert bad.tokens == []
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 6) for p in prompts]
         gateway.lose()
@@ -131,7 +131,7 @@ async def test_an_error_in_a_rows_result_fails_its_request_only(sampling, index,
         bad = gateway.start(decode, prefill, work(("bad", 1), (9, 8, 7), 9, sampling=sampling))
         for one in (*heard, bad):
             await one.ended.wait()
-        assert bad.last_words == ["decode FAILURE_REASON_INTERNAL"]
+        assert bad.terminal_messages == ["decode FAILURE_REASON_INTERNAL"]
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 9) for p in prompts]
         assert await made.empty() == []
         await gateway.close()

@@ -1,4 +1,4 @@
-"""Lateness is by a worker's own measure, and generous."""
+"""Lateness of steps, by a worker's own measure."""
 
 from __future__ import annotations
 
