@@ -1,7 +1,7 @@
 """Beam search on the decode worker: all live beams are one step group, and the outputs are sent at its end.
 
 diptych/engine/beam_search.py takes the decisions; here beams are rows with blocks. Blocks that a fork shares
-with its siblings stay shared until it writes (sequence.py), so that a search over W beams holds the prompt once.
+with its siblings stay shared until it writes (sequence.py): a search over W beams holds the prompt once.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class EngineLoop:
                 return [self.requests.running[arrival_order] for arrival_order in plan.run]
 
     def _plan_ahead(self, present: Sequence[StepGroup]) -> list[StepGroup]:
-        """Return the batch after `present`, which is being computed, with its blocks; empty if it needs a decision."""
+        """Return the batch after `present` with its blocks; empty if it needs a decision first."""
         if not self._cpu.may_launch_ahead():
             return []
         unknown = {group.arrival_order: 1 for group in present if not group.ended}

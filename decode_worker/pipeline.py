@@ -107,7 +107,7 @@ class Pipeline:
             present = following
 
     def _lay_out(self, batch: Sequence[StepGroup], before: dict[int, int]) -> _Step:
-        """Lay out a step of `batch`; `before` has the row number of a sequence (by id) in the present step."""
+        """Lay out a step of `batch`; `before` has the rows of sequences (by id) in the present step."""
         rows = [(group, row) for group in batch for row in group.rows]
         if self._speculation is not None and not before:
             self._speculation.draft(rows)
@@ -146,7 +146,7 @@ class Pipeline:
                 self._release_blocks(group)
 
     async def _await_completion(self, present: _Step, following: _Step | None) -> bool:
-        """Launch both steps, and wait for the first; return False where the engine's thread has to do that."""
+        """Launch both steps, and wait for the first; return False where the engine's thread has to."""
         if self._events is None:
             return False
         self._launch_both(present, following)

@@ -19,8 +19,8 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     """Allocate the blocks where the model computes, and prepare decode steps over them.
 
     On a GPU this is the last large allocation: weights and the buffers of decode steps are allocated before,
-    so that the free memory is known. Raises DeviceUnavailable where no block fits, PoolTooLarge where more are
-    configured than fit.
+    so that the free memory is known. Raises DeviceUnavailable where no block fits, PoolTooLarge where more
+    are configured than fit.
     """
     recordings = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
     pool = _allocate(settings, engine, recordings)

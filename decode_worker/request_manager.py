@@ -161,7 +161,10 @@ class RequestManager:
         self._wake()
 
     def _compiled(self, request: DecodeRequest, ready: Ready) -> bool:
-        """Return whether the grammar is compiled. If not yet, `ready` comes again; if never, the attempt ends."""
+        """Return whether the grammar is compiled.
+
+        If not yet, `ready` comes again; if never, the attempt ends.
+        """
         compiling = request.compiling
         if compiling is None:
             return True
@@ -257,7 +260,7 @@ class RequestManager:
             self.finish(group, "preempted")
 
     def preempt_or_fail(self, group: StepGroup) -> None:
-        """Preempt a step group; fail one that has its worst case reserved, since it is larger than the pool."""
+        """Preempt a step group; fail one with its worst case reserved: it is larger than the pool."""
         if group.request.attempt.reserve_worst_case:
             group.send_failed(work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, "larger than the whole KV pool")
             self.finish(group, "failed")

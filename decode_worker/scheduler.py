@@ -6,10 +6,10 @@ arrival. The growth rule, in the order in which it is applied:
 
 1. A sequence whose next token starts a new block needs one block. So does one whose next token would be
    written to a block that others hold too: it gets a copy, and the last of them to be served keeps the block.
-2. While the pool cannot give them, the last group in line is preempted: among equals it has the least to lose,
-   and the first always advances, so the batch makes progress. One is preempted at a time, and then the plan is
-   made again: its blocks may be shared, or lie under another prefix, and not become free with it. A group
-   whose worst case was reserved at its grant is never chosen.
+2. While the pool cannot give them, the last group in line is preempted: among equals it has the least to
+   lose, and the first always advances, so the batch makes progress. One is preempted at a time, and then the
+   plan is made again: its blocks may be shared, or lie under another prefix, and not become free with it. A
+   group whose worst case was reserved at its grant is never chosen.
 3. If the first alone still cannot grow, the rest is held by grants that prefill workers are still filling:
    the newest of those is aborted. Its blocks come back when its writer has stopped, so the group sits this
    step out; while enough blocks are coming back in that way, nothing more is preempted or aborted.
@@ -68,8 +68,8 @@ def plan_step(
     if victim is not None and victim is not alive[0]:
         return StepPlan((), (), (victim.arrival_order,), abort_newest_grant=False)
     wait = quarantined >= missing
-    # If no blocks are coming back and no grant can be aborted, the wait would have no end: the group returns to
-    # the gateway, which prefills it again when there is room.
+    # If no blocks are coming back and no grant can be aborted, the wait would have no end: the group returns
+    # to the gateway, which prefills it again when there is room.
     starving = tuple(c.arrival_order for c in batch if c.arrival_order not in run)
     preempt = starving if not wait and not grants else ()
     return StepPlan(run, grow, preempt, abort_newest_grant=not wait and bool(grants))

@@ -91,8 +91,8 @@ class AttemptBlocks:
         child.block_ids, child.block_keys = list(parent.block_ids), list(parent.block_keys)
 
     def demand(self, sequence: DecodeSequence, unknown: int = 0) -> tuple[int, tuple[int, int] | None]:
-        """Return the number of blocks that a sequence's next token needs, and the shared block that it would be
-        written to, with its number of holders: `Candidate.growth` and `Candidate.shared`.
+        """Return the number of blocks that a sequence's next token needs, and the shared block that it would
+        be written to, with its number of holders: `Candidate.growth` and `Candidate.shared`.
 
         `unknown` tokens before it are still being computed.
         """
@@ -106,7 +106,7 @@ class AttemptBlocks:
         return 0, (block, held) if held > 1 else None
 
     def group_demand(self, sequences: Sequence[DecodeSequence]) -> int:
-        """Return the number of blocks that the next tokens of all `sequences` need from the pool in one step."""
+        """Return the blocks that the next tokens of all `sequences` need from the pool in one step."""
         need, holders = 0, dict[int, int]()
         for sequence in sequences:
             place = (sequence.num_tokens - 1) // self._block_size
@@ -179,10 +179,10 @@ class AttemptBlocks:
 def max_blocks(attempt: Attempt, *, block_size: int, total_blocks: int) -> tuple[int, int]:
     """Return the most blocks that an attempt can need, and for how many of its step groups they are enough.
 
-    They are reserved for an attempt that was preempted too often to be at risk again. Sequences share the full
-    blocks of what is prefilled; from there on each needs its own. If all step groups together need more than
-    the pool has, it is as many as fit, but at least one. A beam search is one step group; it gets the whole
-    pool if its beams could need more, which they seldom do.
+    They are reserved for an attempt that was preempted too often to be at risk again. Sequences share the
+    full blocks of what is prefilled; from there on each needs its own. If all step groups together need more
+    than the pool has, it is as many as fit, but at least one. A beam search is one step group; it gets the
+    whole pool if its beams could need more, which they seldom do.
     """
     prefilled = len(attempt.prompt_ids) + len(attempt.delivered_ids)
     shared = prefilled // block_size

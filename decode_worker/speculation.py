@@ -79,7 +79,7 @@ class Speculation:
         return min(self._most, max(self._tokens // sequences - 1, 0))
 
     def _room_in_block(self, sequence: DecodeSequence) -> int:
-        """Return the room in the block of the last token: drafts stay in it and need no memory of their own."""
+        """Return the room in the block of the last token: drafts stay in it and need no other block."""
         return self._block_size - 1 - (sequence.num_tokens - 1) % self._block_size
 
 

@@ -39,7 +39,7 @@ class StepGroup(ABC):
 
     @staticmethod
     def device_rows(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
-        """Return how a device may sample in place of `pick`, one a row of logits; None: the host needs them."""
+        """Return how a device may sample, one entry a row of logits; None: `pick` needs the row."""
         return [None] * sequence.logit_rows
 
     def max_draft(self, sequence: DecodeSequence) -> int:
@@ -49,7 +49,7 @@ class StepGroup(ABC):
     @staticmethod
     @abstractmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Any]:
-        """Return the results of logits `[rows of logits, vocab]`, all those of each row; any thread calls it."""
+        """Return a result for each of `logits`, `[rows of logits, vocab]`, on any thread."""
 
     @abstractmethod
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
@@ -97,7 +97,7 @@ class StepGroup(ABC):
             request.gateway.failed(request.key, choice, reason, message, request.times_now())
 
     def failed(self, failure: SampleFailure) -> Outcome:
-        """Fail for a row without a token. Its blocks are distrusted, unless the request's own rules are why."""
+        """Fail for a row without a token; distrust its blocks, unless the request's own rules are why."""
         if not failure.by_request:
             self.request.blocks.distrust(self.rows)
         self.send_failed(failure_reason(failure), failure.reason)

@@ -1,4 +1,4 @@
-"""A step of the prefill engine, on its own thread: chunks in, first tokens and prompt log-probabilities out."""
+"""A step of the prefill engine, on its own thread: chunks in, first tokens and log-probabilities out."""
 
 from __future__ import annotations
 

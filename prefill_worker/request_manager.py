@@ -122,7 +122,7 @@ class RequestManager:
         self.cancel(key)
 
     def on_peer_lost(self, address: str, keys: Sequence[Key]) -> None:
-        """Stop the attempts whose grants were lost with their decode worker: no blocks are left to write to."""
+        """Stop the attempts whose grants were lost with their decode worker."""
         failure = work_pb2.Failure(
             reason=work_pb2.FAILURE_REASON_PEER_LOST, message=f"decode worker at {address} is gone"
         )

@@ -133,7 +133,10 @@ class CpuPolicy:
         self._pacing.begin(now)
 
     def pause_s(self, now: float) -> float:
-        """Yield the cores if prompts wait for them and no decode step is due; return the seconds until one is."""
+        """Return the seconds until a decode step is due, and yield the cores to prompts until then.
+
+        0 while no prompt of another worker waits for cores.
+        """
         waited_s = self._others_backlog_s()
         if waited_s is None:
             return 0.0

@@ -141,7 +141,7 @@ class Runner:
             self.cpu.end_step(share, seconds)
 
     def _report(self, started: float, tokens: int) -> float:
-        """Report the end of a step and return its seconds, from `started` or from the end of the one before."""
+        """Report the end of a step; return its seconds from `started` or from the end of the one before."""
         now = time.perf_counter()
         started, self._last_end = max(started, self._last_end), now
         if self.on_step is not None:

@@ -1,15 +1,17 @@
 """Cores that several worker processes of one machine lend each other.
 
-A worker has home cores, enough for its work when every worker is busy. While it has work it claims them; while
-it has none it yields them, and steps of the others are computed on them, too. A native step looks at every
-piece of work which cores are idle (`diptych.engine.backend.CoreLendingBackend`), so that a core is lent in the
-middle of a step and back with its owner after one such piece. Other backends look once, when a step begins.
+A worker has home cores, enough for its work when every worker is busy. While it has work it claims them;
+while it has none it yields them, and steps of the others are computed on them, too. A native step looks at
+every piece of work which cores are idle (`diptych.engine.backend.CoreLendingBackend`), so that a core is lent
+in the middle of a step and back with its owner after one such piece. Other backends look once, when a step
+begins.
 
 The state is a file in memory: a byte a core, a `DiptychCoreState` of kernels/cpu/abi.h, and another byte by
 which its owner says that work is waiting, and for how long. In a rolling restart two processes write the same
-bytes: a byte that one writes out of turn holds until the other's next step. A worker that is killed leaves its
-bytes as they are; it is started again, and sets them right. Until then no worker borrows its cores, or one
-keeps a core that it had borrowed until the owner has worked and yielded: that costs speed and nothing else.
+bytes: a byte that one writes out of turn holds until the other's next step. A worker that is killed leaves
+its bytes as they are; it is started again, and sets them right. Until then no worker borrows its cores, or
+one keeps a core that it had borrowed until the owner has worked and yielded: that costs speed and nothing
+else.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Attempt:
 
 
 def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:
-    """Return the parameters of each choice: they differ in the seed. Choices that sample alike share one object."""
+    """Return the parameters of each choice, which differ in the seed; equal ones are one object."""
     params = _sampling_params(work.sampling)
     if params.greedy or work.sampling.beam_width:
         return dict.fromkeys(work.choices or (0,), params)

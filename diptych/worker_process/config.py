@@ -56,7 +56,7 @@ class WorkerSettings(ProgramSettings):
 
     @property
     def step_pacing(self) -> tuple[float, float]:
-        """Least and most lengths of a step between the begins of decode steps while prompts wait for cores."""
+        """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
         return 1.0, 1.0
 
     @field_validator("device")

@@ -5,9 +5,9 @@ follows its own tokens. A later attempt at a request follows the tokens delivere
 2 µs each.
 
 Copies share the table of their lexer's states, which grows with every token that one of them follows until it
-is full (`diptych.runtime.grammar.matcher.LIMITS`): then none of them can continue. So after FRESH_TOKENS tokens
-a grammar is compiled anew for later outputs, and an output whose table was filled by others continues with a
-table of its own.
+is full (`diptych.runtime.grammar.matcher.LIMITS`): then none of them can continue. So after FRESH_TOKENS
+tokens a grammar is compiled anew for later outputs, and an output whose table was filled by others continues
+with a table of its own.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 KEPT: Final = 64
 """Compiled grammars that are kept, the most recently used ones."""
 FRESH_TOKENS: Final = 16_384
-"""Tokens followed by its copies after which a grammar is compiled anew: a choice of a thousand labels fills its
-table in 65,000, and compiling takes milliseconds.
+"""Tokens followed by its copies after which a grammar is compiled anew: a choice of a thousand labels fills
+its table in 65,000, and compiling takes milliseconds.
 """
 OWN_TABLES: Final = 4
 """Outputs that may have a table of their own at a time, each of 50 to 100 MB at most."""
@@ -76,7 +76,7 @@ class GrammarState:
         anew: Callable[[], Compiled],
         output: Iterable[int] = (),
     ) -> None:
-        """Take `matcher`, a copy of `compiled` that has followed `output`; `anew` compiles the grammar again."""
+        """Take `matcher`, a copy of `compiled` that has followed `output`; `anew` compiles again."""
         self._matcher = matcher
         self._compiled = compiled
         self._anew = anew
@@ -95,7 +95,7 @@ class GrammarState:
         self._matcher.consume_tokens(tokens)
 
     def apply(self, scores: npt.NDArray[np.float32]) -> None:
-        """Set the scores of forbidden tokens to minus infinity, in place: all of them, if the state is `stuck`.
+        """Set the scores of forbidden tokens to minus infinity, in place: all scores of a `stuck` state.
 
         `scores` is `[vocab]`; rows past the vocabulary, which only pad, are forbidden too. Applying twice
         changes nothing, so that a step may be computed again.
@@ -129,8 +129,8 @@ class GrammarState:
 
     @property
     def _crowded(self) -> bool:
-        """True if other outputs filled the table. An output that fills one alone would fill the next one, too,
-        and compiling delays the step.
+        """True if other outputs filled the table. An output that fills one alone would fill the next one,
+        too, and compiling delays the step.
         """
         full = "too many states" in self._matcher.get_error()
         return full and 2 * len(self._output) < self._compiled.followed
@@ -162,7 +162,8 @@ class Grammars:
     def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
         """Start a task, off the event loop, that returns the state after the tokens `delivered`.
 
-        A known grammar does not wait for new ones, unless its table is full or old. The task raises BadGrammar.
+        A known grammar does not wait for new ones, unless its table is full or old. The task raises
+        BadGrammar.
         """
         task = asyncio.create_task(self._start(message, tuple(delivered)))
         task.add_done_callback(_seen)
@@ -244,6 +245,6 @@ def _grammar(message: work_pb2.Grammar) -> Grammar:
 
 
 def _seen(task: asyncio.Task[GrammarState]) -> None:
-    """Retrieve the exception of a task whose request has ended, which asyncio would log as never retrieved."""
+    """Retrieve the exception of a task that no request awaits, which asyncio would log else."""
     if not task.cancelled():
         task.exception()

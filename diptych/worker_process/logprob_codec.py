@@ -67,6 +67,6 @@ def failure_reason(failure: SampleFailure) -> work_pb2.FailureReason:
 
 
 def failure_name(reason: int) -> str:
-    """Return `KV_TRANSFER_FAILED` and the like, for spans: few values, where a message may name an address."""
+    """Return `KV_TRANSFER_FAILED` and the like for spans: few values, and no address as in messages."""
     name = work_pb2.FailureReason.Name(cast("work_pb2.FailureReason", reason))
     return name.removeprefix("FAILURE_REASON_")

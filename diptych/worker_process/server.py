@@ -39,7 +39,7 @@ LAST_MESSAGES_S = 0.2
 CLOSE_S = 1.0
 """For the running step to end after everything else: its requests are gone."""
 FINISHING_SHARE = 0.5
-"""Part of the grace in which requests may finish; those returned have as much again to find another worker."""
+"""Part of the grace in which requests may finish; returned ones have as long to find another worker."""
 HAND_BACK_S = 1.0
 """For a step that still writes returned requests to end and report it."""
 
@@ -151,7 +151,7 @@ class WorkerServer:
         )
 
     def drain(self, grace_s: float | None = None) -> None:
-        """Take nothing new from now on, let requests finish for `grace_s` seconds (None: as at SIGTERM), exit."""
+        """Take nothing new, let requests finish for `grace_s` seconds (None: as at SIGTERM), and exit."""
         self._loop.draining = True
         if grace_s is not None:
             self._grace_s = grace_s
@@ -181,7 +181,7 @@ class WorkerServer:
         return 0
 
     async def _close(self) -> None:
-        """Wait for a step that is still computed, without blocking signals; exit without one that never ends."""
+        """Wait for the running step, without blocking signals; exit without one that never ends."""
         closing = asyncio.create_task(asyncio.to_thread(self._loop.close))
         if not (await asyncio.wait((closing,), timeout=CLOSE_S))[0]:
             log.error("the running step does not end: exiting without it")

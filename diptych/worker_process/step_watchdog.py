@@ -66,7 +66,7 @@ class StepWatchdog:
         self._steps.setdefault(kind, deque(maxlen=KEPT)).append((now, now - begun))
 
     def late_s(self, now: float) -> float:
-        """Return by how many seconds the running step is past its predicted end; 0 in time or between steps."""
+        """Return the seconds that the running step is past its predicted end; 0 between steps."""
         if self._running is None:
             return 0.0
         return max(now - self._since - self._predicted_s(self._running[1]), 0.0)

@@ -142,7 +142,7 @@ def _write(sequence: SequenceStep, entries: bytearray) -> None:
 
 
 def sample(logits: Sequence[int], rows: Sequence[SampleRow]) -> list[Sampled]:
-    """Stands where `diptych.engine.sampling.sample` stands: a token for each row, by all that a row depends on."""
+    """Stand in for `diptych.engine.sampling.sample`: a token for each row, by all that it depends on."""
     return [Sampled(_draw(digest, row), None) for digest, row in zip(logits, rows, strict=True)]
 
 

@@ -57,7 +57,7 @@ DRAFT_TOKENS = 12
 
 @cache
 def model() -> Model:
-    """Return a model small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
+    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
     return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
 
@@ -178,10 +178,10 @@ async def house(
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With a `backend` of "device" or "native" all workers sample tokens in their steps, and decode workers launch
-    these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
-    has a core that it lends to the others; by the stretch decode steps are paced (`diptych.engine.step_pacing`). A
-    `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
+    With a `backend` of "device" or "native" all workers sample tokens in their steps, and decode workers
+    launch these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each
+    worker has a core that it lends to the others; by the stretch decode steps are paced
+    (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
     """
     made = House()
     async with AsyncExitStack() as stack:

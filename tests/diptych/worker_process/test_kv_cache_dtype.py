@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype fp8`: the engine passes its self-test, blocks are smaller, fp8 workers pair with each other only."""
+"""`--kv-cache-dtype fp8`: the self-test passes, blocks are smaller, fp8 workers pair with each other only."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ async def test_a_lone_request_follows_from_its_third_token_on(backend: str, laun
 async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A sequence beyond them is computed on the engine's thread, where they are made, and continues as before."""
+    """A sequence beyond them is computed on the engine's thread, where they are made."""
     monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 16)
     reached: list[tuple[int, threading.Thread]] = []
     launched: list[int] = []
