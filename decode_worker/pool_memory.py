@@ -22,8 +22,8 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
     so that the free memory is known. Raises DeviceUnavailable where no block fits, PoolTooLarge where more
     are configured than fit.
     """
-    recordings = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
-    pool = _allocate(settings, engine, recordings)
+    graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
+    pool = _allocate(settings, engine, graphs)
     tokens, context = pool.memory.num_blocks * engine.layout.block_size, engine.model.shape.max_context
     if tokens < context:
         _log.warning(
@@ -50,7 +50,7 @@ def _check_room(needed: int, there: int | None) -> None:
         )
 
 
-def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -> PoolMemory:
+def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> PoolMemory:
     layout, device = engine.layout, engine.model.device
     blocks = settings.num_blocks(layout.bytes_per_block)
     if device.type == "cpu":
@@ -61,7 +61,7 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -
         model = engine.model
         # Drafts make chunks of a step's rows.
         gathered = gathered_bytes(model.shape, model.dtype) if settings.speculative_tokens else 0
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings, gathered)
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, gathered)
         blocks = room // layout.bytes_per_block
         if blocks < 1:
             raise DeviceUnavailable(

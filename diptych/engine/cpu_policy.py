@@ -1,4 +1,4 @@
-"""The cores of one worker's steps: home cores, cores borrowed from other workers, and who yields when.
+"""The cores of one worker's steps: home cores, cores borrowed from other workers, and when they are yielded.
 
 Prefill and decode workers of one machine want the same cores. Everything that engine loops, runner and step
 thread do about that is a verb of `CpuPolicy`:

@@ -42,7 +42,7 @@ class WorkerSettings(ProgramSettings):
         "auto", description="how keys and values are kept: auto = as they are computed; fp8 is for GPUs"
     )
     transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
-        "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
+        "auto", description="how blocks are transferred; auto = what both sides can, fastest first"
     )
     links: Literal["auto", "grpc"] = Field(
         "auto", description="how processes reach this worker: auto = over a Unix socket from within its host"
