@@ -25,7 +25,7 @@ from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
-from diptych.worker_process.worker_spec import WorkerSpec, engine_beat
+from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.transports import registry
@@ -61,12 +61,12 @@ class DecodeWorker:
             fingerprint=engine.fingerprint,
             memory=memory,
             pool=self._pool,
-            transports=registry.chosen(settings.transport, memory.memory.data.device),
+            transports=registry.transports_for(settings.transport, memory.memory.data.device),
             running=lambda: self._loop.num_running,
             on_ready=self._loop.requests.on_ready,
             on_failed=self._loop.requests.on_failed,
             host=settings.host,
-            beat=lambda: engine_beat(self._loop),
+            heartbeat=lambda: engine_heartbeat(self._loop),
         )
         self._loop.requests.grants = self._handoff
         self._loop.requests.grammars = Grammars(settings.model_path)

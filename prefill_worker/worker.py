@@ -19,7 +19,7 @@ from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
-from diptych.worker_process.worker_spec import WorkerSpec, engine_beat
+from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.codec import key_of
 from kvtransfer.transports import registry
@@ -60,12 +60,12 @@ class PrefillWorker:
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
             layout=engine.layout,
-            transports=registry.chosen(settings.transport, engine.model.device),
+            transports=registry.transports_for(settings.transport, engine.model.device),
             device=engine.model.device,
             scratch=self._scratch,
             on_abort=self._loop.requests.on_abort,
             on_peer_lost=self._loop.requests.on_peer_lost,
-            beat=lambda: engine_beat(self._loop),
+            heartbeat=lambda: engine_heartbeat(self._loop),
         )
         self._loop.requests.handoff = self._handoff
         self._loop.requests.grammars = Grammars(settings.model_path)

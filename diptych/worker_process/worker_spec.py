@@ -15,7 +15,7 @@ from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.gateway_link import GatewayLinks
 from diptych.worker_process.step_watchdog import StepWatchdog
-from kvtransfer.drivers.events import Beat
+from kvtransfer.drivers.types import Heartbeat
 
 
 class EngineLoop(Protocol):
@@ -66,9 +66,9 @@ class WorkerSpec:
     """Prefixes that the directory may name as held here."""
 
 
-def engine_beat(loop: EngineLoop) -> Beat:
+def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
     """Return the state of the engine now, for the links to workers of the other role."""
-    return Beat(loop.steps, loop.busy, loop.watchdog.late_s(time.monotonic()))
+    return Heartbeat(loop.steps, loop.busy, loop.watchdog.late_s(time.monotonic()))
 
 
 def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
@@ -77,6 +77,6 @@ def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
         step_time = load.step_times.add(size_class=one.size_class, steps=one.steps)
         step_time.median.FromNanoseconds(round(one.median_s * 1e9))
     load.draining = loop.draining
-    beat = engine_beat(loop).message()
+    beat = engine_heartbeat(loop).to_proto()
     beat.load.CopyFrom(load)
     return beat

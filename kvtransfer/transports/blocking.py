@@ -1,4 +1,9 @@
-"""A thread for calls that block on another process, so that neither an event loop nor an engine ever does."""
+"""Waits for a GPU or another process, off the event loop.
+
+Host code runs ahead of a GPU, and promises must not. The engine queues a worker's steps on the default stream
+of its device, so that an event recorded there after a step's call returned comes when the step's writes are
+done. On the CPU the call itself has written them.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,28 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from diptych.engine.kv.kv_memory import KVMemory
+
 T = TypeVar("T")
 
 
 class BlockingThread:
-    """Runs one call after another. A daemon: a call that never returns does not keep the process alive."""
+    """Thread that runs blocking calls one after another, so that neither an event loop nor an engine blocks.
+
+    It is a daemon: a call that never returns does not keep the process alive.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The call's result or error. When this is cancelled, a call that has begun still goes on."""
+        """Return the call's result or raise its error.
+
+        A call that has begun goes on if the caller is cancelled.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -54,3 +69,20 @@ def _set_result(result: asyncio.Future[Any], value: Any) -> None:
 def _set_error(result: asyncio.Future[Any], error: BaseException) -> None:
     if not result.done():
         result.set_exception(error)
+
+
+def queued_work(memory: KVMemory) -> torch.cuda.Event | None:
+    """Return the event after which all steps queued until now have written to `memory`; None: they have."""
+    device = memory.data.device
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(device))
+    return event
+
+
+async def wait_written(memory: KVMemory) -> None:
+    """Wait until all steps queued until now have written to `memory`, without blocking the event loop."""
+    event = queued_work(memory)
+    if event is not None:
+        await asyncio.to_thread(event.synchronize)

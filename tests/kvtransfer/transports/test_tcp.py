@@ -1,4 +1,4 @@
-"""What the data socket must refuse: strangers, damage, replays, and what came too late."""
+"""TCP data socket: unknown peers, damage, replays and late blocks are refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import socket
 import pytest
 
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.protocol.digest import block_digest
 from kvtransfer.protocol.messages import GrantRef, WriterId
 from kvtransfer.transports import tcp
 from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.host_blocks import block_digest
 from tests.kvtransfer.conftest import LAYOUT, until
 
 SIZE = LAYOUT.bytes_per_block
@@ -21,7 +21,7 @@ REF = GrantRef(("r", 1), 3, 17)
 
 
 class Sink:
-    """Stands in for the receiver: one open grant of four blocks."""
+    """Receiver with one open grant of four blocks."""
 
     def __init__(self) -> None:
         self.memory = KVMemory(LAYOUT, 4)
@@ -35,7 +35,7 @@ class Sink:
             self.memory,
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
-                named=lambda writer, slot, generation: (
+                resolve=lambda writer, slot, generation: (
                     REF if self.open and (slot, generation) == REF[1:] else None
                 ),
                 destinations=lambda writer, ref, places: places if places.stop <= 4 else None,
@@ -66,7 +66,7 @@ async def channel(sink):
     channel.close()
 
 
-async def test_every_kind_of_damage_is_caught(sink, channel):
+async def test_damaged_frame_is_reported_and_not_copied(sink, channel):
     rng = random.Random(1)
     payload = rng.randbytes(SIZE)
     damaged = 0
@@ -99,7 +99,7 @@ async def test_every_kind_of_damage_is_caught(sink, channel):
     assert sink.blocks[2] == payload
 
 
-async def test_an_older_generation_is_dropped(sink, channel):
+async def test_frame_of_an_older_generation_is_dropped(sink, channel):
     payload = bytes(range(256)) * (SIZE // 256 + 1)
     payload = payload[:SIZE]
     old = REF._replace(generation=16)
@@ -110,7 +110,7 @@ async def test_an_older_generation_is_dropped(sink, channel):
     assert sink.corrupt == 0
 
 
-async def test_a_grant_that_ends_while_its_block_is_on_the_way_stays_untouched(sink, channel):
+async def test_block_of_an_ended_grant_is_not_copied(sink, channel):
     loop = asyncio.get_running_loop()
     payload = bytes([7]) * SIZE
     header = tcp._HEADER.pack(REF.slot, REF.generation, 0, SIZE, block_digest(REF, 0, payload))
@@ -123,7 +123,7 @@ async def test_a_grant_that_ends_while_its_block_is_on_the_way_stays_untouched(s
     assert sink.arrived == []
 
 
-async def test_after_the_fence_nothing_is_copied(sink, channel):
+async def test_fence_ends_all_copies(sink, channel):
     sink.transport.fence(WRITER)
     assert sink.dead == 1
     payload = bytes(SIZE)
@@ -139,7 +139,7 @@ async def test_after_the_fence_nothing_is_copied(sink, channel):
     assert sink.dead == 1
 
 
-async def test_strangers_and_second_uses_of_a_token_are_refused(sink):
+async def test_unknown_or_used_token_is_refused(sink):
     with pytest.raises(TransportError):
         await tcp.TcpChannel.open(sink.welcome(bytes(32)))
     token = sink.transport.admit(WRITER, 0)
@@ -151,10 +151,10 @@ async def test_strangers_and_second_uses_of_a_token_are_refused(sink):
     await until(lambda: sink.dead == 1)
 
 
-async def test_a_block_of_a_wrong_size_ends_the_connection(sink, channel):
+async def test_block_of_a_wrong_size_ends_the_connection(sink, channel):
     await channel.send_block(REF, 0, memoryview(bytes(SIZE - 1)), bytes(16))
     await until(lambda: sink.dead == 1)
 
 
-async def test_the_data_goes_out_without_delay(channel):
+async def test_data_connection_sets_tcp_nodelay(channel):
     assert channel._connection._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

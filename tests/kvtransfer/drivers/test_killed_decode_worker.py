@@ -1,4 +1,4 @@
-"""The decode process dies or freezes under a prefill worker, by every transport: nobody hangs."""
+"""Death or freeze of the decode process under a prefill worker, by every transport: no call hangs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.protocol.errors import HandoffDenied, PeerLost
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, fill, until
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
-async def test_its_grants_and_asks_are_over(transport, how):
+async def test_lost_decode_worker_ends_grants_and_asks(transport, how):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.kvtransfer.decode_process", transport),
         cwd=ROOT,

@@ -1,6 +1,6 @@
-"""Pushing into a mapped pool: what is announced must be there, and a promise waits for the copies.
+"""Copies into a mapped pool: announced blocks must be there, and Stopped waits for the copies.
 
-The pool is a memfd here: IPC handles, streams and the copy kernel are the GPU's, and not tried by this.
+The pool is a memfd here. IPC handles, streams and the copy kernel are a GPU's and not tried here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import Place
+from kvtransfer.transports.base import Locality
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiver
-from kvtransfer.transports.cuda_mapping import CudaPort
-from kvtransfer.transports.memory_mapping import Exported, Flags, HostPort
+from kvtransfer.transports.cuda_mapping import CudaMapping
+from kvtransfer.transports.memory_mapping import ExportedPool, Flags, HostMapping
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 REF = GrantRef(("r", 1), 2, 9)
 CPU = torch.device("cpu")
 
 
-def test_a_flag_says_how_much_of_which_grant_is_written():
+def test_flag_counts_the_written_blocks_of_its_grant():
     ours = Flags.create(4)
-    theirs = Flags.joined(ours.fd, 4)
+    theirs = Flags.open(ours.fd, 4)
     assert not ours.written(REF, 1)
     theirs.word(REF, 3).set()
     assert ours.written(REF, 3)
@@ -36,17 +36,17 @@ def test_a_flag_says_how_much_of_which_grant_is_written():
     assert not ours.written(REF._replace(generation=10), 1), "a later grant of the slot"
     assert not ours.written(REF._replace(slot=1), 1)
     with pytest.raises(ValueError, match="small"):
-        Flags.joined(ours.fd, 5000)
+        Flags.open(ours.fd, 5000)
     theirs.close()
     ours.close()
 
 
-async def test_blocks_announced_before_they_are_written_are_not_believed(make_pair, times):
+async def test_pushed_without_the_flag_fails_the_attempt(make_pair, times):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
     fill(granted, 10, 1)
-    peer._queue._channel._port = Silent("host")
+    peer._queue._channel._mapping = Silent("host")
     committing = asyncio.create_task(peer.commit(granted, 10, sampled(1), times))
     await until(lambda: bool(pair.decode.failed))
     assert pair.decode.failed[0][:2] == (("r", 1), work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED)
@@ -55,15 +55,15 @@ async def test_blocks_announced_before_they_are_written_are_not_believed(make_pa
     assert pair.decode.ready == []
 
 
-class Silent(HostPort):
-    """Copies, and forgets the flag."""
+class Silent(HostMapping):
+    """Mapping that copies and forgets the flag."""
 
     def start_copy(self, run, target, flag):
         return super().start_copy(run, target, Flags.create(64).word(run.ref, 0))
 
 
-class Slow(HostPort):
-    """Does not end a copy before it is let."""
+class Slow(HostMapping):
+    """Mapping whose copies end only when the test lets them."""
 
     def __init__(self) -> None:
         super().__init__("host")
@@ -81,12 +81,12 @@ class Slow(HostPort):
 
 
 @pytest.mark.parametrize("why", ["cancelled", "link lost"])
-async def test_no_promise_to_stop_while_a_copy_is_under_way(make_pair, why):
+async def test_stopped_waits_for_the_copy_in_flight(make_pair, why):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
     fill(granted, 10, 1)
-    port = peer._queue._channel._port = Slow()
+    port = peer._queue._channel._mapping = Slow()
     await peer.push(granted, 8)
     await until(port.begun.is_set)
     if why == "cancelled":
@@ -105,14 +105,14 @@ async def test_no_promise_to_stop_while_a_copy_is_under_way(make_pair, why):
     assert pair.prefill.scratch.available() == 16
 
 
-async def test_what_changed_in_the_pool_is_noticed(make_pair, times):
-    """As by a copy that went wrong: the digests are those of the pool's bytes, not of what was sent."""
+async def test_changed_bytes_in_the_pool_fail_the_attempt(make_pair, times):
+    """A copy that went wrong: the digests are those of the pool's bytes, not of the bytes that were sent."""
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
     fill(granted, 10, 1)
 
-    class Wrong(HostPort):
+    class Wrong(HostMapping):
         def start_copy(self, run, target, flag):
             copy = super().start_copy(run, target, flag)
 
@@ -123,14 +123,14 @@ async def test_what_changed_in_the_pool_is_noticed(make_pair, times):
 
             return finish
 
-    peer._queue._channel._port = Wrong("host")
+    peer._queue._channel._mapping = Wrong("host")
     await peer.commit(granted, 10, sampled(1), times)
     await until(lambda: bool(pair.decode.failed))
     assert pair.decode.failed[0][1] == work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED
     await until(pair.decode.settled)
 
 
-async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monkeypatch):
+async def test_failed_check_fails_the_attempt(make_pair, times, monkeypatch):
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
@@ -138,8 +138,8 @@ async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monk
     def unreadable(*arguments: object) -> list[bytes]:
         raise RuntimeError("an illegal memory access was encountered")
 
-    (receiver,) = pair.decode.server._reception.transports
-    monkeypatch.setattr(receiver._port, "digests", unreadable)
+    (receiver,) = pair.decode.server._handshake.transports
+    monkeypatch.setattr(receiver._mapping, "digests", unreadable)
     fill(granted, 10, 1)
     await peer.commit(granted, 10, sampled(1), times)
     await until(lambda: bool(pair.decode.failed))
@@ -147,40 +147,40 @@ async def test_blocks_that_cannot_be_checked_are_not_used(make_pair, times, monk
     await until(pair.decode.settled)
 
 
-async def test_a_pool_of_another_kind_is_refused(make_pair):
+async def test_map_refuses_a_pool_of_another_kind(make_pair):
     pair = await make_pair("cuda_ipc")
-    (receiver,) = pair.decode.server._reception.transports
+    (receiver,) = pair.decode.server._handshake.transports
     assert isinstance(receiver, CudaIpcReceiver)
-    assert receiver.unreachable(Place("elsewhere")) == "on another host"
-    assert "GPU" in (HostPort("here").unreachable(Place("here", "GPU-1"), in_place=False) or "")
-    assert HostPort("here").unreachable(Place("here"), in_place=False) is None
-    cuda = CudaPort(torch.device("cuda", 0), "here")
-    assert cuda.unreachable(Place("elsewhere", "GPU-1"), in_place=False) == "on another host"
-    assert "GPU" in (cuda.unreachable(Place("here"), in_place=False) or "")
-    assert cuda.unreachable(Place("here", "GPU-1"), in_place=False) is None
+    assert receiver.unreachable_reason(Locality("elsewhere")) == "on another host"
+    assert "GPU" in (HostMapping("here").unreachable_reason(Locality("here", "GPU-1"), in_place=False) or "")
+    assert HostMapping("here").unreachable_reason(Locality("here"), in_place=False) is None
+    cuda = CudaMapping(torch.device("cuda", 0), "here")
+    assert cuda.unreachable_reason(Locality("elsewhere", "GPU-1"), in_place=False) == "on another host"
+    assert "GPU" in (cuda.unreachable_reason(Locality("here"), in_place=False) or "")
+    assert cuda.unreachable_reason(Locality("here", "GPU-1"), in_place=False) is None
     with pytest.raises(ValueError, match="not on a GPU"):
-        cuda.map(Exported(b"memfd", []), LAYOUT, 4)
+        cuda.map(ExportedPool(b"memfd", []), LAYOUT, 4)
     with pytest.raises(ValueError, match="not in host memory"):
-        HostPort("here").map(Exported(b"cuda" + bytes(72), []), LAYOUT, 4)
+        HostMapping("here").map(ExportedPool(b"cuda" + bytes(72), []), LAYOUT, 4)
 
 
 @pytest.mark.parametrize("flag", ["cuda_ipc", "nccl"])
-def test_a_cpu_worker_is_told_that_it_has_no_gpu(flag):
+def test_transports_for_refuses_gpu_transports_on_the_cpu(flag):
     with pytest.raises(ValueError, match="GPU"):
-        registry.chosen(flag, CPU)
+        registry.transports_for(flag, CPU)
 
 
-def test_auto_takes_what_is_fastest():
-    assert registry.chosen("auto", CPU) == ("shared_memory", "tcp")
+def test_transports_for_auto_prefers_the_fastest():
+    assert registry.transports_for("auto", CPU) == ("shared_memory", "tcp")
     gpu = torch.device("cuda", 0)
-    assert registry.chosen("auto", gpu) == ("cuda_shared", "cuda_ipc", "tcp")
-    assert registry.chosen("cuda_ipc", gpu) == ("cuda_shared", "cuda_ipc")
-    assert registry.chosen("gloo", CPU) == ("gloo",)
+    assert registry.transports_for("auto", gpu) == ("cuda_shared", "cuda_ipc", "tcp")
+    assert registry.transports_for("cuda_ipc", gpu) == ("cuda_shared", "cuda_ipc")
+    assert registry.transports_for("gloo", CPU) == ("gloo",)
     with pytest.raises(ValueError, match="shared_memory"):
-        registry.chosen("shared_memory", gpu)
+        registry.transports_for("shared_memory", gpu)
 
 
-async def test_nothing_is_left_open(make_pair, times):
+async def test_close_leaves_no_file_or_thread_open(make_pair, times):
     before = len(os.listdir("/proc/self/fd"))
     pair = await make_pair("cuda_ipc")
     granted = await pair.grant("r", 10)

@@ -1,4 +1,4 @@
-"""A decode worker that takes connections and says nothing."""
+"""Connections to a decode worker that accepts and never answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from diptych.runtime.rpc_streams.unix_stream import socket_name
-from kvtransfer.drivers import peer_link
+from kvtransfer.drivers import links as peer_link
 from kvtransfer.protocol.errors import HandoffDenied
 from tests.kvtransfer.conftest import INCARNATION, pairs
 
@@ -18,7 +18,7 @@ ADDRESS = "127.0.0.1:9"
 
 @pytest.fixture
 def silent() -> Iterator[None]:
-    """As one that is stopped: its kernel accepts."""
+    """Accept as the kernel of a stopped process does."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_name(ADDRESS))
         listener.listen(50)
@@ -26,7 +26,7 @@ def silent() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("silent")
-async def test_all_that_wait_for_a_link_are_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_connect_denies_every_waiting_call(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
     connect = peer_link.PeerLink.connect
 
@@ -46,4 +46,4 @@ async def test_all_that_wait_for_a_link_are_refused_with_it(monkeypatch: pytest.
         assert tries == 1
         with pytest.raises(HandoffDenied):
             await client.peer(ADDRESS, INCARNATION)
-        assert tries == 2  # who comes later tries anew
+        assert tries == 2  # a later call tries again

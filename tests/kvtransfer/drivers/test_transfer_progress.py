@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from diptych.worker.v1 import work_pb2
-from kvtransfer.protocol.progress import Progress
+from kvtransfer.protocol.lease import TransferProgress
 from tests.kvtransfer.conftest import LAYOUT, fill, pattern, sampled, until
 
 STALL_S = 0.6
 
 
 @pytest.mark.parametrize("copying", ["tcp", "gloo"])
-async def test_a_silent_data_connection_ends_the_link_and_the_next_one_works(make_pair, copying, times):
+async def test_silent_data_connection_ends_the_link_and_the_next_works(make_pair, copying, times):
     pair = await make_pair(copying, stall_s=STALL_S)
     granted = await pair.grant("r", 10)
     peer = await pair.peer()
-    (receiver,) = pair.decode.server._reception.transports
+    (receiver,) = pair.decode.server._handshake.transports
     (data,) = receiver._listener._sockets.values()
     data._transport.pause_reading()
     fill(granted, 10, 1)
@@ -39,7 +39,7 @@ async def test_a_silent_data_connection_ends_the_link_and_the_next_one_works(mak
 
 
 @pytest.mark.parametrize("copying", ["tcp", "gloo"])
-async def test_an_idle_link_lives(make_pair, copying, times):
+async def test_idle_link_stays(make_pair, copying, times):
     pair = await make_pair(copying, stall_s=STALL_S)
     for request in ("first", "second"):
         granted = await pair.grant(request, 10)
@@ -52,8 +52,8 @@ async def test_an_idle_link_lives(make_pair, copying, times):
     assert pair.prefill.lost == []
 
 
-def test_only_silence_with_blocks_under_way_is_a_stall():
-    progress = Progress(0.0, 0.25, stall_s=2.0)
+def test_stalled_needs_silence_with_blocks_in_flight():
+    progress = TransferProgress(0.0, 0.25, stall_s=2.0)
     now = 0.0
 
     def after(seconds: float, sent: int, acknowledged: int) -> bool:
@@ -67,13 +67,13 @@ def test_only_silence_with_blocks_under_way_is_a_stall():
     assert not after(10.0, 0, 0)
     assert not after(1.75, 5, 0)
     assert not after(1.75, 5, 1), "one more arrived"
-    assert not after(10.0, 5, 5), "nothing is under way"
+    assert not after(10.0, 5, 5), "nothing is in flight"
     assert not after(1.75, 6, 5)
     assert after(0.5, 6, 5)
 
 
-def test_time_in_which_this_process_did_not_run_is_not_the_peers_silence():
-    progress = Progress(0.0, 0.25, stall_s=2.0)
+def test_stalled_discounts_a_stall_of_this_process():
+    progress = TransferProgress(0.0, 0.25, stall_s=2.0)
     assert not progress.stalled(0.25, 3, 0)
     assert not progress.stalled(60.0, 3, 0)
     assert not progress.stalled(60.25, 3, 0)

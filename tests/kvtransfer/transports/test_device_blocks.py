@@ -1,4 +1,4 @@
-"""A GPU's ring slots and digests, with the kernel in Triton's interpreter or on a GPU."""
+"""Ring slots and digests of a GPU, with the kernel in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def digests(
     return copy.digests()
 
 
-def test_blocks_land_in_their_places_and_digests_are_of_place_and_grant(memories):
+def test_digested_copy_binds_digests_to_index_and_grant(memories):
     source, target = memories
     there = digests(source, [4, NOWHERE, 2], target, [1, 0, 5], REF, 7)
     assert torch.equal(target.data[1], source.data[4])

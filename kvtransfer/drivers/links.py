@@ -1,4 +1,4 @@
-"""One stream from a prefill worker to a decode worker: connect, hello, then messages both ways."""
+"""Streams between a prefill and a decode worker: hello and welcome, then messages both ways."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
 from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import handoff_pb2, work_pb2
 from kvtransfer.drivers.codec import Request, Response
+from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
 from kvtransfer.protocol.errors import HandoffDenied
-from kvtransfer.protocol.fingerprint import Fingerprint, incompatible_field
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.shared_memory_domain import host_id
+from kvtransfer.transports.base import host_id
 
 _CONNECT_S = 3.0
 _INCOMPATIBLE = work_pb2.FailureReason.FAILURE_REASON_INCOMPATIBLE
@@ -26,13 +26,13 @@ _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
 
 
 class PeerLink:
-    """The I/O of one stream; what its messages mean is decided elsewhere."""
+    """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
 
     def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
         self.welcome = welcome
         self._stream = stream
-        self._outbox: SendQueue[Request] = SendQueue()
-        # From the hello on: what is heard of us then does not wait until we read.
+        self._send_queue: SendQueue[Request] = SendQueue()
+        # From the hello on: heartbeats to the peer do not wait until this side reads.
         self._writing = asyncio.create_task(self._write())
         self._task: asyncio.Task[None] | None = None
 
@@ -40,22 +40,29 @@ class PeerLink:
     async def connect(
         cls,
         address: str,
-        me: WriterId,
+        writer_id: WriterId,
         fingerprint: Fingerprint,
         transports: Sequence[str],
         device: str = "",
     ) -> PeerLink:
-        """Connect and say hello; `device` is the UUID of the GPU with our blocks. Raises HandoffRefused."""
+        """Connect and exchange hello and welcome.
+
+        Args:
+            device: UUID of the GPU that holds this worker's blocks, empty for host memory.
+
+        Raises:
+            HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
+        """
         hello = handoff_pb2.HandoffHello(
-            worker_id=me.worker_id,
-            incarnation=me.incarnation,
+            worker_id=writer_id.worker_id,
+            incarnation=writer_id.incarnation,
             pid=os.getpid(),
             fingerprint=fingerprint.to_proto(),
             transports=transports,
             host_id=host_id(),
             device=device,
         )
-        stream = await _opened(address)
+        stream = await _open_stream(address)
         try:
             welcome = await _exchange_hello(stream, hello)
             field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
@@ -71,15 +78,15 @@ class PeerLink:
         self._task = asyncio.create_task(self._run(handle, ended))
 
     def put(self, request: Request) -> None:
-        """Send it after what was put before; dropped when the stream is gone."""
-        self._outbox.put(request)
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
+        self._send_queue.put(request)
 
     def close(self) -> None:
-        """End the stream from our side; `ended` follows."""
+        """End the stream from this side; `ended` follows."""
         self._stream.cancel()
 
     async def wait_closed(self) -> None:
-        """Until the stream has ended, and `ended` was called if it was started."""
+        """Wait until the stream has ended, and `ended` was called if the link was started."""
         self._stream.cancel()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -88,12 +95,12 @@ class PeerLink:
 
     async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
         try:
-            # However it ends, the link is lost, and that is all that matters here.
+            # The link is lost however the stream ends.
             with contextlib.suppress(StreamLost, asyncio.CancelledError):
                 while (response := await self._stream.read()) is not None:
                     handle(response)
         finally:
-            self._outbox.close()
+            self._send_queue.close()
             self._stream.cancel()
             ended()
             await self._end()
@@ -106,16 +113,16 @@ class PeerLink:
     async def _write(self) -> None:
         # A stream that cannot be written is broken: the reader sees that too and ends the link.
         with contextlib.suppress(StreamLost):
-            while requests := await self._outbox.take():
+            while requests := await self._send_queue.take():
                 for request in requests:
                     await self._stream.write(request)
 
 
-async def _opened(address: str) -> ClientStream:
+async def _open_stream(address: str) -> ClientStream:
     try:
         return await open_link(address, HANDOFF)
     except StreamLost as error:
-        raise _refused(error) from error
+        raise _denied(error) from error
 
 
 async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
@@ -125,15 +132,68 @@ async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> ha
             await stream.write(Request(hello=hello))
             first = await stream.read()
     except StreamLost as error:
-        raise _refused(error) from error
+        raise _denied(error) from error
     except TimeoutError as error:
         raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
     if first is None or first.WhichOneof("message") != "welcome":
-        raise HandoffDenied(_PEER_LOST, "the decode worker did not say welcome")
+        raise HandoffDenied(_PEER_LOST, "the decode worker did not send welcome")
     return first.welcome
 
 
-def _refused(error: StreamLost) -> HandoffDenied:
+def _denied(error: StreamLost) -> HandoffDenied:
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
     return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
+
+
+class ServerLink:
+    """Stream of one prefill worker at the decode worker; the meaning of its messages is decided elsewhere."""
+
+    def __init__(self, writer: WriterId, stream: Stream) -> None:
+        self.writer = writer
+        self._stream = stream
+        self._send_queue: SendQueue[Response] = SendQueue()
+        self._task = asyncio.current_task()
+        self._closed = False
+
+    def put(self, response: Response) -> None:
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
+        self._send_queue.put(response)
+
+    def close(self) -> None:
+        """End the stream from this side."""
+        self._closed = True
+        self._send_queue.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, handle: Callable[[ServerLink, Request], None]) -> None:
+        """Pass every message to `handle` until the stream ends."""
+        writing = asyncio.create_task(self._write())
+        try:
+            with contextlib.suppress(StreamLost):
+                while (request := await self._stream.read()) is not None:
+                    handle(self, request)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            self._send_queue.close()
+            writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writing
+
+    async def _write(self) -> None:
+        # A stream that cannot be written is broken: the reader sees that too and ends the link.
+        with contextlib.suppress(StreamLost):
+            while responses := await self._send_queue.take():
+                for response in responses:
+                    await self._stream.write(response)
+
+
+async def read_hello(stream: Stream) -> handoff_pb2.HandoffHello | None:
+    """Read the first message; None if it is not a hello. Raises StreamLost."""
+    first: Request | None = await stream.read()
+    if first is None or first.WhichOneof("message") != "hello":
+        return None
+    return first.hello

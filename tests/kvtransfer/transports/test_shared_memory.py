@@ -1,4 +1,4 @@
-"""Mapping and unmapping: who may, for how long, and that nothing is left behind."""
+"""Mapping and unmapping of a pool: by admitted writers only, for as long as it is used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import pytest
 
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome
-from kvtransfer.transports.memory_mapping import HostPort
+from kvtransfer.transports.base import ReceiverHooks, TransportError, Welcome, host_id
+from kvtransfer.transports.memory_mapping import HostMapping
 from kvtransfer.transports.pool_memory import allocate_pool, map_pool
 from kvtransfer.transports.shared_memory import SharedMemoryReceiver, open_shared_memory
-from kvtransfer.transports.shared_memory_domain import host_id
 from tests.kvtransfer.conftest import LAYOUT, until
 
-PORT = HostPort(host_id())
+PORT = HostMapping(host_id())
 
 
 def mappings() -> int:
@@ -43,7 +42,7 @@ def welcome(receiver: SharedMemoryReceiver, token: bytes) -> Welcome:
     return Welcome("127.0.0.1:1", receiver.endpoint, token, LAYOUT, 4)
 
 
-async def test_both_sides_see_the_same_bytes(receiver):
+async def test_mapped_pool_shares_its_bytes(receiver):
     token = receiver.admit(WriterId("w", 1), os.getpid())
     theirs = await open_shared_memory(welcome(receiver, token), PORT)
     assert receiver.registered(WriterId("w", 1))
@@ -52,7 +51,7 @@ async def test_both_sides_see_the_same_bytes(receiver):
     assert float(receiver.pool.memory.data[1].mean()) == 0.0
 
 
-async def test_a_pool_is_unmapped_with_its_last_user(make_pair):
+async def test_pool_is_unmapped_with_its_last_user(make_pair):
     before = mappings()
     pair = await make_pair("shared_memory")
     granted = await pair.grant("r", 10)
@@ -67,7 +66,7 @@ async def test_a_pool_is_unmapped_with_its_last_user(make_pair):
 
 
 @pytest.mark.parametrize("case", ["unknown token", "another process", "used token"])
-async def test_who_was_not_admitted_gets_no_memory(receiver, case):
+async def test_registration_without_admission_is_refused(receiver, case):
     pid = os.getppid() if case == "another process" else os.getpid()
     token = receiver.admit(WriterId("w", 1), pid)
     kept = [await open_shared_memory(welcome(receiver, token), PORT)] if case == "used token" else []
@@ -78,7 +77,7 @@ async def test_who_was_not_admitted_gets_no_memory(receiver, case):
     assert len(kept) == (case == "used token")
 
 
-def test_the_size_of_a_pool_is_sealed():
+def test_map_pool_requires_a_sealed_size():
     pool = allocate_pool(LAYOUT, 2)
     with pytest.raises(PermissionError):
         os.ftruncate(pool.fd, 0)
@@ -91,18 +90,21 @@ def test_the_size_of_a_pool_is_sealed():
     os.close(unsealed)
 
 
-def test_a_host_knows_itself():
+def test_host_id_is_stable():
     assert host_id() == host_id()
     assert len(host_id()) == 32
 
 
-async def test_a_pool_that_dies_with_our_mapping_is_unmapped_beside_the_event_loop() -> None:
-    """Its pages are freed then. A prefill worker was taken for dead when a decode worker had died."""
+async def test_release_mapping_unmaps_in_a_thread() -> None:
+    """The pages of a dead decode worker are freed then.
+
+    On the event loop this process would be fenced itself.
+    """
     pool = allocate_pool(LAYOUT, 4)
     peer = Peer("127.0.0.1:1", 1, on_abort=lambda *_: None, on_lost=lambda *_: None)
     peer.memory = map_pool(pool.file(), LAYOUT, 4)
     gone: list[str] = []
     weakref.finalize(peer.memory, lambda: gone.append(threading.current_thread().name))
-    peer.release()
+    peer.unmap()
     assert peer.memory is None
     await until(lambda: gone == ["kv-unmap"])

@@ -19,12 +19,12 @@ from diptych.engine.kv.kv_memory import KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.transports import process_group as worlds
+from kvtransfer.transports import process_group
 from kvtransfer.transports.pool_memory import PoolMemory
 from tests.kvtransfer.conftest import FINGERPRINT, INCARNATION, LAYOUT, DecodeEnd, pattern, until
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = 16
 QUICK = LeaseTimes(interval_s=0.05, suspect_after_s=0.3, fence_after_s=0.6, relink_grace_s=0.3)
 
@@ -35,13 +35,13 @@ def gpu_transport(request: pytest.FixtureRequest) -> str:
         pytest.skip("no CUDA device")
     if request.param == "nccl" and writer_device("nccl") == "cuda:0":
         version = torch.cuda.nccl.version()
-        if version < worlds.ONE_GPU_SINCE:
+        if version < process_group.SHARED_GPU_SINCE:
             pytest.skip(f"one GPU, and NCCL {version} wants one for each rank")
     return str(request.param)
 
 
 def writer_device(transport: str) -> str:
-    """Another GPU where that is possible and there is one."""
+    """Return another GPU where that is possible and there is one."""
     several = torch.cuda.device_count() > 1 and transport != "cuda_shared"
     return "cuda:1" if several else "cuda:0"
 
@@ -94,7 +94,7 @@ async def said(process: asyncio.subprocess.Process) -> str:
     return (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
 
 
-async def test_blocks_arrive_as_written(gpu_transport):
+async def test_commit_hands_off_the_blocks_as_written(gpu_transport):
     rng = random.Random(3)
     async with decode_end(gpu_transport) as end, writer(end.address, gpu_transport) as process:
         assert process.stdin is not None
@@ -116,7 +116,7 @@ async def test_blocks_arrive_as_written(gpu_transport):
         assert end.failed == []
 
 
-async def test_a_killed_writer_returns_its_blocks(gpu_transport):
+async def test_killed_writer_returns_its_blocks(gpu_transport):
     async with decode_end(gpu_transport) as end, writer(end.address, gpu_transport) as process:
         assert process.stdin is not None
         end.expect("r", 50)

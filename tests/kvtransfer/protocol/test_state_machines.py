@@ -1,8 +1,8 @@
-"""Receiver, senders and block pool against each other, under all the delays, losses and deaths there are.
+"""Receiver, senders and block pool against each other, under all delays, losses and deaths.
 
-Messages of one stream stay in order; streams, data sockets and deaths interleave at will. What must hold
-after every step: each block is in one state; whatever a living in-place writer may write is out of everybody
-else's hands; nobody hears twice of an attempt.
+Messages of one stream stay in order; streams, data sockets and deaths interleave at will. After every step
+each block is in one state, a block that a living in-place writer may write has no other owner, and no attempt
+has two outcomes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Phase
 from kvtransfer.protocol.sender import Sender
+from kvtransfer.protocol.transfer_table import ReceiverPhase
 
 BLOCK_SIZE = 2
 POOL = 10
@@ -50,7 +50,7 @@ PREFIXES = [[bytes([family, depth]) for depth in range(1, 6)] for family in rang
 
 @dataclass
 class Process:
-    """A prefill worker: its state machine, and what is on its way to and from it."""
+    """Prefill worker: its state machine, and the messages in flight to and from it."""
 
     id: WriterId
     in_place: bool
@@ -58,11 +58,11 @@ class Process:
     up: deque[Any] = field(default_factory=deque)
     down: deque[Any] = field(default_factory=deque)
     data: deque[tuple[GrantRef, int]] = field(default_factory=deque)
-    offers: dict[Key, GrantReceived] = field(default_factory=dict)
+    grants: dict[Key, GrantReceived] = field(default_factory=dict)
     held: dict[GrantRef, GrantReceived] = field(default_factory=dict)
     pushed: dict[GrantRef, int] = field(default_factory=dict)
     linked_there: bool = False
-    """Whether the decode side knows of a link."""
+    """True while the decode side knows of a link."""
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -108,7 +108,7 @@ class HandoffMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case GrantReceived():
-                    process.offers[action.ref.key] = action
+                    process.grants[action.ref.key] = action
                 case LinkLost() | GrantDenied() | GrantRevoked():
                     pass  # the owner stops in its own time: rule `stop`
                 case _:
@@ -121,7 +121,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.perform(self.receiver.link_up(process.id, in_place=process.in_place))
 
     def kill(self, process: Process) -> None:
-        """The process is gone and that is proven; its successor is another writer."""
+        """Kill a process with proof; its successor is another writer."""
         self.processes.remove(process)
         self.perform(self.receiver.writer_dead(process.id))
         heir = Process(WriterId(process.id.worker_id, process.id.incarnation + 1), process.in_place)
@@ -170,13 +170,13 @@ class HandoffMachine(RuleBasedStateMachine):
             return
         if process.in_place:
             self.send(process, process.sender.push(ref, first, upto - first))
-        elif process.sender.writing(ref):
+        elif process.sender.is_writing(ref):
             digests = [digest(ref, index) for index in range(first, upto)]
             process.data.extend((ref, index) for index in range(first, upto))
             self.send(process, process.sender.push(ref, first, upto - first, digests))
         process.pushed[ref] = upto
 
-    # -- what the gateway and the decode worker do
+    # -- events of the gateway and the decode worker
 
     @rule(
         num_tokens=st.integers(1, 24),
@@ -186,7 +186,7 @@ class HandoffMachine(RuleBasedStateMachine):
         ask_first=st.booleans(),
     )
     def attach(self, num_tokens: int, family: int, cached: bool, reserve: int, ask_first: bool) -> None:
-        """`reserve` is in blocks beyond those of the tokens."""
+        """Attach an attempt; `reserve` is in blocks beyond those of its tokens."""
         key = (f"r{len(self.attempts)}", 1)
         keys = PREFIXES[family][: num_tokens // BLOCK_SIZE] if cached else []
         expected = PendingTransfer(
@@ -210,7 +210,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.perform(self.receiver.cancel(key))
         self.outcome.setdefault(key, "cancelled")
 
-    @precondition(lambda self: self.receiver.granted())
+    @precondition(lambda self: self.receiver.open_grants())
     @rule()
     def abort_newest(self) -> None:
         key, actions = self.receiver.abort_newest_grant()
@@ -243,7 +243,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.now += seconds
         self.perform(self.receiver.tick(self.now))
 
-    # -- what the prefill workers do
+    # -- events of the prefill workers
 
     def writing(self) -> list[tuple[Process, GrantRef]]:
         return [(process, ref) for process in self.processes for ref in process.held]
@@ -257,15 +257,15 @@ class HandoffMachine(RuleBasedStateMachine):
             self.unasked.remove(key)
             self.send(process, process.sender.ask(key))
 
-    @precondition(lambda self: any(process.offers for process in self.processes))
+    @precondition(lambda self: any(process.grants for process in self.processes))
     @rule()
-    def take(self) -> None:
+    def start_writing(self) -> None:
         for process in self.processes:
-            for key, offer in process.offers.items():
-                if process.sender.take(key):
-                    process.held[offer.ref] = offer
-                    process.pushed[offer.ref] = offer.cached_tokens // BLOCK_SIZE
-            process.offers.clear()
+            for key, grant in process.grants.items():
+                if process.sender.start_writing(key):
+                    process.held[grant.ref] = grant
+                    process.pushed[grant.ref] = grant.cached_tokens // BLOCK_SIZE
+            process.grants.clear()
 
     @precondition(lambda self: self.writing())
     @rule(data=st.data(), blocks=st.integers(1, 12))
@@ -277,9 +277,9 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(data=st.data(), wrong=st.sampled_from([0, 0, 0, 0, 0, 0, 1]))
     def commit(self, data: st.DataObject, wrong: int) -> None:
         process, ref = self.pick(data, self.writing())
-        offer = process.held.pop(ref)
+        grant = process.held.pop(ref)
         if not process.in_place:
-            self.push_upto(process, ref, len(offer.block_ids))
+            self.push_upto(process, ref, len(grant.block_ids))
         tokens = self.attempts[ref.key].num_tokens + wrong
         self.send(process, process.sender.commit(ref, tokens, (7,))[1])
 
@@ -295,19 +295,19 @@ class HandoffMachine(RuleBasedStateMachine):
     def withdraw(self, data: st.DataObject) -> None:
         process = self.pick(data, [process for process in self.processes if process.sender._attempts])
         key = self.pick(data, list(process.sender._attempts))
-        process.offers.pop(key, None)
+        process.grants.pop(key, None)
         self.send(process, process.sender.withdraw(key))
 
-    # -- what the network and the kernel do
+    # -- events of the network and the kernel
 
-    def on_the_way(self) -> list[tuple[Process, str]]:
+    def in_flight(self) -> list[tuple[Process, str]]:
         ways = ("up", "down", "data")
         return [(process, way) for process in self.processes for way in ways if getattr(process, way)]
 
-    @precondition(lambda self: self.on_the_way())
+    @precondition(lambda self: self.in_flight())
     @rule(data=st.data(), messages=st.sampled_from([1, 2, 100]))
     def deliver(self, data: st.DataObject, messages: int) -> None:
-        process, way = self.pick(data, self.on_the_way())
+        process, way = self.pick(data, self.in_flight())
         step = {"up": self.deliver_up, "down": self.deliver_down, "data": self.deliver_data}[way]
         while messages and getattr(process, way):
             step(process)
@@ -316,7 +316,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(len(process.data) > 1 for process in self.processes))
     @rule(data=st.data(), twice=st.booleans())
     def data_overtakes(self, data: st.DataObject, twice: bool) -> None:
-        """Blocks name their place: they may come in any order, and one that comes again says nothing new."""
+        """Deliver a block out of order, perhaps twice: blocks name their index, so that neither matters."""
         process = self.pick(data, [process for process in self.processes if len(process.data) > 1])
         place = self.pick(data, list(range(len(process.data))))
         process.data.rotate(-place)
@@ -324,30 +324,30 @@ class HandoffMachine(RuleBasedStateMachine):
             process.data.append(process.data[0])
         self.deliver_data(process)
 
-    @precondition(lambda self: self.on_the_way())
+    @precondition(lambda self: self.in_flight())
     @rule()
     def deliver_all(self) -> None:
-        while self.on_the_way():
-            for process, way in self.on_the_way():
+        while self.in_flight():
+            for process, way in self.in_flight():
                 step = {"up": self.deliver_up, "down": self.deliver_down, "data": self.deliver_data}[way]
                 if getattr(process, way):
                     step(process)
 
     def stale(self) -> list[tuple[WriterId, Any]]:
-        """Words about grants that are over, or that are another writer's."""
+        """Return messages about grants that are over, or that are another writer's."""
         named = [
             message for message in self.past if isinstance(message, SendCommit | SendStopped | SendPushed)
         ]
         named += [SendStopped(ref) for _, ref in self.writing()]
         # The slot of an open grant under an earlier generation of it.
         named += [SendStopped(ref._replace(generation=ref.generation - 1)) for _, ref in self.writing()]
-        granted = {grant.ref: writer for writer, grant in self.receiver.granted()}
+        granted = {grant.ref: writer for writer, grant in self.receiver.open_grants()}
         writers = [process.id for process in self.processes]
         return [(w, m) for m in named[-16:] for w in writers if granted.get(m.ref) != w]
 
     @precondition(lambda self: self.stale())
     @rule(data=st.data())
-    def somebody_speaks_of_what_is_not_his(self, data: st.DataObject) -> None:
+    def message_of_a_foreign_or_stale_grant(self, data: st.DataObject) -> None:
         writer, message = self.pick(data, self.stale())
         stale, outcome = self.receiver.stats().stale_messages, dict(self.outcome)
         self.receive(writer, message)
@@ -377,7 +377,7 @@ class HandoffMachine(RuleBasedStateMachine):
                 continue
             if process.sender.linked:
                 process.down.clear()
-                process.offers.clear()
+                process.grants.clear()
                 self.send(process, process.sender.link_lost())
             else:
                 self.link(process)
@@ -387,7 +387,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def sigkill(self, data: st.DataObject) -> None:
         self.kill(self.pick(data, [process for process in self.processes if process.held]))
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
@@ -395,45 +395,45 @@ class HandoffMachine(RuleBasedStateMachine):
             self.pool.invariants()
 
     @invariant()
-    def nobody_else_has_what_a_writer_may_write(self) -> None:
+    def writable_blocks_have_no_other_owner(self) -> None:
         if not hasattr(self, "pool"):
             return
-        granted = {grant.ref: grant for _, grant in self.receiver.granted()}
+        granted = {grant.ref: grant for _, grant in self.receiver.open_grants()}
         owned = {block for done in self.owned.values() for block in done.block_ids}
         seen: set[int] = set()
         for grant in granted.values():
-            fresh = set(grant.fresh)
+            fresh = set(grant.allocated)
             assert not fresh & seen, "a block is in two grants"
-            assert not fresh & owned, "a block that was handed over is still granted"
+            assert not fresh & owned, "a block that was handed off is still granted"
             assert all(self.pool.references(b) == 1 or b in self.pool._quarantine for b in fresh)
             seen |= fresh
         for process in self.processes:
             if process.in_place:
-                for ref, offer in process.held.items():
+                for ref, grant in process.held.items():
                     assert ref in granted, "a block is back while its writer may write"
-                    assert granted[ref].block_ids[: len(offer.block_ids)] == list(offer.block_ids)
+                    assert granted[ref].block_ids[: len(grant.block_ids)] == list(grant.block_ids)
 
     @invariant()
-    def free_and_held_and_shared_and_quarantined_are_all(self) -> None:
-        """By who says that he holds what, not by the pool's own counts."""
+    def block_states_add_up_to_the_pool(self) -> None:
+        """Count the blocks by their owners, not by the pool's own counts."""
         if not hasattr(self, "pool"):
             return
         pool, times = self.pool, Counter[int]()
         for done in self.owned.values():
             times.update(done.block_ids)
         quarantined = 0
-        for attempt in self.receiver._book.table:
-            if attempt.phase is Phase.QUARANTINED:
-                quarantined += len(attempt.held.fresh)
+        for attempt in self.receiver._transfers.grants:
+            if attempt.phase is ReceiverPhase.QUARANTINED:
+                quarantined += len(attempt.open_grant.allocated)
             else:
-                times.update(attempt.held.block_ids)
+                times.update(attempt.open_grant.block_ids)
         assert all(pool.references(block) == times[block] for block in range(POOL))
         shared = sum(count > 1 for count in times.values())
         resting = pool.cached() - sum(pool._cache.key_of(block) is not None for block in times)
         assert pool.free() + resting + (len(times) - shared) + shared + quarantined == POOL
 
     def teardown(self) -> None:
-        """When everybody has stopped and spoken, every block is back, without one death."""
+        """Let every writer stop and send its messages: every block returns, without one death."""
         if not hasattr(self, "pool"):
             return
         self.running = 0
@@ -458,10 +458,10 @@ class HandoffMachine(RuleBasedStateMachine):
                             step(process)
                 for key in list(process.sender._attempts):
                     self.send(process, process.sender.withdraw(key))
-                for ref in process.sender.held():
+                for ref in process.sender.held_grants():
                     self.send(process, process.sender.stop(ref))
         self.pool.invariants()
-        assert self.receiver.granted() == []
+        assert self.receiver.open_grants() == []
         for key in list(self.attempts):
             self.perform(self.receiver.cancel(key))
             self.outcome.setdefault(key, "cancelled")
@@ -479,7 +479,7 @@ TestHandoff.settings = settings(max_examples=40, stateful_step_count=50, deadlin
 
 
 def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
-    """Long random walks reach what is many steps deep, where hypothesis' short programs seldom come."""
+    """Take a long random walk, which reaches states that hypothesis' short programs seldom reach."""
     for _ in range(steps):
         writing = machine.writing()
         unlinked = [process for process in machine.processes if not process.linked_there]
@@ -489,14 +489,14 @@ def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
             (1, lambda: machine.run_sequences(rng.randint(0, 2))),
             (1, lambda: machine.tick(rng.choice([0.3, 2.0]))),
         ]
-        if machine.on_the_way():
+        if machine.in_flight():
             steps_now.append((12, lambda: machine.deliver(rng, rng.choice([1, 1, 3]))))
         if any(len(process.data) > 1 for process in machine.processes):
             steps_now.append((3, lambda: machine.data_overtakes(rng, rng.random() < 0.3)))
         if machine.unasked:
             steps_now.append((5, lambda: machine.ask(rng)))
-        if any(process.offers for process in machine.processes):
-            steps_now.append((4, machine.take))
+        if any(process.grants for process in machine.processes):
+            steps_now.append((4, machine.start_writing))
         if writing:
             steps_now += [
                 (2, lambda: machine.push(rng, rng.randint(1, 12))),
@@ -511,20 +511,20 @@ def walk(machine: HandoffMachine, rng: random.Random, steps: int) -> None:
             steps_now.append((1, lambda: machine.withdraw(rng)))
         if len(machine.outcome) < len(machine.attempts):
             steps_now.append((1, lambda: machine.cancel(rng)))
-        if machine.receiver.granted():
+        if machine.receiver.open_grants():
             steps_now.append((1, machine.abort_newest))
         if machine.stale():
-            steps_now.append((1, lambda: machine.somebody_speaks_of_what_is_not_his(rng)))
+            steps_now.append((1, lambda: machine.message_of_a_foreign_or_stale_grant(rng)))
         if machine.owned:
             steps_now.append((3, lambda: machine.finish(rng)))
         rng.choices([step for _, step in steps_now], [weight for weight, _ in steps_now])[0]()
         machine.every_block_is_in_one_state()
-        machine.nobody_else_has_what_a_writer_may_write()
+        machine.writable_blocks_have_no_other_owner()
     machine.teardown()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_walks(seed: int) -> None:
+def test_random_walks_keep_every_invariant(seed: int) -> None:
     rng = random.Random(seed)
     ways: set[str] = set()
     for _ in range(60):

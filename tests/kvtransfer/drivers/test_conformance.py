@@ -1,4 +1,4 @@
-"""What every transport must do, from the first ask to the last block returned."""
+"""Conformance of every transport, from the first ask to the last block returned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def handoff(pair, request, num_tokens, seed, times, keys=None):
 
 
 @pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 2])
-async def test_blocks_arrive_as_written(make_pair, transport, times, num_tokens):
+async def test_commit_hands_off_the_blocks_as_written(make_pair, transport, times, num_tokens):
     pair = await make_pair(transport)
     # A pool that has been used, so that block tables are not in order.
     taken = pair.decode.pool.allocate(16)
@@ -52,7 +52,7 @@ async def test_blocks_arrive_as_written(make_pair, transport, times, num_tokens)
     assert pair.prefill.scratch.available() == 16
 
 
-async def test_a_cached_prefix_is_not_computed_again(make_pair, transport, times):
+async def test_ask_skips_the_cached_prefix(make_pair, transport, times):
     pair = await make_pair(transport)
     first = await handoff(pair, "a", 10, 1, times, KEYS[:2])
     parent = b""
@@ -73,7 +73,7 @@ async def test_a_cached_prefix_is_not_computed_again(make_pair, transport, times
         assert torch.equal(pair.decode.memory.memory.data[block], wanted)
 
 
-async def test_the_last_token_is_always_computed(make_pair, transport, times):
+async def test_ask_leaves_the_last_token_to_compute(make_pair, transport, times):
     pair = await make_pair(transport)
     first = await handoff(pair, "a", 8, 1, times, KEYS[:2])
     pair.decode.pool.insert(first.block_ids[0], KEYS[0], b"")
@@ -82,7 +82,7 @@ async def test_the_last_token_is_always_computed(make_pair, transport, times):
     assert granted.cached_tokens == 4
 
 
-async def test_an_ask_may_come_before_its_attach(make_pair, transport):
+async def test_ask_before_attach_is_granted_after_it(make_pair, transport):
     pair = await make_pair(transport)
     peer = await pair.peer()
     asking = asyncio.create_task(peer.ask(("r", 1), 5, []))
@@ -92,15 +92,15 @@ async def test_an_ask_may_come_before_its_attach(make_pair, transport):
     assert len((await asking).block_table) == 2
 
 
-async def test_an_ask_without_attach_is_denied(make_pair, transport):
+async def test_ask_without_attach_is_denied(make_pair, transport):
     pair = await make_pair(transport)
     with pytest.raises(GrantDeniedError) as refused:
-        await (await pair.peer()).ask(("nobody", 1), 5, [])
+        await (await pair.peer()).ask(("unattached", 1), 5, [])
     assert refused.value.failure.reason == work_pb2.FAILURE_REASON_PEER_LOST
     assert pair.decode.settled()
 
 
-async def test_what_can_never_fit_is_denied_at_once(make_pair, transport):
+async def test_ask_beyond_the_pool_is_denied_at_once(make_pair, transport):
     pair = await make_pair(transport, scratch_blocks=64)
     with pytest.raises(GrantDeniedError) as refused:
         await pair.grant("r", 17 * BLOCK)
@@ -110,7 +110,7 @@ async def test_what_can_never_fit_is_denied_at_once(make_pair, transport):
     ]
 
 
-async def test_a_spare_block_is_kept_for_each_running_sequence(make_pair, transport):
+async def test_grant_leaves_a_spare_block_for_each_running_sequence(make_pair, transport):
     pair = await make_pair(transport)
     pair.decode.running = 2
     asking = asyncio.create_task(pair.grant("r", 15 * BLOCK))
@@ -151,7 +151,7 @@ async def test_cancel_returns_every_block(make_pair, transport, when):
     assert pair.prefill.scratch.available() == 16
 
 
-async def test_commit_after_abort_is_a_stop(make_pair, transport, times):
+async def test_commit_after_abort_counts_as_stopped(make_pair, transport, times):
     pair = await make_pair(transport)
     peer = await pair.peer()
     granted = await pair.grant("r", 10)
@@ -162,7 +162,7 @@ async def test_commit_after_abort_is_a_stop(make_pair, transport, times):
     assert pair.decode.ready == []
 
 
-async def test_commit_that_crosses_an_abort_is_a_stop(make_pair, transport, times):
+async def test_commit_that_crosses_an_abort_counts_as_stopped(make_pair, transport, times):
     pair = await make_pair(transport)
     peer = await pair.peer()
     granted = await pair.grant("r", 10)
@@ -173,7 +173,7 @@ async def test_commit_that_crosses_an_abort_is_a_stop(make_pair, transport, time
     assert pair.decode.ready == []
 
 
-async def test_the_prefill_gives_up_by_itself(make_pair, transport):
+async def test_stop_with_a_failure_fails_the_attempt(make_pair, transport):
     pair = await make_pair(transport)
     peer = await pair.peer()
     granted = await pair.grant("r", 10)
@@ -183,7 +183,7 @@ async def test_the_prefill_gives_up_by_itself(make_pair, transport):
     assert pair.decode.failed == [(("r", 1), work_pb2.FAILURE_REASON_INTERNAL, "not finite")]
 
 
-async def test_a_cancelled_ask_is_withdrawn(make_pair, transport):
+async def test_cancelled_ask_is_withdrawn(make_pair, transport):
     pair = await make_pair(transport)
     taken = pair.decode.pool.allocate(16)
     asking = asyncio.create_task(pair.grant("r", 10))
@@ -195,7 +195,7 @@ async def test_a_cancelled_ask_is_withdrawn(make_pair, transport):
     assert pair.prefill.scratch.available() == 16
 
 
-async def test_the_newest_grant_makes_room(make_pair, transport):
+async def test_abort_newest_grant_makes_room(make_pair, transport):
     pair = await make_pair(transport)
     peer = await pair.peer()
     old, new = await pair.grant("old", 10), await pair.grant("new", 10)
@@ -210,7 +210,7 @@ async def test_the_newest_grant_makes_room(make_pair, transport):
     assert pair.decode.failed == []
 
 
-async def test_a_wrong_token_count_is_caught(make_pair, transport, times):
+async def test_commit_of_a_wrong_token_count_fails_the_attempt(make_pair, transport, times):
     pair = await make_pair(transport)
     granted = await pair.grant("r", 10)
     fill(granted, 10, 1)
@@ -224,21 +224,21 @@ async def test_a_wrong_token_count_is_caught(make_pair, transport, times):
     ("field", "value"),
     [("model_digest", "other"), ("block_size", 8), ("kv_layout", "x"), ("hash_version", 2)],
 )
-async def test_an_incompatible_peer_is_named_and_refused(make_pair, transport, field, value):
+async def test_link_to_an_incompatible_worker_names_the_field(make_pair, transport, field, value):
     pair = await make_pair(transport, **{field: value})
     with pytest.raises(HandoffDenied, match=field) as refused:
         await pair.peer()
     assert refused.value.failure.reason == work_pb2.FAILURE_REASON_INCOMPATIBLE
 
 
-async def test_a_restarted_decode_worker_is_another_peer(make_pair, transport):
+async def test_peer_of_another_incarnation_is_denied(make_pair, transport):
     pair = await make_pair(transport)
     with pytest.raises(HandoffDenied):
         await pair.prefill.client.peer(pair.decode.address, INCARNATION + 1)
     assert (await pair.peer()).linked
 
 
-async def test_a_late_request_for_an_earlier_process_leaves_the_good_link_alone(make_pair, transport, times):
+async def test_peer_of_an_earlier_incarnation_leaves_the_link_open(make_pair, transport, times):
     pair = await make_pair(transport)
     granted = await pair.grant("r", 10)
     with pytest.raises(HandoffDenied):
@@ -249,8 +249,8 @@ async def test_a_late_request_for_an_earlier_process_leaves_the_good_link_alone(
     assert pair.prefill.lost == []
 
 
-async def test_a_decode_worker_that_was_away_for_long_hears_what_was_stopped(make_pair):
-    """Else it would kill a healthy prefill worker, which had long left its blocks but could not say so."""
+async def test_relink_after_a_long_stop_sends_stopped(make_pair):
+    """A prefill worker that has long left its blocks must be able to send Stopped, or it would be killed."""
     pair = await make_pair("shared_memory", lease_times=LeaseTimes(relink_grace_s=60.0))
     granted = await pair.grant("r", 10)
     peer, port = await pair.peer(), int(pair.decode.address.rpartition(":")[2])
@@ -265,8 +265,8 @@ async def test_a_decode_worker_that_was_away_for_long_hears_what_was_stopped(mak
     assert len((await pair.grant("again", 10)).block_table) == 3
 
 
-async def test_the_link_comes_back_and_what_was_stopped_is_said(make_pair, transport):
-    """A stream that breaks between two living processes costs the attempt, never a block and never a life."""
+async def test_relink_after_a_broken_stream_sends_stopped(make_pair, transport):
+    """A stream that breaks between two living processes costs the attempt, never a block or a process."""
     pair = await make_pair(transport, scratch_blocks=64)
     peer = await pair.peer()
     granted = await pair.grant("r", 10)
@@ -288,7 +288,7 @@ async def test_the_link_comes_back_and_what_was_stopped_is_said(make_pair, trans
     assert len((await pair.grant("again", 10)).block_table) == 3
 
 
-def test_all_of_it_on_the_loop_that_the_workers_run_on(transport):
+def test_handoff_works_on_uvloop(transport):
     async def scenario() -> None:
         async with pairs() as make:
             pair = await make(transport)
@@ -306,7 +306,7 @@ def test_all_of_it_on_the_loop_that_the_workers_run_on(transport):
     uvloop.run(scenario())
 
 
-async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, times):
+async def test_many_attempts_at_once_return_every_block(make_pair, transport, times):
     pair = await make_pair(transport, blocks=8, scratch_blocks=8)
     peer = await pair.peer()
     rng = random.Random(5)
@@ -348,8 +348,8 @@ async def test_many_attempts_at_once_leave_nothing_behind(make_pair, transport, 
     assert pair.prefill.scratch.available() == 8
 
 
-async def test_a_late_writer_touches_nothing_after_its_promise(make_pair, times, transport):
-    """Aborted while it computes: what it writes until it stops is in quarantine, and after that nowhere."""
+async def test_aborted_writer_writes_nothing_after_stopped(make_pair, times, transport):
+    """Writes of an aborted attempt go to quarantined blocks until it stops, and nowhere after that."""
     pair = await make_pair(transport)
     peer = await pair.peer()
     late = await pair.grant("late", 10)

@@ -1,4 +1,4 @@
-"""What a world of two must refuse: strangers, damage, replays, and what came too late. Over Gloo."""
+"""Process-group transport over Gloo: unknown peers, damage, replays and late blocks are refused."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports import process_group as worlds
-from kvtransfer.transports import staging
+from kvtransfer.transports import process_group, staging
 from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.nccl import GREETING, paired_receiver
-from kvtransfer.transports.nccl_channel import NcclChannel
+from kvtransfer.transports.nccl import GREETING, ProcessGroupChannel, process_group_receiver
 from tests.kvtransfer.conftest import LAYOUT, until
 
 WRITER = WriterId("w", 1)
 REF = GrantRef(("r", 1), 3, 17)
 BLOCKS = 12
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Sink:
-    """Stands in for the receiver: one open grant whose table is the pool in reverse order."""
+    """Receiver with one open grant, whose table is the pool in reverse order."""
 
     def __init__(self) -> None:
         self.memory = KVMemory(LAYOUT, BLOCKS)
@@ -37,13 +35,13 @@ class Sink:
         self.corrupt = 0
         self.dead = 0
         self.open = True
-        self.transport = paired_receiver(
-            worlds.GLOO,
+        self.transport = process_group_receiver(
+            process_group.GLOO,
             "127.0.0.1",
             self.memory,
             ReceiverHooks(
                 dead=lambda writer: self.count("dead"),
-                named=lambda writer, *name: REF if self.open and name == REF[1:] else None,
+                resolve=lambda writer, *name: REF if self.open and name == REF[1:] else None,
                 destinations=lambda writer, ref, places: self.blocks(places) if self.open else None,
                 arrived=lambda writer, ref, first, digests: self.arrived.update(enumerate(digests, first)),
                 corrupt=lambda writer, ref: self.count("corrupt"),
@@ -90,12 +88,12 @@ def scratch() -> KVMemory:
 
 @pytest.fixture
 async def channel(sink, scratch):
-    channel = await NcclChannel.open(worlds.GLOO, sink.welcome(), scratch)
+    channel = await ProcessGroupChannel.open(process_group.GLOO, sink.welcome(), scratch)
     yield channel
     channel.close()
 
 
-async def test_runs_longer_than_the_ring_land_in_their_places(sink, channel, scratch):
+async def test_run_longer_than_the_ring_arrives_whole(sink, channel, scratch):
     digests = await channel.send(Run(REF, 1, scratch, range(1, BLOCKS)), wanted)
     await until(lambda: len(sink.arrived) == BLOCKS - 1)
     assert digests == [sink.arrived[index] for index in range(1, BLOCKS)]
@@ -106,7 +104,7 @@ async def test_runs_longer_than_the_ring_land_in_their_places(sink, channel, scr
     await until(lambda: channel.acknowledged == BLOCKS - 1)
 
 
-async def test_a_flipped_bit_is_caught_before_the_pool(sink, channel, scratch, monkeypatch):
+async def test_flipped_bit_is_reported_and_not_copied(sink, channel, scratch, monkeypatch):
     def damaged(payload: memoryview) -> memoryview:
         copy = bytearray(payload)
         copy[7] ^= 16
@@ -119,7 +117,7 @@ async def test_a_flipped_bit_is_caught_before_the_pool(sink, channel, scratch, m
     assert sink.arrived == {}
 
 
-async def test_another_request_or_generation_is_dropped(sink, channel, scratch):
+async def test_frame_of_another_request_or_generation_is_dropped(sink, channel, scratch):
     await channel.send(Run(REF._replace(generation=16), 0, scratch, [0]), wanted)
     await channel.send(Run(REF._replace(key=("other", 1)), 0, scratch, [1]), wanted)
     await until(lambda: channel.acknowledged == 2)
@@ -127,7 +125,7 @@ async def test_another_request_or_generation_is_dropped(sink, channel, scratch):
     assert sink.untouched
 
 
-async def test_a_grant_that_ends_while_its_block_is_on_the_way_stays_untouched(sink, channel, scratch):
+async def test_block_of_an_ended_grant_is_not_copied(sink, channel, scratch):
     await channel.send(Run(REF, 0, scratch, [0]), wanted)
     await until(lambda: len(sink.arrived) == 1)
     sink.open = False
@@ -137,7 +135,7 @@ async def test_a_grant_that_ends_while_its_block_is_on_the_way_stays_untouched(s
     assert torch.equal(sink.memory.data, before)
 
 
-async def test_after_the_fence_nothing_is_copied(sink, channel, scratch):
+async def test_fence_ends_all_copies(sink, channel, scratch):
     await channel.send(Run(REF, 0, scratch, [0]), wanted)
     await until(lambda: len(sink.arrived) == 1)
     sink.transport.fence(WRITER)
@@ -150,69 +148,69 @@ async def test_after_the_fence_nothing_is_copied(sink, channel, scratch):
     assert sink.dead == 1
 
 
-async def _keep_sending(channel: NcclChannel, scratch: KVMemory) -> None:
+async def _keep_sending(channel: ProcessGroupChannel, scratch: KVMemory) -> None:
     while True:
         await channel.send(Run(REF, 1, scratch, range(1, BLOCKS)), wanted)
 
 
-async def test_what_is_not_wanted_is_not_sent(sink, channel, scratch):
+async def test_send_of_a_revoked_grant_sends_nothing(sink, channel, scratch):
     left = iter([True, False])
     assert await channel.send(Run(REF, 0, scratch, range(8)), lambda ref: next(left)) is None
     assert channel.sent == 2
 
 
-async def test_who_joins_without_the_secret_is_not_listened_to(sink, scratch):
+async def test_join_without_the_secret_ends_the_group(sink, scratch):
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     port, secret = GREETING.unpack(connection.greeting)
     connection.greeting = GREETING.pack(port, bytes(len(secret)))
-    stranger = NcclChannel(worlds.GLOO, connection, "127.0.0.1", scratch)
+    stranger = ProcessGroupChannel(process_group.GLOO, connection, "127.0.0.1", scratch)
     await until(lambda: sink.dead == 1, 10.0)
     stranger.close()
 
 
 @pytest.mark.parametrize("count", [0, 3, 1 << 31])
-async def test_a_frame_of_a_wrong_size_ends_the_pair(sink, channel, count):
+async def test_frame_of_a_wrong_size_ends_the_group(sink, channel, count):
     await channel._connection.send(b"\0" * 16 + count.to_bytes(4, "little"))
     await until(lambda: sink.dead == 1)
 
 
-async def test_a_peer_that_freezes_inside_a_message_hangs_nobody(monkeypatch):
+async def test_receive_from_a_frozen_peer_times_out(monkeypatch):
     """The receive of a message that never comes ends by itself, and no event loop waits for it."""
-    monkeypatch.setattr(worlds, "TRANSFER_S", 0.5)
-    listener, port = worlds.host_store("127.0.0.1")
+    monkeypatch.setattr(process_group, "TRANSFER_S", 0.5)
+    listener, port = process_group.listen_for_store("127.0.0.1")
     script = (
-        "import sys, time, torch; from kvtransfer.transports import worlds;"
-        "store = worlds.open_store('127.0.0.1', int(sys.argv[1]), None);"
-        "world = worlds.build('gloo', store, 1, '127.0.0.1', torch.device('cpu'));"
+        "import sys, time, torch; from kvtransfer.transports import process_group;"
+        "store = process_group.open_store('127.0.0.1', int(sys.argv[1]), None);"
+        "group = process_group.build('gloo', store, 1, '127.0.0.1', torch.device('cpu'));"
         "print('joined', flush=True); time.sleep(60)"
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, str(port), cwd=ROOT, stdout=subprocess.PIPE
     )
     try:
-        store = await asyncio.to_thread(worlds.open_store, "127.0.0.1", port, listener)
+        store = await asyncio.to_thread(process_group.open_store, "127.0.0.1", port, listener)
         cpu = torch.device("cpu")
-        world = await asyncio.to_thread(worlds.build, worlds.GLOO, store, 0, "127.0.0.1", cpu)
+        group = await asyncio.to_thread(process_group.build, process_group.GLOO, store, 0, "127.0.0.1", cpu)
         assert process.stdout is not None
         await process.stdout.readline()
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(TransportError, match="Gloo"):
-            await asyncio.to_thread(world.receive, torch.empty(64, dtype=torch.uint8))
+            await asyncio.to_thread(group.receive, torch.empty(64, dtype=torch.uint8))
         with pytest.raises(TransportError):
-            await asyncio.to_thread(world.receive, torch.empty(64, dtype=torch.uint8))
+            await asyncio.to_thread(group.receive, torch.empty(64, dtype=torch.uint8))
     finally:
         process.kill()
         await process.wait()
 
 
-def test_nccl_is_refused_where_it_cannot_be():
-    assert worlds.nccl_unusable(torch.device("cpu")) == "its blocks must be on a GPU"
+def test_nccl_is_refused_on_the_cpu():
+    assert process_group.nccl_unusable_reason(torch.device("cpu")) == "its blocks must be on a GPU"
 
 
-async def test_a_world_that_is_never_built_ends_the_pair(sink, scratch, monkeypatch):
-    """A writer that shows its token and joins no world: as one that hangs while it builds."""
-    monkeypatch.setattr(worlds, "BUILD_S", 0.3)
-    monkeypatch.setattr(worlds, "TRANSFER_S", 0.3)
+async def test_group_that_is_never_built_ends_the_connection(sink, scratch, monkeypatch):
+    """A writer that shows its token and never joins the group, as one that hangs while it builds."""
+    monkeypatch.setattr(process_group, "BUILD_S", 0.3)
+    monkeypatch.setattr(process_group, "TRANSFER_S", 0.3)
     connection = await DataConnection.open(sink.welcome(), GREETING.size)
     await until(lambda: sink.dead == 1)
     await until(lambda: connection.broken)
