@@ -15,7 +15,7 @@ from typing import Final
 
 from diptych.runtime.errors import Draining, QueueFull
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 from gateway.request.grammar_child import GrammarChild
 
 REMEMBERED: Final = 1024

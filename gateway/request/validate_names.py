@@ -9,7 +9,7 @@ from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnknownModel
 from gateway import limits
-from gateway.model.model_card import ModelCard
+from gateway.model.served_model import ModelCard
 
 _REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.MAX_REQUEST_ID_CHARS}}}")
 _NOT_IN_IDS: Final = re.compile(r"[^A-Za-z0-9._-]")

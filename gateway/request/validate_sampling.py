@@ -11,7 +11,7 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.model.model_card import SamplingDefaults
+from gateway.model.served_model import SamplingDefaults
 from gateway.request.parsed_request import Sampling
 from gateway.request.validate_outputs import is_beam_search
 from gateway.request.validate_token_rules import TokenRules

@@ -15,7 +15,7 @@ from diptych.runtime import trace_context
 from diptych.runtime.errors import DiptychError
 from diptych.runtime.status import REQUEST_ID_TRAILER, abort
 from diptych.v1 import inference_pb2 as pb
-from gateway.access.caller import Caller
+from gateway.access.access import Caller
 from gateway.call import Call, Calls
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from gateway.access.caller import Caller, anonymous
+from gateway.access.access import Caller, anonymous
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_call import Context, GrpcCall, serve
 from gateway.request.validation import parse_message

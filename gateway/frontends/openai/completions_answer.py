@@ -14,7 +14,7 @@ from gateway.frontends.openai.json_text import ids_inside, inside
 from gateway.frontends.openai.logprobs import LISTS, completion_lists, prompt_offsets
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.frontends.openai.text_offsets import TextOffsets
-from gateway.output.utf8_text import Utf8Text
+from gateway.output.detokenizer import Utf8Text
 from gateway.request.validation import skips_special
 
 

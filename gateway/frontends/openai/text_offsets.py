@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.output.utf8_text import Utf8Text
+from gateway.output.detokenizer import Utf8Text
 
 
 class TextOffsets:

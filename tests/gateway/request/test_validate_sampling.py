@@ -9,7 +9,7 @@ import pytest
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.model.model_card import SamplingDefaults
+from gateway.model.served_model import SamplingDefaults
 from gateway.request.parsed_request import Sampling
 from gateway.request.validate_sampling import sampling
 from gateway.request.validate_token_rules import TokenRules
