@@ -10,7 +10,7 @@ from diptych.runtime.process import exit_on_sigterm, leave, run_program
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run with these flags (without the program's name) until a signal; returns the exit status."""
+    """Run with the flags `argv` (without the program's name) until a signal; return the exit status."""
     exit_on_sigterm()
     settings = DecodeSettings.from_argv(argv)
 

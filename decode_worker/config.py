@@ -54,10 +54,15 @@ class DecodeSettings(WorkerSettings):
     )
 
     def num_blocks(self, bytes_per_block: int) -> int:
-        """Return the blocks of the pool as they were chosen, or of the default on a CPU; at least one."""
+        """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""
         return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
 
     @property
+    def step_pacing(self) -> tuple[float, float]:
+        """See `WorkerSettings.step_pacing`."""
+        return self.decode_pacing, self.decode_pacing_max
+
+    @property
     def pool_chosen(self) -> bool:
-        """True where a setting says how large the pool is to be."""
+        """True if the size of the pool is configured."""
         return bool(self.kv_blocks or self.kv_memory_mib)

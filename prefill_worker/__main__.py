@@ -10,7 +10,7 @@ from prefill_worker.config import PrefillSettings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run with these flags (without the program's name) until a signal; returns the exit status."""
+    """Run with the flags `argv` (without the program's name) until a signal; return the exit status."""
     exit_on_sigterm()
     settings = PrefillSettings.from_argv(argv)
 

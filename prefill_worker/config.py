@@ -30,7 +30,10 @@ class PrefillSettings(WorkerSettings):
     )
 
     def chunk_tokens(self, device_type: str) -> int:
-        """Return the most tokens of a step. Launching one takes the host 10 ms: in short ones a GPU waits."""
+        """Return the most tokens of a step.
+
+        Launching a step takes 10 ms of the host, for which a GPU waits in short ones.
+        """
         return self.prefill_chunk or (512 if device_type == "cpu" else 2048)
 
     def num_scratch_blocks(self, max_context: int) -> int:

@@ -285,13 +285,13 @@ class DeadlineExceeded(DiptychError):
         super().__init__(f"the deadline passed in phase {phase}", metadata={"phase": phase})
 
 
-class NothingAllowed(DiptychError):
-    """The request's bans, or its grammar, leave no token that may come next, or following the grammar
+class NoValidToken(DiptychError):
+    """What the request forbids, or its grammar, leaves no token that may come next, or following the grammar
     takes more work than one token may: both are seen with the model's vocabulary only.
     """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "NOTHING_ALLOWED"
+    reason = "NO_VALID_TOKEN"
 
     def __init__(self) -> None:
         super().__init__(

@@ -39,7 +39,7 @@ class RoleMetrics:
     def __init__(self, registry: CollectorRegistry, role: str) -> None:
         self.phase_duration = Histogram(
             "diptych_request_phase_duration_seconds",
-            "Time of requests in a phase (queue, grant_wait, prefill, kv_transfer, decode_queue, decode, …)",
+            "Time of requests in a phase (queue, kv_alloc_wait, prefill, decode_queue, decode, …)",
             ["phase"],
             buckets=_PHASE,
             registry=registry,

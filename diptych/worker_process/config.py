@@ -1,4 +1,4 @@
-"""Settings that both workers have on top of every program's."""
+"""Settings of both workers, on top of every program's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
-"""More than machines have cores: where a process gets no more threads, torch or OpenMP may crash it."""
+"""More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
 
 
 class WorkerSettings(ProgramSettings):
@@ -65,6 +65,11 @@ class WorkerSettings(ProgramSettings):
     replaces: str = internal(
         "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
     )
+
+    @property
+    def step_pacing(self) -> tuple[float, float]:
+        """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
+        return 1.0, 1.0
 
     @field_validator("device")
     @classmethod

@@ -14,8 +14,7 @@ import yaml
 from decode_worker.config import DecodeSettings
 from diptych.runtime.settings import ProgramSettings
 from diptych.runtime.telemetry import _FLUSH_S
-from diptych.worker_process.drain_deadline import DrainDeadline
-from diptych.worker_process.server import CLOSE_S, LAST_WORDS_S
+from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
 from gateway.program import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
@@ -108,7 +107,7 @@ def leaves_within_s(settings: ProgramSettings) -> float:
         return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + _FLUSH_S
     assert isinstance(settings, PrefillSettings | DecodeSettings)
     return (
-        DrainDeadline(settings.worker_shutdown_timeout, 0.0).over_at + 2 * LAST_WORDS_S + CLOSE_S + _FLUSH_S
+        DrainDeadline(settings.worker_shutdown_timeout, 0.0).end_at + 2 * LAST_MESSAGES_S + CLOSE_S + _FLUSH_S
     )
 
 

@@ -71,7 +71,7 @@ class Machine:
     def owns(self, sequence: SequenceStep) -> bool:
         """Return whether a step writes to the memory of this decode worker, which is alive."""
         alive = self.pool is not None and not self.host.dead and self.program is not None
-        return alive and self.program._loop._memory is sequence.memory
+        return alive and self.program._loop._pipeline._memory is sequence.memory
 
 
 class Cluster:

@@ -23,11 +23,11 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_KV_TRANSFER_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_PEER_LOST: _ClassVar[FailureReason]
     FAILURE_REASON_DRAINING: _ClassVar[FailureReason]
-    FAILURE_REASON_NEVER_FITS: _ClassVar[FailureReason]
+    FAILURE_REASON_EXCEEDS_KV_CAPACITY: _ClassVar[FailureReason]
     FAILURE_REASON_DEADLINE: _ClassVar[FailureReason]
     FAILURE_REASON_INCOMPATIBLE: _ClassVar[FailureReason]
-    FAILURE_REASON_NOTHING_ALLOWED: _ClassVar[FailureReason]
-    FAILURE_REASON_ROW_FAILED: _ClassVar[FailureReason]
+    FAILURE_REASON_NO_VALID_TOKEN: _ClassVar[FailureReason]
+    FAILURE_REASON_COMPUTE_FAILED: _ClassVar[FailureReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -36,11 +36,11 @@ FAILURE_REASON_INTERNAL: FailureReason
 FAILURE_REASON_KV_TRANSFER_FAILED: FailureReason
 FAILURE_REASON_PEER_LOST: FailureReason
 FAILURE_REASON_DRAINING: FailureReason
-FAILURE_REASON_NEVER_FITS: FailureReason
+FAILURE_REASON_EXCEEDS_KV_CAPACITY: FailureReason
 FAILURE_REASON_DEADLINE: FailureReason
 FAILURE_REASON_INCOMPATIBLE: FailureReason
-FAILURE_REASON_NOTHING_ALLOWED: FailureReason
-FAILURE_REASON_ROW_FAILED: FailureReason
+FAILURE_REASON_NO_VALID_TOKEN: FailureReason
+FAILURE_REASON_COMPUTE_FAILED: FailureReason
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")

@@ -45,7 +45,7 @@ TABLE: list[tuple[errors.DiptychError, grpc.StatusCode, str, dict[str, str]]] = 
     (errors.KvTransferFailed(1), C.ABORTED, "KV_TRANSFER_FAILED", {"tokens_emitted": "1"}),
     (errors.DeadlineExceeded("queue"), C.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", {"phase": "queue"}),
     (errors.Cancelled(), C.CANCELLED, "CANCELLED", {}),
-    (errors.NothingAllowed(), C.FAILED_PRECONDITION, "NOTHING_ALLOWED", {}),
+    (errors.NoValidToken(), C.FAILED_PRECONDITION, "NO_VALID_TOKEN", {}),
     (errors.Internal(), C.INTERNAL, "INTERNAL", {}),
 ]
 

@@ -222,7 +222,7 @@ async def test_failed_compute_is_retried_once_uncached(
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         if work.id.attempt <= failures:
             worker.tokens(work, 0, answer[:2])
-            worker.fail(work, work_pb2.FAILURE_REASON_ROW_FAILED)
+            worker.fail(work, work_pb2.FAILURE_REASON_COMPUTE_FAILED)
         else:
             assert not work.cache_read
             await answering(answer)(worker, work)

@@ -173,7 +173,7 @@ async def test_an_error_of_one_leaves_the_others_alone(bundled: ServedModel, red
         if work.stopping.max_tokens == 7:
             worker.tokens(work, 0, ids_of(bundled)[:2])
             await asyncio.sleep(0.05)
-            worker.fail(work, work_pb2.FAILURE_REASON_NOTHING_ALLOWED)
+            worker.fail(work, work_pb2.FAILURE_REASON_NO_VALID_TOKEN)
         else:
             await answering(ids_of(bundled), pause_s=0.02)(worker, work)
 
@@ -185,7 +185,7 @@ async def test_an_error_of_one_leaves_the_others_alone(bundled: ServedModel, red
     errors = {name: [m.error_message for m in found[name] if m.error_message] for name in found}
     assert [error.split(":")[0] for error in errors["unknown"]] == ["NOT_FOUND UNKNOWN_MODEL"]
     assert [error.split(":")[0] for error in errors["good"]] == ["ALREADY_EXISTS DUPLICATE_REQUEST"]
-    assert [error.split(":")[0] for error in errors["bad"]] == ["FAILED_PRECONDITION NOTHING_ALLOWED"]
+    assert [error.split(":")[0] for error in errors["bad"]] == ["FAILED_PRECONDITION NO_VALID_TOKEN"]
     assert text(answers([m for m in found["bad"] if not m.error_message])) == " One two"
     assert text(answers([m for m in found["good"] if not m.error_message])) == TEXT
 

@@ -1,13 +1,13 @@
-"""Steps begin no more often than the pace allows; what is due waits for nobody."""
+"""Steps begin no more often than the pace allows; a step that is due has no pause."""
 
 from __future__ import annotations
 
 import pytest
 
-from decode_worker.step_pacing import StepPacing
+from diptych.engine.step_pacing import StepPacing
 
 
-def test_the_cores_are_left_for_a_part_of_the_step_that_is_over() -> None:
+def test_the_pause_is_a_part_of_the_step_before() -> None:
     pace = StepPacing(1.5)
     pace.begin(10.0)
     pace.end(10.020)
@@ -28,7 +28,7 @@ def test_a_step_that_follows_without_a_gap_is_measured_by_itself() -> None:
     assert pace.pause_s(10.060, 0.0) == pytest.approx(0.020)
 
 
-def test_a_step_that_is_due_waits_for_nobody() -> None:
+def test_a_step_that_is_due_has_no_pause() -> None:
     pace = StepPacing(1.5)
     assert pace.pause_s(0.0, 0.0) == 0  # the first one
     pace.begin(10.0)
@@ -46,7 +46,7 @@ def test_without_a_stretch_steps_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("waited", "stretch"), [(0.0, 1.3), (0.5, 1.3), (0.75, 1.9), (1.0, 2.5), (60.0, 2.5)]
 )
-def test_who_waits_long_gets_more_of_the_cores(waited: float, stretch: float) -> None:
+def test_the_pause_grows_with_the_wait(waited: float, stretch: float) -> None:
     pace = StepPacing(1.3, 2.5)
     pace.begin(10.0)
     pace.end(10.020)
@@ -54,5 +54,5 @@ def test_who_waits_long_gets_more_of_the_cores(waited: float, stretch: float) ->
     assert pace.pause_s(10.020, waited) == pytest.approx((stretch - 1) * 0.020)
 
 
-def test_a_stretch_above_the_most_stays_what_it_is() -> None:
+def test_a_stretch_above_the_most_does_not_grow() -> None:
     assert StepPacing(3.0, 2.5).stretch(0.0) == StepPacing(3.0, 2.5).stretch(60.0) == 3.0

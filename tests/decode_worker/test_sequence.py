@@ -1,4 +1,4 @@
-"""Shared prefixes, copies on write and reserves: what every sequence reads back is what it wrote."""
+"""Shared prefixes, copies on write and reserves: every sequence reads back what it wrote."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.max_blocks import worst_case
 from decode_worker.prefix_publisher import PrefixPublisher
-from decode_worker.sequence import DecodeSequence
+from decode_worker.sequence import AttemptBlocks, DecodeSequence, max_blocks
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.worker_process.attempt import Attempt
@@ -57,7 +55,7 @@ class Blocks(RuleBasedStateMachine):
         attempt = Attempt.from_work(message, max_context=100)
         needed = -(-tokens // SIZE)
         if reserve:
-            needed, sequences = worst_case(attempt, block_size=SIZE, total_blocks=TOTAL)
+            needed, sequences = max_blocks(attempt, block_size=SIZE, total_blocks=TOTAL)
         if self.pool.available() < needed:
             return
         group = Group(attempt, AttemptBlocks(attempt, self.pool, self.memory, self.prefixes), room)
@@ -67,13 +65,13 @@ class Blocks(RuleBasedStateMachine):
             self.written += 1
             self.lane(handed[position // SIZE], position)[0] = self.written
             values.append(self.written)
-        group.blocks.take_over(handed, tokens)
+        group.blocks.adopt_prompt(handed, tokens)
         for _ in range(sequences):
             sequence = DecodeSequence(tokens, [], attempt.sample_row(attempt.params, []))
-            group.blocks.root(sequence)
+            group.blocks.start(sequence)
             sequence.output_ids.append(0)
             group.live[sequence] = list(values)
-        group.blocks.all_rooted()
+        group.blocks.release_prompt()
         self.groups.append(group)
 
     @precondition(lambda self: self.groups)
@@ -83,20 +81,20 @@ class Blocks(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(self.groups))
         able = [one for one in group.live if len(one.output_ids) < group.room]
         chosen = [one for one in able if data.draw(st.booleans())]
-        before, need = self.pool.available(), group.blocks.joint_demand(chosen)
+        before, need = self.pool.available(), group.blocks.group_demand(chosen)
         if need > before:
             assert not group.attempt.reserve_worst_case, "what is reserved is there"
             return
         for sequence in chosen:
             alone, shared = group.blocks.demand(sequence)
             was = self.pool.available()
-            group.blocks.make_room(sequence)
+            group.blocks.ensure_block(sequence)
             assert was - self.pool.available() == alone + (shared is not None)
         assert before - self.pool.available() == need
         for sequence in chosen:
             position = sequence.num_tokens - 1
             block = sequence.block_ids[position // SIZE]
-            assert self.pool.references(block) == 1, "nobody else reads what is written now"
+            assert self.pool.references(block) == 1, "no other sequence reads the block that is written now"
             self.written += 1
             self.lane(block, position)[0] = self.written
             group.live[sequence].append(self.written)
@@ -166,10 +164,10 @@ TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_worst_case_counts_what_is_shared_once():
+def test_max_blocks_counts_shared_blocks_once():
     def needs(choices: int, prompt: int, max_tokens: int, total: int, **changes: object) -> tuple[int, int]:
         message = work(("r", 1), range(prompt), max_tokens, choices=range(choices), **changes)
-        return worst_case(Attempt.from_work(message, max_context=999), block_size=4, total_blocks=total)
+        return max_blocks(Attempt.from_work(message, max_context=999), block_size=4, total_blocks=total)
 
     assert needs(1, 9, 7, 99) == (4, 1)
     assert needs(3, 9, 7, 99) == (2 + 3 * 2, 3)
@@ -179,7 +177,7 @@ def test_the_worst_case_counts_what_is_shared_once():
     assert needs(2, 8, 1, 4, sampling={"beam_width": 5}) == (4, 1)
 
 
-def test_what_was_found_bad_stays_forgotten_whoever_else_holds_it():
+def test_distrusted_blocks_are_not_published_again_by_other_holders():
     """An attempt that was granted cached blocks before they were found bad would enter them again."""
     memory, pool = KVMemory(KVLayout(1, 1, 1, SIZE, torch.float32), TOTAL), BlockPool(TOTAL)
     prefixes = PrefixPublisher(pool, SIZE, lambda added, removed: None)
@@ -190,13 +188,13 @@ def test_what_was_found_bad_stays_forgotten_whoever_else_holds_it():
 
     bad, first = attach("a")
     _, second = attach("b")
-    first.take_over(pool.allocate(3), 9)
+    first.adopt_prompt(pool.allocate(3), 9)
     keys, _ = pool.drain_events()
     assert len(keys) == 2
     prefixes.distrust(bad)
     assert pool.match(keys) == 0
-    second.take_over(pool.allocate(3), 9)
+    second.adopt_prompt(pool.allocate(3), 9)
     assert pool.match(keys) == 0
     _, third = attach("c")
-    third.take_over(pool.allocate(3), 9)
+    third.adopt_prompt(pool.allocate(3), 9)
     assert pool.match(keys) == 2, "who comes later may be trusted"
