@@ -54,7 +54,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access
 from gateway.access.caller import Caller, Scope
 from gateway.access.quota import Charge
-from gateway.request.validate_names import id_from_header
+from gateway.request.field_checks import id_from_header
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 """The server could not serve a request, and nothing of it was delivered."""

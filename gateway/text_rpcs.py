@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from diptych.parameters import OFF, PARAMETERS, SAMPLING_NUMBERS
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
 from gateway import tokenizer_service as text_calls
 from gateway.call import Call
 from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.model.model_card import ModelCard
 from gateway.model.served_model import ServedModel
-from gateway.request import validate_names
-from gateway.request.validate_structured import STRUCTURED_OUTPUTS
+from gateway.request import field_checks
+from gateway.request.structured_output import STRUCTURED_OUTPUTS
 from gateway.session.live_requests import LiveRequests
 from gateway.tokenizer_pool import TokenizerPool
 
@@ -59,12 +59,12 @@ class TextRpcs:
         return pb.ListModelsResponse(models=[self.describe()])
 
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
-        validate_names.model_name(request.model, self._model.card)
+        field_checks.model_name(request.model, self._model.card)
         return pb.GetModelResponse(model=self.describe())
 
     async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
         """No error for an id that is not there: the request may have ended a moment ago."""
-        request_id = validate_names.existing_request_id(request.request_id)
+        request_id = field_checks.existing_request_id(request.request_id)
         was_running = self._live.cancel(call.caller.tenant, request_id)
         return pb.CancelRequestResponse(was_running=was_running)
 
@@ -80,8 +80,8 @@ class TextRpcs:
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             capabilities=pb.Capabilities(
-                max_logprobs=limits.MAX_LOGPROBS,
-                max_n=limits.MAX_N,
+                max_logprobs=int(PARAMETERS["logprobs"].high or 0),
+                max_n=int(PARAMETERS["n"].high or 0),
                 structured_outputs=STRUCTURED_OUTPUTS if card.eos_token_ids else (),
                 priority=True,
                 cache_salt=True,
@@ -108,15 +108,7 @@ async def tokenized(found: text_calls.Tokenized, max_context: int) -> pb.Tokeniz
 
 
 def _default_sampling(card: ModelCard) -> pb.SamplingParams:
-    """What applies where a request says nothing."""
-    defaults = card.defaults
-    return pb.SamplingParams(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=defaults.repetition_penalty,
-        n=1,
-    )
+    """Return the values that apply where a request has none; a seed is random."""
+    names = SAMPLING_NUMBERS.keys() - {"seed"}
+    values = {name: getattr(card.defaults, name, OFF[name]) for name in names}
+    return pb.SamplingParams(**values, n=1)

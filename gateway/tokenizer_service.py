@@ -11,7 +11,7 @@ from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.served_model import ServedModel
-from gateway.request import validate_names
+from gateway.request import field_checks
 from gateway.request.validate_prompt import chat_parts, chat_tools, check_text, given_ids
 from gateway.request.validation import skips_special
 
@@ -26,7 +26,7 @@ class Tokenized(NamedTuple):
 
 def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
     """The ids that a generation request with the same prompt would run on."""
-    validate_names.model_name(request.model, model.card)
+    field_checks.model_name(request.model, model.card)
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return _tokenize_text(request, model)
@@ -43,7 +43,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
 
 def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
     """No ids are no text, which is no error."""
-    validate_names.model_name(request.model, model.card)
+    field_checks.model_name(request.model, model.card)
     if len(request.token_ids) > limits.MAX_DETOKENIZE_IDS:
         raise InvalidParameter("token_ids", f"must have at most {limits.MAX_DETOKENIZE_IDS} ids")
     skip_special = skips_special(request)

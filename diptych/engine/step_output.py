@@ -39,7 +39,5 @@ class Launched(Protocol):
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:
-    """The row, if temperature, top-k, top-p and min-p alone decide its token and only that is asked: what a
-    device can draw. Else None: somebody has to look at the logits.
-    """
-    return None if row.ruled or row.params.logprobs is not None else row
+    """Return the row, if a device can draw its token and only that is asked; else None: the host samples it."""
+    return row if row.params.on_device and not row.ruled else None

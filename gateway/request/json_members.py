@@ -7,23 +7,10 @@ null is the same as absent, as OpenAI's own clients send it. Errors carry the me
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final, TypeVar, cast
+from typing import TypeVar, cast
 
+from diptych.parameters import UINT32
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature, printable
-
-INT32: Final = (-(2**31), 2**31 - 1)
-UINT32: Final = (0, 2**32 - 1)
-INT64: Final = (-(2**63), 2**63 - 1)
-
-SAMPLING_NUMBERS: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-"""The members that are numbers of `SamplingParams` by the same name, at every door that reads JSON."""
 
 T = TypeVar("T")
 

@@ -18,15 +18,19 @@ import hashlib
 import hmac
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Final, NamedTuple
 
-from diptych.runtime.errors import InvalidParameter
+from diptych.parameters import OFF, Sampling
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from gateway.request.parsed_request import ParsedRequest
 
 FIELD: Final = "resume_token"
+RECEIVED: Final = "received_token_ids"
 LIFETIME_S: Final = 3600
 VERSION: Final = 2
+_PARAMETERS_OF_VERSION: Final = 11  # fields of `Sampling`
 _BODY: Final = struct.Struct(">BQQI16s")
 _MAC_BYTES: Final = 16
 _CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
@@ -89,12 +93,7 @@ class ResumeTokens:
         rest = (
             tenant,
             request.model,
-            sampling.temperature,
-            *(sampling.top_p, sampling.top_k, sampling.min_p),
-            *(sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty),
-            sampling.seed,
-            sorted(sampling.logit_bias.items()),
-            *(sampling.allowed_token_ids, sampling.bad_words),
+            *_sampling_values(sampling),
             *(request.max_tokens, request.min_tokens),
             *(request.stop, request.stop_token_ids, request.ignore_eos, request.include_stop),
             *(request.want_text, request.skip_special, request.logprobs),
@@ -108,8 +107,52 @@ class ResumeTokens:
         return hmac.digest(self._key, b"request" + digest.digest(), "sha256")[:_MAC_BYTES]
 
 
+def _sampling_values(sampling: Sampling) -> Iterator[object]:
+    """Yield the values in the order of their fields.
+
+    Parameters that came after this version of the token count where they are set, so that a token is good at
+    gateways that do not know them yet.
+    """
+    for number, parameter in enumerate(fields(sampling)):
+        value = getattr(sampling, parameter.name)
+        if number < _PARAMETERS_OF_VERSION or value != OFF[parameter.name]:
+            yield sorted(value.items()) if isinstance(value, Mapping) else value
+
+
 def _decoded(token: str) -> bytes:
     try:
         return base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):  # not ASCII is a ValueError
         return b""
+
+
+def resumable(request: ParsedRequest) -> bool:
+    """Whether a stream of it can be gone on with: the ids that a client has say all that it has."""
+    return request.choices == 1 and request.beam_width is None and request.want_token_ids
+
+
+def refuse_several(request: ParsedRequest) -> None:
+    """Raises `UnsupportedFeature` for outputs that do not stream one by one."""
+    for path, wanted in (
+        ("sampling.n", request.n > 1),
+        ("sampling.best_of", request.best_of is not None),
+        ("sampling.beam_width", request.beam_width is not None),
+    ):
+        if wanted:
+            raise UnsupportedFeature(path, "a stream of several outputs cannot be resumed")
+
+
+def resumed(
+    request: ParsedRequest, opened: Opened, received: tuple[int, ...], vocab_size: int
+) -> ParsedRequest:
+    """The request as it goes on after ``received``. What came with its first message does not come again.
+
+    Raises `InvalidParameter` for ids that this request cannot have got.
+    """
+    if len(received) > opened.max_tokens:
+        raise InvalidParameter(RECEIVED, "has more ids than max_tokens")
+    if any(one >= vocab_size for one in received):
+        raise InvalidParameter(RECEIVED, f"every id must be below {vocab_size}")
+    return replace(
+        request, received=received, output_limit=opened.max_tokens, prompt_logprobs=None, echo=False
+    )

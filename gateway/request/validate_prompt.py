@@ -13,7 +13,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.served_model import ServedModel
-from gateway.request.validate_names import message_name
+from gateway.request.field_checks import message_name
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
 from gateway.tools.tool import Toolbox

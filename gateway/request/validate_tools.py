@@ -12,8 +12,7 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
-from gateway.request.constraint import Constraint
-from gateway.request.validate_structured import check_size, read_schema
+from gateway.request.structured_output import Constraint, check_size, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")

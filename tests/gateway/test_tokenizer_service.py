@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.cooperative_yield import PORTION
 from gateway.model.served_model import ServedModel
-from gateway.request.validate_names import existing_request_id
+from gateway.request.field_checks import existing_request_id
 from gateway.request.validation import parse_request
 from gateway.text_rpcs import tokenized
 from gateway.tokenizer_service import Tokenized, check_list_models, detokenize, tokenize
@@ -114,7 +115,7 @@ def test_there_is_one_page_of_models() -> None:
 
 def test_a_request_to_cancel_is_named() -> None:
     assert existing_request_id("a-1") == "a-1"
-    for bad in ("", "a b", "x" * (limits.MAX_REQUEST_ID_CHARS + 1)):
+    for bad in ("", "a b", "x" * (PARAMETERS["request_id"].longest + 1)):
         with pytest.raises(InvalidParameter, match="request_id"):
             existing_request_id(bad)
 

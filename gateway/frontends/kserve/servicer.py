@@ -34,7 +34,7 @@ from gateway.frontends.kserve.request import (
 )
 from gateway.generate import Generator
 from gateway.model.model_card import ModelCard
-from gateway.request import validate_names
+from gateway.request import field_checks
 from gateway.request.validation import parse_message
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -107,7 +107,7 @@ class KServeServicer:
     def _check(self, name: str, wanted: str) -> None:
         if not name:
             raise InvalidParameter("name", "is required")
-        validate_names.model_name(name, self._card)
+        field_checks.model_name(name, self._card)
         check_version(name, wanted)
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:

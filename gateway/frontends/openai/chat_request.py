@@ -6,13 +6,14 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Struct
 
+from diptych.parameters import UINT32
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.chat_messages import read_messages, read_tools
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder
 from gateway.frontends.openai.response_format import read_structure
-from gateway.frontends.openai.sampling_fields import read_knobs, read_output_limit, read_stream
-from gateway.request.json_members import UINT32, Members, string
+from gateway.frontends.openai.sampling_fields import read_output_limit, read_parameters, read_stream
+from gateway.request.json_members import Members, string
 
 # Of OpenAI's API, and beyond a server of text. A value that asks for nothing passes.
 _ABSENT: Final[dict[str, tuple[object, ...]]] = {
@@ -34,7 +35,7 @@ def read_chat(members: dict[str, object]) -> HttpGenerateRequest:
     body = Members(members)
     draft = RequestBuilder(pb.GenerateRequest())
     request = draft.request
-    read_knobs(body, draft)
+    read_parameters(body, draft)
     read_structure(body, draft)
     stream, with_usage = read_stream(body)
     max_tokens = read_output_limit(body, draft, "max_completion_tokens", "max_tokens")

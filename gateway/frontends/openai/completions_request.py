@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from diptych.parameters import UINT32
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder
 from gateway.frontends.openai.response_format import read_structure
-from gateway.frontends.openai.sampling_fields import read_knobs, read_output_limit, read_stream
-from gateway.request.json_members import UINT32, Members, array, string, token_ids
+from gateway.frontends.openai.sampling_fields import read_output_limit, read_parameters, read_stream
+from gateway.request.json_members import Members, array, string, token_ids
 
 _DEFAULT_MAX_TOKENS: Final = 16
 
@@ -23,7 +24,7 @@ def read_completions(members: dict[str, object]) -> HttpGenerateRequest:
     """Raises `InvalidParameter` or `UnsupportedFeature`, with OpenAI's name of the field."""
     body = Members(members)
     draft = RequestBuilder(pb.GenerateRequest())
-    read_knobs(body, draft)
+    read_parameters(body, draft)
     read_structure(body, draft)
     stream, with_usage = read_stream(body)
     echo = bool(body.flag("echo"))

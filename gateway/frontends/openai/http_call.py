@@ -26,6 +26,7 @@ from gateway.call import Call
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.errors import error_object, http_error, status_of
 from gateway.frontends.openai.json_text import blocks
+from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
@@ -173,9 +174,9 @@ class HttpCall(Call):
 def part_id(request_id: str, prompt: int) -> str:
     """The id of one prompt's request. A long one is cut; a digest then stands for what is lost."""
     end = f"-{prompt}"
-    if len(request_id) + len(end) > limits.MAX_REQUEST_ID_CHARS:
+    if len(request_id) + len(end) > MAX_REQUEST_ID_CHARS:
         end = f"-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}{end}"
-        request_id = request_id[: limits.MAX_REQUEST_ID_CHARS - len(end)]
+        request_id = request_id[: MAX_REQUEST_ID_CHARS - len(end)]
     return request_id + end
 
 

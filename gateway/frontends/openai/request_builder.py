@@ -6,21 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from diptych.parameters import PARAMETERS
 from diptych.v1 import inference_pb2 as pb
 
-# Where a field of the core is called otherwise here, whatever the request. The rest keeps its last name.
+# Fields that are called otherwise here, whatever the request. The rest keeps its last name.
 _RENAMED: Final[Mapping[str, str]] = {
     "text": "prompt",
     "token_ids.ids": "prompt",
     "token_ids": "prompt",
-    "stopping.include_stop_in_output": "include_stop_str_in_output",
-    "response.prompt_logprobs": "logprobs",
-    "response.echo_prompt": "echo",
-    "response.token_ids": "return_token_ids",
     "chat.template_kwargs": "chat_template_kwargs",
-    "cache.salt": "cache_salt",
-    "session_id": "prompt_cache_key",
     "request": "body",
+    **{row.wire: row.http for row in PARAMETERS.values() if row.http},
 }
 _GROUPS: Final = ("sampling.", "stopping.", "response.", "chat.")
 _PARTS: Final[Mapping[str, str]] = {

@@ -36,8 +36,8 @@ from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
+from gateway.request.field_checks import request_id
 from gateway.request.json_body import parse_body
-from gateway.request.validate_names import request_id
 from gateway.text_rpcs import TextRpcs
 
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s

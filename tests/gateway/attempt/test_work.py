@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import Sampling
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.work import Attempt, Job, TraceParent, build_work
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 
 PLAIN = Sampling(0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, seed=5)
 REQUEST = ParsedRequest(

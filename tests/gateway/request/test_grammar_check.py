@@ -14,8 +14,8 @@ import pytest
 
 from diptych.runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
-from gateway.request.constraint import Constraint
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
+from gateway.request.structured_output import Constraint
 
 ROOT = Path(__file__).parents[3]
 

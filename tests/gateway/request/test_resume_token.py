@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.parameters import Sampling
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from gateway.output.output_stream import OutputStream
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import LIFETIME_S, ResumeTokens
 from gateway.tools.tool import Tool, Toolbox
 from tests.gateway.failing_calls import told

@@ -12,6 +12,7 @@ from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.parameters import PARAMETERS, Sampling
 from diptych.runtime.errors import (
     ContextLengthExceeded,
     DiptychError,
@@ -23,10 +24,11 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.served_model import ServedModel
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 from gateway.request.validation import parse_message, parse_request
 
 MODEL = "SmolLM2-135M-Instruct"
+MOST_INTERVAL = PARAMETERS["stream_interval"].high
 
 
 def valid(**changes: Any) -> pb.GenerateRequest:
@@ -224,7 +226,7 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
     ("path", "changes"),
     [
         ("model", {"model": ""}),
-        ("request_id", {"request_id": "a" * (limits.MAX_REQUEST_ID_CHARS + 1)}),
+        ("request_id", {"request_id": "a" * (PARAMETERS["request_id"].longest + 1)}),
         ("request_id", {"request_id": "a b"}),
         ("request_id", {"request_id": "a\n"}),
         ("request_id", {"request_id": "é"}),
@@ -236,16 +238,19 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
             {"sampling": {"allowed_token_ids": [2]}, "stopping": {"min_tokens": 1}},
         ),
         ("sampling.bad_words[1]", {"sampling": {"bad_words": ["a", ""]}}),
-        ("cache.salt", {"cache": {"salt": "x" * (limits.MAX_SALT_BYTES + 1)}}),
-        ("cache.salt", {"cache": {"salt": "é" * (limits.MAX_SALT_BYTES // 2 + 1)}}),
+        ("cache.salt", {"cache": {"salt": "x" * (PARAMETERS["cache_salt"].longest + 1)}}),
+        ("cache.salt", {"cache": {"salt": "é" * (PARAMETERS["cache_salt"].longest // 2 + 1)}}),
         ("cache.salt", {"cache": {"salt": "x" * 1_000_000}}),
         ("cache.salt", {"cache": {"salt": "a\x00b"}}),
         ("cache.salt", {"cache": {"salt": "\x7f"}}),
         ("cache.salt", {"cache": {"salt": "\x85"}}),
-        ("session_id", {"session_id": "x" * (limits.MAX_SESSION_ID_BYTES + 1)}),
+        ("session_id", {"session_id": "x" * (PARAMETERS["session_id"].longest + 1)}),
         ("session_id", {"session_id": "a\r\nb"}),
         ("response.stream_interval", {"response": {"stream_interval": 0}}),
-        ("response.stream_interval", {"response": {"stream_interval": limits.MAX_STREAM_INTERVAL + 1}}),
+        (
+            "response.stream_interval",
+            {"response": {"stream_interval": MOST_INTERVAL + 1}},
+        ),
     ],
 )
 def test_a_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str, Any]) -> None:
@@ -257,10 +262,10 @@ def test_a_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"request_id": "a" * limits.MAX_REQUEST_ID_CHARS},
-        {"cache": {"salt": "é" * (limits.MAX_SALT_BYTES // 2)}},
-        {"session_id": "x" * limits.MAX_SESSION_ID_BYTES},
-        {"response": {"stream_interval": limits.MAX_STREAM_INTERVAL}},
+        {"request_id": "a" * PARAMETERS["request_id"].longest},
+        {"cache": {"salt": "é" * (PARAMETERS["cache_salt"].longest // 2)}},
+        {"session_id": "x" * PARAMETERS["session_id"].longest},
+        {"response": {"stream_interval": PARAMETERS["stream_interval"].high}},
         {"priority": -(2**31)},
         {"response": {"text": False, "token_ids": False}},
     ],
@@ -434,8 +439,8 @@ def test_any_message_is_parsed_or_refused(bundled: ServedModel, data: st.DataObj
     else:
         assert result.prompt_ids
         assert result.output_budget(bundled.card.max_context) >= max(1, result.min_tokens)
-        assert 1 <= result.n <= result.choices <= limits.MAX_N
-        assert result.beam_width is None or result.n <= result.beam_width <= limits.MAX_BEAM_WIDTH
+        assert 1 <= result.n <= result.choices <= PARAMETERS["n"].high
+        assert result.beam_width is None or result.n <= result.beam_width <= PARAMETERS["beam_width"].high
         assert all(len(word) for word in result.sampling.bad_words)
 
 
@@ -458,3 +463,16 @@ def _seconds_to_refuse(model: ServedModel, request: pb.GenerateRequest) -> float
     begun = time.process_time()
     refusal(model, request)
     return time.process_time() - begun
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_alternatives_have_a_limit(bundled: ServedModel, name: str) -> None:
+    most = int(PARAMETERS[name].high or 0)
+    for count in (0, 1, most):
+        assert getattr(parsed(bundled, valid(response={name: count})), name) == count
+    assert field_of(refusal(bundled, valid(response={name: most + 1}))) == f"response.{name}"
+
+
+def test_echo_is_read(bundled: ServedModel) -> None:
+    assert parsed(bundled, valid(response={"echo_prompt": True})).echo
+    assert not parsed(bundled, valid()).echo

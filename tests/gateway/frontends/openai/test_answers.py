@@ -19,7 +19,7 @@ from gateway.frontends.openai.logprobs import chat_logprobs, completion_logprobs
 from gateway.frontends.openai.request_builder import param_of
 from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.utf8_text import Utf8Text
-from gateway.request.validate_structured import structured_output
+from gateway.request.structured_output import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "héllo"}

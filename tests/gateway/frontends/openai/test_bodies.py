@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import DiptychError, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
@@ -84,7 +85,7 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"n": 0}, "n"),
     (COMPLETIONS, {"n": 5_000_000}, "n"),
     (COMPLETIONS, {"stop": [""]}, "stop[0]"),
-    (COMPLETIONS, {"stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}, "stop"),
+    (COMPLETIONS, {"stop": ["x"] * (PARAMETERS["stop"].most + 1)}, "stop"),
     (COMPLETIONS, {"stop": ["x"] * 100_000}, "stop"),
     (COMPLETIONS, {"stop": 3}, "stop"),
     (COMPLETIONS, {"stop": ["a", 3]}, "stop[1]"),

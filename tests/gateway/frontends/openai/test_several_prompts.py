@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway import limits
+from diptych.parameters import PARAMETERS
 from gateway.frontends.openai.http_call import part_id
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_routes import TEXT, door, post
@@ -44,7 +44,7 @@ async def test_one_bad_prompt_of_several_is_named(bundled: ServedModel, redis_ur
 
 
 async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedModel, redis_url: str) -> None:
-    longest = "r" * limits.MAX_REQUEST_ID_CHARS
+    longest = "r" * PARAMETERS["request_id"].longest
     body = {"model": bundled.card.name, "prompt": ["x"] * 11}
     async with door(bundled, redis_url) as (stack, _, _):
         status, answer, headers = await post(stack, "/v1/completions", body, x_request_id=longest)
@@ -57,11 +57,11 @@ async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedMo
 
 
 def test_parts_of_requests_have_ids_of_their_own() -> None:
-    long = "r" * (limits.MAX_REQUEST_ID_CHARS - 1)
+    long = "r" * (PARAMETERS["request_id"].longest - 1)
     ids = [part_id(request_id, prompt) for request_id in ("r", f"{long}1", f"{long}2") for prompt in (0, 127)]
     assert ids[:2] == ["r-0", "r-127"]
     assert len(set(ids)) == 6
-    assert max(map(len, ids)) == limits.MAX_REQUEST_ID_CHARS
+    assert max(map(len, ids)) == PARAMETERS["request_id"].longest
 
 
 @pytest.mark.parametrize("prompt", ["x", ["x", "y", "z"]])

@@ -1,27 +1,63 @@
 """Checks of ``structured_output``, and the one grammar that it comes to.
 
-Whether the grammar means anything is found out later, by compiling it (`gateway.request.constraint`); here
-are its size and its form.
+Size and form are checked here; `Constraint.verify` compiles the grammar later, in another process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
-from diptych.runtime.grammar.grammar import Grammar, Kind
+from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.request.constraint import Constraint
 from gateway.request.gbnf.nodes import BadGbnf
 from gateway.request.gbnf.translate import translate
+from gateway.request.grammar_check import GrammarCheck
 
 ANY_OBJECT: Final = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
 # Possessive, and good without its end: looked at once, whatever is written.
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One grammar for the output. ``parts`` are tried before it: their faults have fields of their own."""
+
+    path: str  # of the field that asked for it
+    grammar: Grammar
+    parts: tuple[tuple[str, Grammar], ...] = field(default=(), repr=False)
+
+    async def verify(self, checker: GrammarCheck, tenant: str) -> None:
+        """Return if workers could compile it.
+
+        All is asked at once, so that it waits for one turn together; the first fault leaves out the rest.
+
+        Raises:
+            InvalidParameter: they could not.
+            QueueFull, Draining, GrammarNotChecked: as `GrammarCheck.check`.
+        """
+        all_parts = (*self.parts, (self.path, self.grammar))
+        asked = [asyncio.create_task(_verify(*part, checker, tenant)) for part in all_parts]
+        try:
+            for task in asked:
+                await task
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _verify(path: str, grammar: Grammar, checker: GrammarCheck, tenant: str) -> None:
+    try:
+        await checker.check(grammar, tenant)
+    except BadGrammar as error:
+        raise InvalidParameter(path, str(error)) from error
 
 
 def structured_output(asked: pb.StructuredOutput) -> Constraint | None:

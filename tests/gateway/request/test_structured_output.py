@@ -11,7 +11,7 @@ from diptych.runtime.errors import DiptychError, InvalidParameter, UnsupportedFe
 from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.request.validate_structured import STRUCTURED_OUTPUTS, structured_output
+from gateway.request.structured_output import STRUCTURED_OUTPUTS, structured_output
 
 
 def grammar(**asked: Any) -> Grammar | None:
