@@ -39,7 +39,7 @@ def test_every_knob_of_sampling_is_read() -> None:
         )
     )
     assert attempt.params == SamplingParams(
-        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 0
+        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), logprobs=0
     )
     assert len(attempt.params.rules) == 5, "each of them is applied"
 
