@@ -150,6 +150,10 @@ class GenerateOptions(TypedDict, total=False):
     min_p: Annotated[float, Parameter(
         "sampling.min_p", "Keeps tokens at least this likely, relative to the likeliest; 0 is off.",
         EVERYWHERE, low=0.0, high=1.0, default=_MODEL, engine="SamplingParams.min_p", on_device=True)]
+    top_n_sigma: Annotated[float, Parameter(
+        "sampling.top_n_sigma",
+        "Keeps tokens whose logit is within so many standard deviations of the largest; 0 is off.",
+        VLLM_KSERVE, low=0.0, high=1000.0, engine="SamplingParams.top_n_sigma")]
     # Penalties and biases have the ranges of the OpenAI API.
     frequency_penalty: Annotated[float, Parameter(
         "sampling.frequency_penalty",
@@ -290,6 +294,7 @@ class Sampling:
     """Empty is all."""
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     """Sequences of at least one token; the last of each cannot come right after the others."""
+    top_n_sigma: float = 0.0
 
 
 SAMPLING_NUMBERS: Final[Mapping[str, Parameter]] = MappingProxyType(

@@ -72,6 +72,7 @@ def test_every_knob_of_sampling_arrives() -> None:
         logit_bias={4: -1.5, 9: 2.0},
         allowed_token_ids=(9, 4),
         bad_words=((1, 2), (3,)),
+        top_n_sigma=1.5,
     )
     told = built(sampling=sampling, logprobs=3).sampling
     for field in dataclasses.fields(Sampling):
