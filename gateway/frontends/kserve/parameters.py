@@ -19,8 +19,7 @@ from diptych.runtime.errors import InvalidParameter, printable
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.frontends.kserve.tensors import Tensor
-from gateway.request.json_body import parse_body
-from gateway.request.json_members import array, integer, number, string, token_ids
+from gateway.request.json_values import array, integer, number, parse_body, string, token_ids
 
 _IGNORED: Final = frozenset(
     {"triton_enable_empty_final_response", "sequence_id", "sequence_start", "sequence_end"}

@@ -17,7 +17,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.frontends.kserve.parameters import boolean, gather, one_text, put_all, unquoted
 from gateway.frontends.kserve.tensors import Tensor, read_inputs, refuse_parameters
-from gateway.request.json_members import integer, token_ids
+from gateway.request.json_values import integer, token_ids
 
 VERSION: Final = "1"
 OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}

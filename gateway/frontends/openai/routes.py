@@ -37,7 +37,7 @@ from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
 from gateway.request.field_checks import request_id
-from gateway.request.json_body import parse_body
+from gateway.request.json_values import parse_body
 from gateway.text_rpcs import TextRpcs
 
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s

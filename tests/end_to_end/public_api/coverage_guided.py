@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["gateway", "diptych.runtime.tokenizer",
     from gateway.frontends.openai.chat_request import read_chat
     from gateway.frontends.openai.completions_request import read_completions
     from gateway.model.served_model import ServedModel
-    from gateway.request.json_body import parse_body
+    from gateway.request.json_values import parse_body
     from gateway.request.validation import parse_message, parse_request
 
 from diptych.kserve.v2 import open_inference_pb2 as oip

@@ -20,7 +20,7 @@ from gateway import limits
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.model.served_model import ServedModel
-from gateway.request.json_body import parse_body
+from gateway.request.json_values import parse_body
 from tests.gateway.frontends.openai.test_routes import door, post, root
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
