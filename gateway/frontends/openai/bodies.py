@@ -6,6 +6,7 @@ constraints, which have several forms, are `Any` here and read by the builders o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field, Tag, WithJsonSchema, create_model
@@ -29,8 +30,22 @@ ROWS: Final = {row.http: row for row in PARAMETERS.values() if row.http and not 
 """Rows of the table by the member that both bodies have."""
 # Accepted and without effect: they concern OpenAI's own books and storage.
 IGNORED: Final = ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_retention")
-CONSTRAINTS: Final = ("json", "json_object", "regex", "choice", "grammar")
+CONSTRAINTS: Final[Mapping[str, dict[str, Any]]] = {
+    "json": {"description": "JSON schema, or its text.", "anyOf": [{"type": "object"}, {"type": "string"}]},
+    "json_object": {"description": "Any JSON object.", "type": "boolean"},
+    "regex": {"description": "Regular expression.", "type": "string"},
+    "choice": {"description": "One of these texts.", "type": "array", "items": {"type": "string"}},
+    "grammar": {"description": "Grammar in llama.cpp's notation, GBNF.", "type": "string"},
+}
 """Members of vLLM's ``structured_outputs``; with ``guided_`` before them its older ones."""
+
+
+def _constraint(name: str) -> WithJsonSchema:
+    return WithJsonSchema(CONSTRAINTS[name])
+
+
+def _described(name: str) -> Any:
+    return Field(None, description=PARAMETERS[name].about)
 
 
 def _function_only(kind: str) -> str:
@@ -75,11 +90,11 @@ class ResponseFormat(BodyModel):
 class StructuredOutputs(BodyModel):
     """Constraint on the output, in vLLM's form."""
 
-    json_: Any = Field(None, alias="json")
-    json_object: Any = None
-    regex: Any = None
-    choice: Any = None
-    grammar: Any = None
+    json_: Annotated[Any, _constraint("json")] = Field(None, alias="json")
+    json_object: Annotated[Any, _constraint("json_object")] = None
+    regex: Annotated[Any, _constraint("regex")] = None
+    choice: Annotated[Any, _constraint("choice")] = None
+    grammar: Annotated[Any, _constraint("grammar")] = None
 
 
 class CalledFunction(BodyModel):
@@ -165,16 +180,16 @@ class CommonMembers(BodyModel):
     """Members of both bodies that are no rows of the table."""
 
     model: Text
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
-    use_beam_search: bool | None = None
-    max_tokens: Count | None = None
-    return_token_ids: bool | None = None
+    use_beam_search: bool | None = _described("beam_width")
+    max_tokens: Count | None = _described("max_tokens")
+    return_token_ids: bool | None = _described("return_token_ids")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    json_schema: Annotated[Any, _constraint("json")] = None
+    regex: Annotated[Any, _constraint("regex")] = None
+    ebnf: Annotated[Any, _constraint("grammar")] = None
 
 
 PROMPT_SCHEMA: Final = {
@@ -190,8 +205,8 @@ class CompletionsMembers(CommonMembers):
     """Body of ``POST /v1/completions``."""
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
-    echo: bool | None = None
-    logprobs: Count | None = None
+    echo: bool | None = _described("echo")
+    logprobs: Count | None = _described("logprobs")
     suffix: Annotated[Any, absent("")] = None
     add_special_tokens: Annotated[Any, absent(True)] = None
 
@@ -200,9 +215,9 @@ class ChatMembers(CommonMembers):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatTurn], at_most(limits.MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Count | None = None
+    max_completion_tokens: Count | None = _described("max_tokens")
+    logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
+    top_logprobs: Count | None = _described("logprobs")
     tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -224,7 +239,7 @@ class ChatMembers(CommonMembers):
 
 _SHARED: Final[dict[str, Any]] = {
     **parameter_fields(ROWS),
-    **{f"guided_{name}": (Any, None) for name in CONSTRAINTS},
+    **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
     **dict.fromkeys(IGNORED, (Any, None)),
 }
 CompletionsBody: Final = create_model("CompletionsBody", __base__=CompletionsMembers, **_SHARED)

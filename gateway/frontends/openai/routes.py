@@ -32,6 +32,7 @@ from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
@@ -77,6 +78,7 @@ class OpenAIRoutes:
             "/v1/chat/completions": {"POST": lambda request: self._generate(request, chat)},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
+            **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
         }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -236,6 +238,19 @@ async def _body(request: web.BaseRequest) -> bytes | web.Response:
         return _refuse(HTTPStatus.BAD_REQUEST, "the body is malformed", "malformed_body")
     except TimeoutError:
         return _refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_BODY_S:g} s", "body_too_slow")
+
+
+def _pages() -> dict[str, Respond]:
+    """Return the handlers of the pages that describe this API. They need no key and name no model."""
+
+    def handler(content_type: str, body: bytes) -> Respond:
+        async def respond(_: web.BaseRequest) -> web.StreamResponse:
+            charset = "utf-8" if content_type == "text/html" else None
+            return web.Response(body=body, content_type=content_type, charset=charset)
+
+        return respond
+
+    return {path: handler(*page) for path, page in openapi_pages().items()}
 
 
 async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:
