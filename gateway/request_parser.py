@@ -1,4 +1,4 @@
-"""From a message to the request that it means: validated, tokenised, and its grammar tried."""
+"""Parser of requests: a message is validated and tokenised, and its grammar compiled on trial."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gateway.tokenizer_pool import TokenizerPool
 
 
 class RequestParser:
-    """One per gateway."""
+    """Parser of all requests of a gateway."""
 
     def __init__(
         self, model: ServedModel, texts: TokenizerPool, tokens: ResumeTokens, clock: Callable[[], float]
@@ -33,7 +33,7 @@ class RequestParser:
         self._grammars = GrammarCheck()
 
     async def close(self) -> None:
-        """No call is running any more."""
+        """End the grammar check, once no call is running."""
         await self._grammars.close()
 
     async def read(
@@ -50,7 +50,10 @@ class RequestParser:
         return request
 
     async def try_grammar(self, request: ParsedRequest, call: Call, report: RequestTelemetry) -> None:
-        """Of a constrained request, within the call's deadline; raises what `GrammarCheck.check` raises."""
+        """Compile the grammar of a constrained request on trial, within the call's deadline.
+
+        Raises what `GrammarCheck.check` raises.
+        """
         if request.constraint is None:
             return
         started = self._clock()
@@ -61,7 +64,7 @@ class RequestParser:
             report.grammar_checked = (started, self._clock())
 
     def _parse(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
-        """The message as it is meant; with a token, as it was resolved when its stream began."""
+        """Validate the message; one with a resume token as it was resolved when its stream began."""
         parse = partial(
             parse_request,
             message,
@@ -81,7 +84,7 @@ class RequestParser:
 
 @asynccontextmanager
 async def _in_time(call: Call, now: float) -> AsyncIterator[None]:
-    """What takes turns with other requests waits as long as the deadline allows. Raises DeadlineExceeded."""
+    """Bound a wait by the call's deadline. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(call.time_left_s(now)):
             yield

@@ -1,8 +1,8 @@
-"""Whether a grammar can be compiled, asked of a child process that may be lost over it.
+"""Trial compilation of grammars in a child process that may be lost over one.
 
 There is one child, and a hostile grammar takes half a second of it. So tenants take turns, a grammar that
-several requests wait for is compiled once, and a caller may leave at any time: what it asked is answered all
-the same if the child is at it, and else left out unless somebody still waits.
+several requests wait for is compiled once, and a caller may leave at any time: a grammar that the child is at
+is finished all the same, any other is left out unless another request waits for it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class _Question:
 
 @dataclass(eq=False)
 class _Line:
-    """What one tenant waits for, by digest, the first one first. It has a task as long as it is not empty."""
+    """Queue of one tenant by digest, the first one first. It has a task as long as it is not empty."""
 
     questions: dict[bytes, _Question] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
 
 
 class GrammarCheck:
-    """One per gateway."""
+    """Queues of grammars for the child, one a tenant; one object per gateway."""
 
     def __init__(self) -> None:
         self.child = GrammarChild()
-        self._turn = asyncio.Lock()  # of the tenants' lines: who comes back to it waits for all others
+        self._turn = asyncio.Lock()  # of the tenants' queues: one that comes back to it waits for all others
         self._lines: dict[str, _Line] = {}
         self._answers: OrderedDict[bytes, str] = OrderedDict()
         self._closed = False
@@ -68,7 +68,7 @@ class GrammarCheck:
             raise BadGrammar(fault)
 
     async def close(self) -> None:
-        """End the child; whoever still waits is told that the server goes."""
+        """End the child; requests that still wait get Draining."""
         lines, self._lines, self._closed = list(self._lines.values()), {}, True
         tasks = [line.task for line in lines if line.task is not None]
         for task in tasks:
@@ -76,7 +76,7 @@ class GrammarCheck:
         await asyncio.gather(*tasks, return_exceptions=True)
         for question in (question for line in lines for question in line.questions.values()):
             question.answer.set_exception(Draining())
-            question.answer.exception()  # is no news to anybody if all callers have left
+            question.answer.exception()  # not reported where all callers have left
         await self.child.end()
 
     async def _wait(self, digest: bytes, grammar: Grammar, tenant: str) -> str:
@@ -107,7 +107,7 @@ class GrammarCheck:
                         question.answer.set_result(await self._answer(digest, question))
                     except Exception as error:
                         question.answer.set_exception(error)
-                        question.answer.exception()  # is no news to anybody if all callers have left
+                        question.answer.exception()  # not reported where all callers have left
                     del line.questions[digest]
                     end = end or time.monotonic() + TURN_S
         del self._lines[tenant]

@@ -1,7 +1,7 @@
-"""The child process that compiles grammars first, and may be lost over one.
+"""Child process that compiles grammars first, and may be lost over one.
 
-See `diptych.runtime.grammar.check` for why it is a process. It is started at the first question, answers one at a
-time (a good grammar takes about a millisecond) and is replaced when it dies.
+See `diptych.runtime.grammar.check` for why it is a process. It is started at the first question, answers one
+at a time (a good grammar takes about a millisecond) and is replaced when it dies.
 
 It is not started by the event loop: uvloop forks, and gRPC's fork handlers then start threads in the child,
 which may crash before it becomes another program. `subprocess` uses vfork(2), which calls no handlers.
@@ -39,18 +39,18 @@ class _Child:
 
 
 class GrammarChild:
-    """One, and the next one after it. To be asked one question at a time."""
+    """Child process and its successors; takes one question at a time."""
 
     def __init__(self) -> None:
         self._child: _Child | None = None
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """Of the child that will be asked, if one was started."""
+        """Process of the child that will be asked, if one was started."""
         return None if self._child is None else self._child.process
 
     async def ask(self, grammar: Grammar) -> str:
-        """What is wrong with it, or nothing.
+        """Return what is wrong with a grammar, or "".
 
         Only a child that its own limit has ended tells something of the grammar. Any other may have died of
         anything, as of an operator or the kernel being short of memory.
@@ -100,7 +100,7 @@ class GrammarChild:
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The child, which blocks this thread for about a millisecond, and our end of its input and output."""
+    """Start the child, which blocks this thread for about a millisecond, and return our end as well."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""One generation request after validation: plain values, every default resolved, nothing left to check.
+"""Generation request after validation: plain values, every default resolved, nothing left to check.
 
 Made by ``gateway.request.validation.parse_request``; protobuf ends there. What a caller wrote (ids, stop
 strings, salt, the names it chose) stays out of ``repr``, so that a log line cannot carry it by accident.

@@ -1,8 +1,8 @@
-"""What a client needs to go on with a broken stream at any gateway of the same secret: a signed token.
+"""Signed token with which a client continues a broken stream at any gateway of the same secret.
 
 The token says how the request was resolved (its seed, its limit) and binds that to the request by a digest.
 The client sends the request again with it and with the ids that it has. It holds no text, no ids and no
-address: a keyed digest, a seed and two numbers say nothing to who has not the key.
+address: a keyed digest, a seed and two numbers say nothing without the key.
 
     version 2 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
 
@@ -37,7 +37,7 @@ _CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
 
 
 class Opened(NamedTuple):
-    """What a genuine token says."""
+    """Content of a genuine token."""
 
     seed: int
     max_tokens: int
@@ -45,7 +45,7 @@ class Opened(NamedTuple):
 
 
 class ResumeTokens:
-    """Makes and reads tokens.
+    """Maker and reader of tokens.
 
     Args:
         secret: of the fleet, the same for all gateways that take over from one another.
@@ -59,13 +59,13 @@ class ResumeTokens:
         self._clock = wall_clock
 
     def issue(self, request: ParsedRequest, max_tokens: int, tenant: str) -> str:
-        """For a tenant's request that was resolved so; ``max_tokens`` is of the whole output."""
+        """Make the token of a tenant's resolved request; ``max_tokens`` is of the whole output."""
         expires = int(self._clock()) + LIFETIME_S
         body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request, tenant))
         return base64.urlsafe_b64encode(body + self._mac(body)).rstrip(b"=").decode()
 
     def open(self, token: str) -> Opened:
-        """Raises `InvalidParameter`: not a token of this fleet, altered, or too old."""
+        """Return the content. Raises InvalidParameter: not a token of this fleet, altered, or too old."""
         # The length first: what is longer is not worth decoding.
         data = _decoded(token) if len(token) == _CHARS else b""
         body, mac = data[: _BODY.size], data[_BODY.size :]
@@ -77,9 +77,9 @@ class ResumeTokens:
         return Opened(seed, max_tokens, digest)
 
     def check(self, opened: Opened, request: ParsedRequest, tenant: str) -> None:
-        """Whether it is the request that the token was made for; ``request`` was resolved with its seed.
+        """Raise InvalidParameter unless the token was made for ``request``, which was resolved with its seed.
 
-        Raises `InvalidParameter`.
+        Digests are compared in constant time.
         """
         if not hmac.compare_digest(opened.digest, self._digest(request, tenant)):
             raise InvalidParameter(FIELD, "was made for another request, another model or another tenant")
@@ -88,7 +88,7 @@ class ResumeTokens:
         return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
 
     def _digest(self, request: ParsedRequest, tenant: str) -> bytes:
-        """Of all that the output depends on. Keyed, so that a guessed prompt cannot be tested against it."""
+        """Digest all that the output depends on; keyed, so that a guessed prompt cannot be tested."""
         sampling, constraint = request.sampling, request.constraint
         rest = (
             tenant,
@@ -127,12 +127,12 @@ def _decoded(token: str) -> bytes:
 
 
 def resumable(request: ParsedRequest) -> bool:
-    """Whether a stream of it can be gone on with: the ids that a client has say all that it has."""
+    """Return whether a broken stream of it can continue: the ids that a client has are all that it has."""
     return request.choices == 1 and request.beam_width is None and request.want_token_ids
 
 
 def refuse_several(request: ParsedRequest) -> None:
-    """Raises `UnsupportedFeature` for outputs that do not stream one by one."""
+    """Raise UnsupportedFeature for outputs that do not stream one by one."""
     for path, wanted in (
         ("sampling.n", request.n > 1),
         ("sampling.best_of", request.best_of is not None),
@@ -145,7 +145,7 @@ def refuse_several(request: ParsedRequest) -> None:
 def resumed(
     request: ParsedRequest, opened: Opened, received: tuple[int, ...], vocab_size: int
 ) -> ParsedRequest:
-    """The request as it goes on after ``received``. What came with its first message does not come again.
+    """Return the request as it continues after ``received``, without what came with its first message.
 
     Raises `InvalidParameter` for ids that this request cannot have got.
     """

@@ -27,7 +27,7 @@ _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One grammar for the output. ``parts`` are tried before it: their faults have fields of their own."""
+    """Grammar for the output. ``parts`` are compiled before it: their faults have fields of their own."""
 
     path: str  # of the field that asked for it
     grammar: Grammar
@@ -61,7 +61,7 @@ async def _verify(path: str, grammar: Grammar, checker: GrammarCheck, tenant: st
 
 
 def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
-    """What the output must match. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    """Return what the output must match. Raises InvalidParameter or UnsupportedFeature."""
     kind = asked.WhichOneof("constraint")
     if kind is None:
         return None
@@ -87,13 +87,13 @@ def check_size(path: str, text: str) -> None:
 
 
 def json_schema(path: str, text: str) -> Grammar:
-    """A schema that is a JSON object of bounded depth."""
+    """Return the grammar of a schema, a JSON object of bounded depth. Raises InvalidParameter."""
     read_schema(path, text)
     return Grammar(Kind.JSON_SCHEMA, text)
 
 
 def read_schema(path: str, text: str) -> dict[str, object]:
-    """The schema in ``text``, its strings all valid Unicode. Raises `InvalidParameter`."""
+    """Return the schema in ``text``, its strings all valid Unicode. Raises InvalidParameter."""
     if _depth(text) > limits.MAX_SCHEMA_DEPTH:
         raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
     try:
@@ -113,7 +113,7 @@ def _no_constant(name: str) -> object:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are open outside strings: exact up to where the text ceases to be JSON."""
+    """Return the depth of brackets outside strings: exact up to where the text ceases to be JSON."""
     deepest = depth = 0
     for char in _STRING.sub("", text):
         if char in "{[":
@@ -151,7 +151,7 @@ def _choice(path: str, values: Sequence[str]) -> Grammar:
 
 
 def exactly(text: str) -> str:
-    """A regular expression for ``text`` itself: in escapes, but for letters and digits."""
+    """Return a regular expression for ``text`` itself: in escapes, but for letters and digits."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""A caller's protobuf message → plain, checked values, or the error that names the bad field.
+"""Validation of a caller's protobuf message: plain values, or the error that names the bad field.
 
 Pure: no I/O, no clock; ids and seeds come from the two callables. Cheap checks run first, so that most bad
 requests cost microseconds; tokenizing comes last. A prompt of `limits.INLINE_PARSE_BYTES` or more takes
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=Message)
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """The message in ``data``; for handlers registered with an identity deserializer.
+    """Parse the message in ``data``, for handlers registered with an identity deserializer.
 
     gRPC's own deserializer answers garbage with UNKNOWN or INTERNAL and its exception's text; this raises
     `InvalidParameter`. Invalid UTF-8 and nesting over protobuf's limit of 100 are garbage too.
@@ -50,7 +50,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def skips_special(asked: pb.ResponseOptions | pb.DetokenizeRequest) -> bool:
-    """Whether control tokens are left out of texts: unless somebody says no."""
+    """Return whether control tokens are left out of texts, which is the default."""
     return asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True
 
 
@@ -63,7 +63,8 @@ def parse_request(
     fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
     fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> ParsedRequest:
-    """
+    """Validate and tokenise a request.
+
     Args:
         request: as it came.
         model: the served model.

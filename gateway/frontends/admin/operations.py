@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.v1 import admin_pb2 as pb
 from gateway.admission.admission import AdmissionQueue
-from gateway.frontends.admin.worker_status import survey
+from gateway.frontends.admin.worker_status import worker_status
 from gateway.frontends.grpc.grpc_call import GrpcCall
 from gateway.model.model_card import ModelCard
 from gateway.worker_pool.worker import Worker
@@ -29,7 +29,7 @@ MAX_GRACE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a gateway says of itself and does not change."""
+    """Facts about a gateway that do not change."""
 
     gateway_id: str
     card: ModelCard
@@ -38,7 +38,11 @@ class Identity:
 
 
 class Operations:
-    """One object serves all calls. ``state`` tells (ready, draining, directory connected) now."""
+    """RPCs of the service; one object serves all calls.
+
+    Args:
+        state: returns (ready, draining, directory connected) as they are now.
+    """
 
     def __init__(
         self,
@@ -70,23 +74,23 @@ class Operations:
         return info
 
     async def list_workers(self, _: pb.ListWorkersRequest) -> pb.ListWorkersResponse:
-        return pb.ListWorkersResponse(workers=self._survey())
+        return pb.ListWorkersResponse(workers=self._status())
 
     async def watch_load(self, request: pb.WatchLoadRequest, call: GrpcCall) -> None:
-        """Writes until the caller leaves: its cancel comes as CancelledError."""
+        """Write the load until the caller leaves: its cancel comes as CancelledError."""
         interval_s = DEFAULT_INTERVAL_S
         if request.HasField("interval"):
             interval_s = _seconds("interval", request.interval, MIN_INTERVAL_S, MAX_INTERVAL_S)
         while True:
             await call.context.write(
                 pb.WatchLoadResponse(
-                    running=self._queue.running, waiting=self._queue.waiting, workers=self._survey()
+                    running=self._queue.running, waiting=self._queue.waiting, workers=self._status()
                 )
             )
             await asyncio.sleep(interval_s)
 
     async def drain_worker(self, request: pb.DrainWorkerRequest) -> pb.DrainWorkerResponse:
-        """The worker has the message when this returns, or it is lost, which ends it here just as well."""
+        """Send the worker the order. If it is lost before it reads it, it takes nothing new either."""
         worker = self._linked(self._find(request.worker_id))
         grace_s = None
         if request.HasField("grace"):
@@ -95,7 +99,7 @@ class Operations:
         return pb.DrainWorkerResponse()
 
     async def flush_prefix_cache(self, request: pb.FlushPrefixCacheRequest) -> pb.FlushPrefixCacheResponse:
-        """Of one worker, or of all that are linked."""
+        """Flush the cache of one worker, or of all that are linked, and count the blocks."""
         if request.worker_id:
             chosen = [self._linked(self._find(request.worker_id))]
         else:
@@ -111,10 +115,10 @@ class Operations:
         except TimeoutError:
             raise NoReadyWorker(worker.record.role) from None
 
-    def _survey(self) -> list[pb.WorkerInfo]:
+    def _status(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()
         slow = partial(self._fleet.ejections.reason, now=time.monotonic())
-        return survey(self._fleet.roster, self._fleet.strangers(), now, slow)
+        return worker_status(self._fleet.roster, self._fleet.strangers(), now, slow)
 
     def _find(self, worker_id: str) -> Worker:
         if not worker_id:
@@ -131,7 +135,7 @@ class Operations:
 
 
 def started_now() -> int:
-    """For `Identity.started_ns`."""
+    """Return the time for `Identity.started_ns`."""
     return time.time_ns()
 
 

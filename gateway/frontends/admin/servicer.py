@@ -15,7 +15,7 @@ MAX_REQUEST_BYTES = 64 * 1024
 
 
 class AdminServicer:
-    """Serves operators until closed. It is ready as long as it is there: they come when things go wrong."""
+    """Server of the service until it is closed. It is always ready: operators come when things go wrong."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self._server = server
@@ -47,7 +47,7 @@ class AdminServicer:
 
 
 def bodies(operations: Operations) -> dict[str, Body]:
-    """Every RPC of the service."""
+    """Return every RPC of the service by name."""
     return {
         "GetServerInfo": plain(operations.server_info),
         "ListWorkers": plain(operations.list_workers),

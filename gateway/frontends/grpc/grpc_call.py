@@ -1,4 +1,4 @@
-"""A gRPC call as the core sees it, and its end in gRPC's words. For every gRPC service of the gateway.
+"""gRPC call as the core sees it, and its end as a gRPC status, for every gRPC service of the gateway.
 
 Nothing that a handler raises reaches gRPC itself, which would send its text to the client. A client's
 cancel and its deadline both arrive as CancelledError; the clock tells them apart, and both are re-raised.
@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GrpcCall(Call):
-    """``method`` is the full name: service, slash, RPC."""
+    """Call of an RPC; ``method`` is its full name: service, slash, RPC."""
 
     def __init__(
         self, method: str, context: Context, received_at: float, caller: Caller | None = None
@@ -48,12 +48,12 @@ class GrpcCall(Call):
         await self.context.write(message)
 
     def on_request_id(self, request_id: str) -> None:
-        """In the trailing metadata: leading metadata would commit the RPC before its first message."""
+        """Set trailing metadata: leading metadata would commit the RPC before its first message."""
         self.context.set_trailing_metadata(((REQUEST_ID_TRAILER, request_id),))
 
 
 async def serve(calls: Calls, call: GrpcCall, body: Callable[[], Awaitable[T]]) -> T:
-    """The body's result, or the RPC aborted with the status of what it raised."""
+    """Return the body's result, or abort the RPC with the status of what it raised."""
     try:
         with calls.account(call):
             return await body()

@@ -1,4 +1,4 @@
-"""Any gRPC service of the gateway: its RPCs as plain functions, with everything around them.
+"""gRPC services of the gateway: RPCs as plain functions, and the handlers around them.
 
 Requests arrive as bytes and are parsed inside the handlers: what gRPC's own deserializers answer to garbage
 is UNKNOWN with an exception's text. Handlers write to the context instead of yielding, which costs a task
@@ -28,7 +28,7 @@ Stream = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 
 
 def plain(body: Callable[[Any], Awaitable[Message]]) -> Body:
-    """For what needs to know nothing of its call."""
+    """Make an RPC of a function that takes the request only."""
     return lambda request, _: body(request)
 
 
@@ -41,7 +41,7 @@ def add_service(
     streams: Mapping[str, Stream] | None = None,
     without_key: frozenset[str] = frozenset(),
 ) -> None:
-    """Register RPCs by their names; those of ``without_key`` are open to everybody.
+    """Register RPCs by their names; those of ``without_key`` need no API key.
 
     Raises RuntimeError unless there is a function for each.
     """

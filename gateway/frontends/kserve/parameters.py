@@ -1,4 +1,4 @@
-"""The knobs of a request, by name: of the protocol's ``parameters``, of the JSON in the input
+"""Parameters of a request, by name: of the protocol's ``parameters``, of the JSON in the input
 ``sampling_parameters`` (as for Triton's vLLM backend), or each an input tensor of one element (as for
 TensorRT-LLM's). A name may come one way only.
 
@@ -31,7 +31,7 @@ MAX_PARAMETERS: Final = 64
 
 
 def gather(request: oip.ModelInferRequest, inputs: Mapping[str, Tensor]) -> dict[str, tuple[str, object]]:
-    """Name → (where it stands, value), from all three places."""
+    """Return name → (path, value), from all three places."""
     if len(request.parameters) > MAX_PARAMETERS:
         raise InvalidParameter("parameters", f"must have at most {MAX_PARAMETERS} elements")
     found: dict[str, tuple[str, object]] = {}
@@ -56,7 +56,7 @@ def gather(request: oip.ModelInferRequest, inputs: Mapping[str, Tensor]) -> dict
 
 
 def put_all(request: pb.GenerateRequest, found: Mapping[str, tuple[str, object]]) -> dict[str, str]:
-    """Set every knob. Returns path of the core's field → where the client wrote it, for errors."""
+    """Set every parameter. Return path of the core's field → path in the client's message, for errors."""
     names: dict[str, str] = {}
     for name, (path, value) in found.items():
         if name in _IGNORED:
@@ -69,7 +69,7 @@ def put_all(request: pb.GenerateRequest, found: Mapping[str, tuple[str, object]]
 
 
 def one_text(tensor: Tensor) -> str:
-    """The one string of a BYTES tensor."""
+    """Return the one string of a BYTES tensor. Raises InvalidParameter."""
     if tensor.datatype != "BYTES" or len(tensor.values) != 1:
         raise InvalidParameter(tensor.path, "must be a BYTES tensor of one element")
     value = tensor.values[0]
@@ -87,7 +87,7 @@ def _json(tensor: Tensor) -> dict[str, object]:
 
 
 def _scalar(name: str, tensor: Tensor) -> object:
-    """A knob that came as a tensor; `stop` may have several strings, ids several numbers."""
+    """Return a parameter that came as a tensor; `stop` may have several strings, ids several numbers."""
     if tensor.datatype == "BYTES":
         texts = [one_text(Tensor(tensor.path, "BYTES", (value,))) for value in tensor.values]
         return texts[0] if len(texts) == 1 else texts
@@ -99,7 +99,7 @@ def _scalar(name: str, tensor: Tensor) -> object:
 
 
 def boolean(path: str, value: object) -> bool:
-    """Raises InvalidParameter for what is no truth value."""
+    """Return a truth value. Raises InvalidParameter."""
     value = _TRUTH.get(value, value) if isinstance(value, str) else value
     if not isinstance(value, bool):
         raise InvalidParameter(path, "must be true or false")
@@ -107,7 +107,7 @@ def boolean(path: str, value: object) -> bool:
 
 
 def unquoted(value: object) -> object:
-    """The number that a string spells, or the value as it is."""
+    """Return the number that a string spells, or the value as it is."""
     if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
     return float(value) if set(value) & set(".eE") else int(value)

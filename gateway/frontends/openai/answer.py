@@ -1,4 +1,4 @@
-"""What both kinds of answers share: the envelope, the numbering of choices, usage, and why a choice ended.
+"""Base of both kinds of answers: envelope, numbers of choices, usage, and finish reasons.
 
 Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
 from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
@@ -30,7 +30,7 @@ _FINISH: Final = {
 
 
 class Answer(ABC):
-    """The answer to one HTTP request.
+    """Answer to one HTTP request.
 
     Args:
         model: the served name, which the client may have called otherwise.
@@ -53,7 +53,7 @@ class Answer(ABC):
         self._stop_token_ids = frozenset(asked.drafts[0].request.stopping.stop_token_ids)
 
     async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
-        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none.
+        """Return the server-sent events of a message of the ``prompt``-th prompt; may be none.
 
         An event is a list of its pieces.
         """
@@ -76,13 +76,13 @@ class Answer(ABC):
         self._tail = '],"usage":null}\n\n' if self._asked.with_usage else "]}\n\n"
 
     def last_events(self) -> str:
-        """After all choices of all prompts."""
+        """Return the events after all choices of all prompts."""
         if not self._asked.with_usage:
             return DONE
         return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
 
     async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
-        """The one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
+        """Return the one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
         turns = Yielder()
         pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
         between = ""
@@ -98,20 +98,20 @@ class Answer(ABC):
 
     @abstractmethod
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
-        """JSON of what comes ahead of a prompt's first output, by choice and in pieces."""
+        """Return the JSON ahead of a prompt's first output, by choice and in pieces."""
 
     @abstractmethod
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
-        """JSON of one choice in an event: what is new of it."""
+        """Return the JSON of one choice in an event: its new output."""
 
     @abstractmethod
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
-        """JSON of one choice of a whole answer, in pieces."""
+        """Return the JSON of one choice of a whole answer, in pieces."""
 
     def _ending(self, output: pb.OutputDelta) -> dict[str, Any]:
-        """Why a choice ended. ``stop_reason`` is vLLM's: what ended it of the client's strings and token ids.
+        """Return why a choice ended. ``stop_reason`` is vLLM's: the client's string or token id.
 
         An end of sequence that the client did not name is the model's own end, and null.
         """
@@ -121,7 +121,7 @@ class Answer(ABC):
         return {"finish_reason": _FINISH[output.finish_reason], "stop_reason": reason}
 
     def _event_ending(self, output: pb.OutputDelta) -> str:
-        """The same as members of an event; nearly every event ends nothing."""
+        """Return `_ending` as members of an event; nearly every event ends nothing."""
         return inside(self._ending(output)) if output.finish_reason else '"finish_reason":null'
 
     def _number(self, prompt: int, index: int) -> int:

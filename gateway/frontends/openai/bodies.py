@@ -40,6 +40,9 @@ CONSTRAINTS: Final[Mapping[str, dict[str, Any]]] = {
 """Members of vLLM's ``structured_outputs``; with ``guided_`` before them its older ones."""
 
 
+_NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
+
+
 def _constraint(name: str) -> WithJsonSchema:
     return WithJsonSchema(CONSTRAINTS[name])
 
@@ -240,7 +243,7 @@ class ChatMembers(CommonMembers):
 _SHARED: Final[dict[str, Any]] = {
     **parameter_fields(ROWS),
     **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
-    **dict.fromkeys(IGNORED, (Any, None)),
+    **dict.fromkeys(IGNORED, (Annotated[Any, _NO_EFFECT], None)),
 }
 CompletionsBody: Final = create_model("CompletionsBody", __base__=CompletionsMembers, **_SHARED)
 ChatBody: Final = create_model("ChatBody", __base__=ChatMembers, **_SHARED)

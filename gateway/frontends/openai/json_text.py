@@ -17,17 +17,17 @@ _IDS_AS_ITEMS: Final = 16  # a token id is written in 60 ns
 
 
 def inside(value: object) -> str:
-    """The JSON of a string, a list or an object, without what encloses it."""
+    """Return the JSON of a string, a list or an object, without what encloses it."""
     return json.dumps(value)[1:-1]
 
 
 def joined(parts: Iterable[str]) -> str:
-    """The insides of lists, as the inside of one list."""
+    """Join the insides of lists to the inside of one list."""
     return ",".join(filter(None, parts))
 
 
 async def ids_inside(ids: Sequence[int], turns: Yielder) -> str:
-    """The inside of a list of token ids."""
+    """Return the inside of a list of token ids."""
     parts = []
     for some in slices(ids, PORTION * _IDS_AS_ITEMS):
         parts.append(inside(list(some)))
@@ -36,8 +36,9 @@ async def ids_inside(ids: Sequence[int], turns: Yielder) -> str:
 
 
 def blocks(wholes: Iterable[Sequence[str]]) -> Iterator[bytes]:
-    """What to write one by one: small texts together, large ones for themselves. None of ``wholes``, each of
-    which is given in pieces, is in two of the blocks.
+    """Yield what to write one by one: small texts together, large ones for themselves.
+
+    None of ``wholes``, each of which is given in pieces, is in two of the blocks.
     """
     held: list[str] = []
     size = 0

@@ -25,7 +25,7 @@ _SLICE: Final = 64  # tokens, with up to 20 others each
 async def completion_lists(
     items: Sequence[pb.TokenLogprob], offsets: TextOffsets, turns: Yielder
 ) -> list[str]:
-    """`completion_logprobs` as JSON: the inside of each of the `LISTS`."""
+    """Return `completion_logprobs` as JSON: the inside of each of the `LISTS`."""
     parts: list[list[str]] = [[] for _ in LISTS]
     for some in slices(items, _SLICE):
         found = completion_logprobs(some, offsets)
@@ -44,7 +44,8 @@ async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Yielder) -
 
 
 def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) -> dict[str, Any]:
-    """
+    """Return the logprobs of tokens as parallel lists.
+
     Args:
         items: of consecutive tokens.
         offsets: at the first of them; after the last one when this returns.
@@ -65,7 +66,7 @@ def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) 
 def prompt_offsets(
     text: str, items: Iterable[pb.TokenLogprob], special: Callable[[int], bool]
 ) -> TextOffsets:
-    """At the first of ``items``, the tokens of a prompt that came as ``text``.
+    """Return the offset of the first of ``items``, the tokens of a prompt that came as ``text``.
 
     Control tokens among them are none of it, nor is a space that the tokenizer put in front.
     """
@@ -85,7 +86,7 @@ def _leading_spaces(pieces: Iterable[bytes]) -> int:
 
 
 def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
-    """``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
+    """Return ``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
     content = [{**_record(item), "top_logprobs": [_record(top) for top in item.top]} for item in items]
     return {"content": content, "refusal": None}
 
@@ -109,7 +110,7 @@ def _data(item: pb.TokenLogprob) -> bytes:
 
 
 def _broken(item: pb.TokenLogprob) -> bool:
-    """Whether the token's bytes are no text of their own."""
+    """Return whether the token's bytes are no text of their own."""
     if not item.utf8:
         return False
     try:

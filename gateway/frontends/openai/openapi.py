@@ -94,7 +94,7 @@ def _generation(summary: str, body: str) -> dict[str, Any]:
 
 
 def _tidied(schema: Any) -> Any:
-    """Return a schema without generated titles, null and members that are accepted to no effect."""
+    """Return a schema without generated titles, null and members that are not implemented."""
     if isinstance(schema, list):
         return [_tidied(one) for one in schema if one != {"type": "null"}]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""The routes of the OpenAI-compatible API, and what happens to a request on each.
+"""Routes of the OpenAI-compatible API.
 
-Body in, checked and parsed; the core runs it; JSON or events out. What the client did wrong on the way to the
-core (path, method, size, type of the body) is answered here, everything else is a `DiptychError`.
+Body in, checked and parsed; the core runs it; JSON or events out. Faults ahead of the core (path, method,
+size, type of the body) are answered here, everything else is a `DiptychError`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the two ways to generate."""
+    """Kind of generation: how its body is read and its answer made."""
 
     read: Callable[[dict[str, object]], HttpGenerateRequest]
     answer: Callable[[HttpGenerateRequest], Answer]
 
 
 class OpenAIRoutes:
-    """Handles what is no operator's path. One object serves all requests.
+    """Handlers of all paths but the operators'. One object serves all requests.
 
     Args:
         digest: of the model, for ``system_fingerprint``.
@@ -100,7 +100,7 @@ class OpenAIRoutes:
 
     async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
         call = HttpCall(request.path, request, self._calls.clock())
-        # Who will be refused need not send a body.
+        # A caller that is refused need not send a body.
         data = await _body(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
@@ -123,7 +123,7 @@ class OpenAIRoutes:
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
 
     async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """The whole answer; empty for a stream, as with several."""
+        """Generate one answer and return it; nothing is returned for a stream, as in `_several`."""
         draft = asked.drafts[0]
         call.names = draft.names
         if asked.stream:
@@ -132,7 +132,7 @@ class OpenAIRoutes:
         return [await self._generator.whole(draft.request, call)]
 
     async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """All prompts at once; the first that fails ends the others. Empty for a stream."""
+        """Generate for all prompts at once; the first that fails ends the others."""
         meter = self._meter(call.caller.meter, len(asked.drafts))
         served = True
         try:
@@ -169,7 +169,10 @@ class OpenAIRoutes:
         return [message for task in tasks if (message := task.result()) is not None]
 
     def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
-        """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
+        """Reserve the quota before the first of them costs anything.
+
+        Raises InvalidParameter or QuotaExceeded.
+        """
         most = meter.quota.most_together
         if most is not None and prompts > most:
             why = "each is a request, and this API key may begin no more at once"
@@ -222,7 +225,7 @@ class OpenAIRoutes:
 
 
 async def _body(request: web.BaseRequest) -> bytes | web.Response:
-    """The body, or why it is not read."""
+    """Return the body, or the response that says why it is not read."""
     if request.content_type != "application/json":
         return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":

@@ -13,7 +13,7 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.kserve.parameters import MAX_PARAMETERS
-from gateway.frontends.kserve.request import in_the_clients_words, read_request
+from gateway.frontends.kserve.request import read_request, with_client_field
 from gateway.model.served_model import ServedModel
 from gateway.request.validation import parse_message, parse_request
 from tests.gateway.frontends.kserve.tensors import MODEL, add, asking, asking_raw, raw_texts
@@ -176,7 +176,7 @@ def refusal(request: oip.ModelInferRequest, model: ServedModel) -> DiptychError:
         return error
     with pytest.raises(DiptychError) as refused:
         parse_request(asked.request, model)
-    return in_the_clients_words(refused.value, asked.names)
+    return with_client_field(refused.value, asked.names)
 
 
 @pytest.mark.parametrize(("request_", "field"), BAD, ids=[f"{i}-{field}" for i, (_, field) in enumerate(BAD)])

@@ -41,7 +41,7 @@ def test_every_parameter_is_described(path: str) -> None:
     members = build_openapi()["components"]["schemas"][BODIES[path]]["properties"]
     for name, row in ROWS.items():
         assert members[name]["description"] == row.about
-    assert not members.keys() & set(IGNORED)
+    assert members.keys() > set(IGNORED)
 
 
 def test_references_are_defined() -> None:
