@@ -10,7 +10,7 @@ from diptych.engine.device import DeviceUnavailable, free_pool_bytes
 from diptych.runtime.startup_error import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
-from kvtransfer.transports.prefault import whole_memory
+from kvtransfer.transports.prefault import total_memory
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -
     blocks = settings.num_blocks(layout.bytes_per_block)
     if device.type == "cpu":
         if settings.pool_chosen:
-            _check_room(blocks * layout.bytes_per_block, whole_memory())
+            _check_room(blocks * layout.bytes_per_block, total_memory())
         return allocate_pool(layout, blocks)
     if not settings.pool_chosen:
         model = engine.model

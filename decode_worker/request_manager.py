@@ -28,7 +28,7 @@ from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.codec import attempt_id
-from kvtransfer.drivers.events import Ready
+from kvtransfer.drivers.types import Ready
 from kvtransfer.protocol.messages import Key, PendingTransfer
 
 log = logging.getLogger(__name__)

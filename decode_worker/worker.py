@@ -63,12 +63,12 @@ class DecodeWorker:
             fingerprint=engine.fingerprint,
             memory=memory,
             pool=self._pool,
-            transports=registry.chosen(settings.transport, memory.memory.data.device),
+            transports=registry.transports_for(settings.transport, memory.memory.data.device),
             running=lambda: self._loop.num_running,
             on_ready=self._loop.attempts.on_ready,
             on_failed=self._loop.attempts.on_failed,
             host=settings.host,
-            beat=lambda: beat_of(self._loop),
+            heartbeat=lambda: beat_of(self._loop),
         )
         self._loop.attempts.grants = self._handoff
         self._loop.attempts.grammars = Grammars(settings.model_path)

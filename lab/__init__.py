@@ -1,1 +1,1 @@
-"""The laboratory: measurements beside peers and physical limits. Run from a clone; not part of the package."""
+"""The laboratory: measurements beside peers and physical limits, run from a clone and not packaged."""

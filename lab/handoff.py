@@ -33,10 +33,10 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.events import Ready
+from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.server import HandoffServer
-from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.drivers.types import Ready
 from kvtransfer.protocol.messages import PendingTransfer
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 

@@ -9,8 +9,8 @@ from diptych.runtime.block_hash import block_keys
 from diptych.runtime.failpoints import reach
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
 from kvtransfer.drivers.peer import Peer
+from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.errors import AttemptOver, HandoffError
 from prefill_worker.request import PrefillRequest, Stop
 

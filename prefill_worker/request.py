@@ -23,7 +23,7 @@ from diptych.engine.prompt_logprobs import CHUNK
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
+from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.scheduler import Prompt
 

@@ -18,7 +18,7 @@ from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import Grammars, GrammarState
 from diptych.worker_process.step_thread import StepThread
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
+from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.gateway_stream import GatewayStream
 from prefill_worker.kv_sender import Outcome, handoff

@@ -59,12 +59,12 @@ class PrefillWorker:
             incarnation=incarnation(),
             fingerprint=engine.fingerprint,
             layout=engine.layout,
-            transports=registry.chosen(settings.transport, engine.model.device),
+            transports=registry.transports_for(settings.transport, engine.model.device),
             device=engine.model.device,
             scratch=self._scratch,
             on_abort=self._loop.attempts.on_abort,
             on_peer_lost=self._loop.attempts.on_peer_lost,
-            beat=lambda: beat_of(self._loop),
+            heartbeat=lambda: beat_of(self._loop),
         )
         self._loop.attempts.handoff = self._handoff
         self._loop.attempts.grammars = Grammars(settings.model_path)

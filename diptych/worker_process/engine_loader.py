@@ -25,7 +25,7 @@ from diptych.runtime.settings import cpu_features
 from diptych.runtime.startup_error import StartupError
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.self_test import probe
-from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.drivers.handshake import Fingerprint
 
 log = logging.getLogger(__name__)
 

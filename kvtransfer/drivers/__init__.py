@@ -1,1 +1,1 @@
-"""The drivers of the KV handoff protocol: links, clocks, processes and memory around the state machines."""
+"""Drivers of the KV handoff protocol: streams, clocks, processes and memory around the state machines."""

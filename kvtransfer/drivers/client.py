@@ -1,4 +1,4 @@
-"""The prefill worker's end of the handoff: one Peer a decode process, linked when it is needed."""
+"""Client of the prefill worker: one Peer a decode process, linked when it is needed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.codec import Request, Response
-from kvtransfer.drivers.events import Beat
+from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.drivers.links import PeerLink
 from kvtransfer.drivers.peer import Peer
-from kvtransfer.drivers.peer_link import PeerLink
 from kvtransfer.drivers.scratch import Scratch
+from kvtransfer.drivers.types import Heartbeat
 from kvtransfer.protocol.errors import HandoffDenied, PeerReplaced
-from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.protocol.lease import Lease, LeaseTimes, Verdict
+from kvtransfer.protocol.lease import STALL_S, Lease, LeaseTimes, TransferProgress, Verdict
 from kvtransfer.protocol.messages import Key, WriterId
-from kvtransfer.protocol.progress import STALL_S, Progress
 from kvtransfer.transports import registry
-from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.device_order import CPU, gpu_uuid
+from kvtransfer.transports.base import CPU, TransportError, Welcome, gpu_uuid
 
 _log = logging.getLogger(__name__)
 _PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
@@ -35,19 +33,23 @@ _RELINK_FOR_S = 120.0
 
 
 @dataclass(frozen=True)
-class _Refusal:
+class _Denial:
     incarnation: int
     reason: int
     message: str
 
 
 class HandoffClient:
-    """One per prefill worker. Callbacks run on the event loop.
+    """Links of one prefill worker to decode processes. Callbacks run on the event loop.
 
-    `on_abort(key)`: stop computing this attempt, then `peer.stop`. `on_peer_lost(address, keys)`: the same
-    for all of them, and the decode process may be gone. `scratch` makes the own blocks when the first
-    copying peer needs them; without it only peers that share memory are accepted. Sent blocks of which
-    none is acknowledged for `stall_s` end a link. `device` is where this worker computes.
+    Args:
+        scratch: makes the own blocks when the first copying peer needs them; without it only peers that share
+            memory are accepted.
+        on_abort: `on_abort(key)` asks to stop computing this attempt, then to call `peer.stop`.
+        on_peer_lost: `on_peer_lost(address, keys)` asks the same for all `keys`; the process may be gone.
+        heartbeat: state of this worker's engine.
+        stall_s: seconds without an acknowledgement of sent blocks that end a link.
+        device: device on which this worker computes.
     """
 
     def __init__(
@@ -61,63 +63,66 @@ class HandoffClient:
         scratch: Callable[[], tuple[KVMemory, BlockPool]] | None,
         on_abort: Callable[[Key], None],
         on_peer_lost: Callable[[str, list[Key]], None],
-        beat: Callable[[], Beat] = Beat,
+        heartbeat: Callable[[], Heartbeat] = Heartbeat,
         lease_times: LeaseTimes | None = None,
         stall_s: float = STALL_S,
         device: torch.device = CPU,
     ) -> None:
         self._device = device
         self._stall_s = stall_s
-        self._me = WriterId(worker_id, incarnation)
+        self._writer_id = WriterId(worker_id, incarnation)
         self._fingerprint = fingerprint
         self._layout = layout
         self._transports = [t for t in transports if scratch is not None or t in registry.IN_PLACE]
         self._make_scratch = scratch
         self._scratch: Scratch | None = None
-        self._on_abort, self._on_peer_lost, self._beat = on_abort, on_peer_lost, beat
+        self._on_abort, self._on_peer_lost, self._heartbeat = on_abort, on_peer_lost, heartbeat
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
         self._peers: dict[str, Peer] = {}
         self._links: dict[Peer, tuple[PeerLink, Lease]] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
-        self._tried: dict[str, _Refusal] = {}
-        """How the last try to link to an address failed: all that waited for it are refused with it."""
+        self._last_denials: dict[str, _Denial] = {}
+        """Last failed try to link to each address: all calls that waited for it fail with it."""
         self._opening: set[PeerLink] = set()
-        """Welcomed, their transport on its way: they hear our heartbeats, and have no lease yet."""
+        """Links whose transport is being opened: they get heartbeats and have no lease yet."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ticking: asyncio.Task[None] | None = None
+        self._tick_task: asyncio.Task[None] | None = None
         self._closed = False
 
     async def peer(self, address: str, expected_incarnation: int) -> Peer:
-        """The decode process at `address`, linked. Raises HandoffRefused, also if another one is there."""
+        """Return the linked Peer of the decode process at `address`.
+
+        Raises HandoffDenied, also (PeerReplaced) if another process has the address.
+        """
         peer = self._peers.get(address)
         if peer is not None and peer.linked and peer.incarnation == expected_incarnation:
             return peer
-        tried = self._tried.get(address)
+        tried = self._last_denials.get(address)
         async with self._connecting.setdefault(address, asyncio.Lock()):
             peer = self._peers.get(address)
             if peer is not None and peer.linked:
                 if peer.incarnation == expected_incarnation:
                     return peer
-                # A late request for the process that was here before. A second hello from us would end the
+                # A late request for the process that was here before. A second hello from here would end the
                 # good link, and with it all that is on its way there.
                 raise PeerReplaced
-            last = self._tried.get(address)
+            last = self._last_denials.get(address)
             if last is not None and last is not tried and last.incarnation == expected_incarnation:
-                # While we waited, and each try may take seconds.
+                # It failed during the wait for the lock, and each try may take seconds.
                 raise HandoffDenied(last.reason, last.message)
             try:
                 return await self._link(address, expected_incarnation)
             except PeerReplaced:
                 raise
-            except HandoffDenied as refused:
-                failure = refused.failure
-                self._tried[address] = _Refusal(expected_incarnation, failure.reason, failure.message)
+            except HandoffDenied as denied:
+                failure = denied.failure
+                self._last_denials[address] = _Denial(expected_incarnation, failure.reason, failure.message)
                 raise
 
     async def close(self) -> None:
         """End all links. Commit or stop every grant first: a writer that just leaves is killed."""
         self._closed = True
-        tasks = [*self._tasks] if self._ticking is None else [*self._tasks, self._ticking]
+        tasks = [*self._tasks] if self._tick_task is None else [*self._tasks, self._tick_task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -129,18 +134,18 @@ class HandoffClient:
         if self._closed:
             raise HandoffDenied(_PEER_LOST, "this worker is closing")
         link = await PeerLink.connect(
-            address, self._me, self._fingerprint, self._transports, gpu_uuid(self._device)
+            address, self._writer_id, self._fingerprint, self._transports, gpu_uuid(self._device)
         )
-        # Its lease of us runs from the welcome on, and opening a channel may compile a kernel, for seconds.
+        # Its lease of this process runs from the welcome on; to open a channel may take seconds of compiling.
         self._opening.add(link)
         try:
             if self._closed:
                 raise HandoffDenied(_PEER_LOST, "this worker is closing")
-            if self._ticking is None:
-                self._ticking = asyncio.create_task(self._tick())
+            if self._tick_task is None:
+                self._tick_task = asyncio.create_task(self._tick())
             if link.welcome.incarnation != expected_incarnation:
                 raise PeerReplaced
-            peer = await self._known(address, expected_incarnation)
+            peer = await self._peer_for(address, expected_incarnation)
             await self._attach(peer, link)
         except BaseException:
             await link.wait_closed()
@@ -149,15 +154,15 @@ class HandoffClient:
             self._opening.discard(link)
         return peer
 
-    async def _known(self, address: str, incarnation: int) -> Peer:
-        """The Peer of this process; that of an earlier process at the same address is given up."""
+    async def _peer_for(self, address: str, incarnation: int) -> Peer:
+        """Return the Peer of this process; close that of an earlier process at the same address."""
         peer = self._peers.get(address)
         if peer is not None and peer.incarnation != incarnation:
             del self._peers[address]
             await peer.close()
             peer = None
         if peer is None:
-            peer = Peer(address, incarnation, on_abort=self._on_abort, on_lost=self._lost)
+            peer = Peer(address, incarnation, on_abort=self._on_abort, on_lost=self._on_link_lost)
             self._peers[address] = peer
         return peer
 
@@ -171,20 +176,26 @@ class HandoffClient:
                 memory = mapped if mapped is not None else await registry.map_pool(welcome, self._device)
                 copying = None
             else:
-                await peer.quiesced()
+                await peer.wait_quiesced()
                 memory, scratch = None, self._own_scratch()
                 copying = (scratch, await registry.open_channel(hello.transport, welcome, scratch.memory))
         except TransportError as error:
             raise HandoffDenied(_PEER_LOST, str(error)) from error
         now = time.monotonic()
         lease = Lease(now, self._lease_times)
-        progress = Progress(now, self._lease_times.interval_s, self._stall_s)
+        progress = TransferProgress(now, self._lease_times.interval_s, self._stall_s)
         self._links[peer] = (link, lease)
-        peer.attach(link, memory, copying, heard=lambda response: _hear(lease, response), progress=progress)
+        peer.link_up(
+            link,
+            memory,
+            copying,
+            on_message=lambda response: _record_message(lease, response),
+            progress=progress,
+        )
         _log.info("linked to decode worker %s, transport %s", hello.worker_id, hello.transport)
 
     def flush_prefix_cache(self) -> int:
-        """Forget what own blocks hold of prompts; held ones stay with who holds them. How many keys went."""
+        """Remove the cached prefixes of scratch, not held blocks; return the number of keys that went."""
         return 0 if self._scratch is None else self._scratch.flush()
 
     def _own_scratch(self) -> Scratch:
@@ -196,7 +207,7 @@ class HandoffClient:
 
     # -- life and death of links
 
-    def _lost(self, peer: Peer, keys: list[Key]) -> None:
+    def _on_link_lost(self, peer: Peer, keys: list[Key]) -> None:
         self._links.pop(peer, None)
         if self._closed:
             return
@@ -208,15 +219,15 @@ class HandoffClient:
         self._on_peer_lost(peer.address, keys)
 
     async def _relink(self, peer: Peer) -> None:
-        """Come back if the process lives, to say what was stopped; soon let go of its memory.
+        """Link again if the process lives, to send Stopped for orphaned grants; soon unmap its memory.
 
-        A decode worker that hears nothing of blocks that we might write kills this process: one that was
-        only stopped, or cut off for a while, has to find us at its door when it goes on.
+        A decode worker that gets no message about blocks that this process might write kills it: one that was
+        only stopped, or cut off for a while, has to get a new link from this process when it goes on.
         """
         lost_at = time.monotonic()
         while (gone_for := time.monotonic() - lost_at) < _RELINK_FOR_S:
             if self._peers.get(peer.address) is not peer:
-                return  # another process has its address and its place here
+                return  # another process has its address
             try:
                 await self.peer(peer.address, peer.incarnation)
                 return
@@ -225,7 +236,7 @@ class HandoffClient:
             except HandoffDenied:
                 pass  # not yet, or never again
             if gone_for > _UNMAP_AFTER_S and not peer.linked:
-                peer.release()
+                peer.unmap()
             await asyncio.sleep(_RELINK_PAUSE_S)
         if self._peers.get(peer.address) is peer and not peer.linked:
             del self._peers[peer.address]
@@ -236,28 +247,28 @@ class HandoffClient:
             await asyncio.sleep(self._lease_times.interval_s)
             try:
                 self._tick_once(time.monotonic())
-            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+            except Exception:  # one bad tick must not end the heartbeats
                 _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:
-        message = Request(heartbeat=self._beat().message())
+        message = Request(heartbeat=self._heartbeat().to_proto())
         for opening in self._opening:
             opening.put(message)
         for peer, (link, lease) in list(self._links.items()):
-            if lease.tick(now) is Verdict.GONE:
+            if lease.tick(now) is Verdict.EXPIRED:
                 _log.warning("decode worker %s does not answer", link.welcome.worker_id)
                 link.close()
             elif peer.stalled(now):
-                _log.warning("decode worker %s does not take our blocks", link.welcome.worker_id)
+                _log.warning("decode worker %s does not acknowledge blocks", link.welcome.worker_id)
                 link.close()
             else:
                 link.put(message)
 
 
-def _hear(lease: Lease, response: Response) -> None:
+def _record_message(lease: Lease, response: Response) -> None:
     now = time.monotonic()
     if response.WhichOneof("message") == "heartbeat":
         beat = response.heartbeat
-        lease.beat(now, beat.progress, beat.busy, Beat.late_in(beat))
+        lease.on_heartbeat(now, beat.progress, beat.busy, Heartbeat.late_s_of(beat))
     else:
-        lease.heard(now)
+        lease.on_message(now)

@@ -1,4 +1,7 @@
-"""The handoff's words as protobuf messages. A generation of 0, which no grant has, means: none yet."""
+"""Codec between actions of the protocol and protobuf messages.
+
+A generation of 0, which no grant has, stands for an ask without a grant.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +26,32 @@ Response = handoff_pb2.HandoffServiceLinkResponse
 
 
 def key_of(message: work_pb2.AttemptId) -> Key:
-    """(request id, attempt)."""
+    """Return (request id, attempt)."""
     return (message.request_id, message.attempt)
 
 
 def attempt_id(key: Key) -> work_pb2.AttemptId:
-    """The inverse of `key_of`."""
+    """Return the message of a key; the inverse of `key_of`."""
     return work_pb2.AttemptId(request_id=key[0], attempt=key[1])
 
 
 def ref_of(message: handoff_pb2.GrantId) -> GrantRef:
-    """The name of a grant."""
+    """Return the name of a grant."""
     return GrantRef(key_of(message.id), message.slot, message.generation)
 
 
 def grant_id(ref: GrantRef) -> handoff_pb2.GrantId:
-    """The inverse of `ref_of`."""
+    """Return the message of a grant's name; the inverse of `ref_of`."""
     return handoff_pb2.GrantId(id=attempt_id(ref.key), slot=ref.slot, generation=ref.generation)
 
 
 def failure(reason: int, message: str) -> work_pb2.Failure:
-    """A failure with a reason of the protocol."""
+    """Return a failure with a FailureReason of the wire."""
     return work_pb2.Failure(reason=cast("work_pb2.FailureReason", reason), message=message)
 
 
 def response_of(action: SendGrant | SendDenied | SendAbort) -> Response:
-    """What the decode worker says."""
+    """Return the message of the decode worker for an action."""
     match action:
         case SendGrant(_, ref, block_ids, cached_tokens):
             return Response(
@@ -62,7 +65,7 @@ def response_of(action: SendGrant | SendDenied | SendAbort) -> Response:
 
 
 def request_of(action: SendAsk | SendWithdrawal | SendStopped | SendPushed | SendCommit) -> Request:
-    """What the prefill worker says."""
+    """Return the message of the prefill worker for an action."""
     match action:
         case SendAsk(key):
             return Request(ask=handoff_pb2.GrantAsk(id=attempt_id(key)))

@@ -1,51 +1,92 @@
-"""Who may link to this decode worker, by which transport, and what it is told in welcome."""
+"""Handshake of two workers: model and KV layout must be equal, then a transport is chosen.
+
+Both sides check the fingerprint; a difference is refused with the field's name. No field can be converted by
+index arithmetic yet, so every one must be equal.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from diptych.worker.v1 import handoff_pb2
 from kvtransfer.drivers.codec import Response
-from kvtransfer.protocol.fingerprint import Fingerprint, incompatible_field
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import Place, ReceivingTransport
+from kvtransfer.transports.base import Locality, ReceivingTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Model and KV layout of a worker; the field names are those of the protocol."""
+
+    model_digest: str
+    dtype: str
+    """Number type of the computation."""
+    kv_dtype: str
+    kv_layout: str
+    """Order of the elements inside a block."""
+    block_size: int
+    """Tokens a block."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hash_version: int
+    """Version of the hash that makes block keys."""
+    tensor_parallel: int = 1
+
+    def to_proto(self) -> handoff_pb2.Fingerprint:
+        """Return the message for a hello or welcome."""
+        return handoff_pb2.Fingerprint(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    @classmethod
+    def from_proto(cls, message: handoff_pb2.Fingerprint) -> Fingerprint:
+        """Read a peer's fingerprint; absent fields are empty or zero and so will not match."""
+        return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+
+
+def incompatible_field(a: Fingerprint, b: Fingerprint) -> str | None:
+    """Return the name of the first field in which the two differ, None if blocks can be exchanged."""
+    for field in fields(Fingerprint):
+        if getattr(a, field.name) != getattr(b, field.name):
+            return field.name
+    return None
 
 
 class Handshake:
-    """Answers hellos in the name of `me`."""
+    """Answers of the decode worker `decode_id` to the hellos of prefill workers."""
 
     def __init__(
         self,
-        me: WriterId,
+        decode_id: WriterId,
         fingerprint: Fingerprint,
         num_blocks: int,
         transports: Sequence[ReceivingTransport],
     ) -> None:
-        self._me = me
+        self._decode_id = decode_id
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
         self.transports = transports
 
-    def transport_for(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
-        """The first of the writer's transports that serves both, or the name of what does not fit."""
+    def choose_transport(self, hello: handoff_pb2.HandoffHello) -> ReceivingTransport | str:
+        """Return the first of the writer's transports that serves both, else a text naming the obstacle."""
         field = incompatible_field(self._fingerprint, Fingerprint.from_proto(hello.fingerprint))
         if field is not None:
             return field
-        place = Place(hello.host_id, hello.device)
+        locality = Locality(hello.host_id, hello.device)
         why = []
         for transport in (t for name in hello.transports for t in self.transports if t.name == name):
-            reason = transport.unreachable(place)
+            reason = transport.unreachable_reason(locality)
             if reason is None:
                 return transport
             why.append(f"{transport.name}: {reason}")
         return f"transports ({'; '.join(why) or 'none in common'})"
 
-    def welcome(self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport) -> Response:
-        """Admits the writer to the transport: the token in the answer is its ticket."""
+    def make_welcome(self, hello: handoff_pb2.HandoffHello, transport: ReceivingTransport) -> Response:
+        """Admit the writer to the transport and return the answer, whose token proves the admission."""
         return Response(
             welcome=handoff_pb2.HandoffWelcome(
-                worker_id=self._me.worker_id,
-                incarnation=self._me.incarnation,
+                worker_id=self._decode_id.worker_id,
+                incarnation=self._decode_id.incarnation,
                 fingerprint=self._fingerprint.to_proto(),
                 transport=transport.name,
                 endpoint=transport.endpoint,

@@ -1,4 +1,4 @@
-"""Sends blocks over a copying transport in the order given, beside the computation of the next ones."""
+"""Queue of blocks that a copying transport sends in order, beside the computation of the next ones."""
 
 from __future__ import annotations
 
@@ -8,26 +8,32 @@ from collections import Counter
 from collections.abc import Callable
 
 from diptych.runtime.send_queue import SendQueue
+from kvtransfer.protocol.lease import TransferProgress
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.protocol.progress import Progress
-from kvtransfer.transports.base import PushChannel, Run, TransportError, Wanted
+from kvtransfer.transports.base import PushChannel, Run, StillGranted, TransportError
 
 _log = logging.getLogger(__name__)
 
 
 class PushQueue:
-    """One per link. `wanted(ref)` is asked between blocks; `sent` is told after each run."""
+    """Send queue of one link.
+
+    Args:
+        still_granted: asked between blocks; a run of a revoked grant is dropped.
+        on_sent: called with the digests after each run.
+        on_broken: called when the transport fails.
+    """
 
     def __init__(
         self,
         channel: PushChannel,
-        wanted: Wanted,
-        sent: Callable[[GrantRef, int, list[bytes]], None],
-        broken: Callable[[], None],
-        progress: Progress,
+        still_granted: StillGranted,
+        on_sent: Callable[[GrantRef, int, list[bytes]], None],
+        on_broken: Callable[[], None],
+        progress: TransferProgress,
     ) -> None:
         self._channel, self._progress = channel, progress
-        self._wanted, self._sent, self._broken = wanted, sent, broken
+        self._still_granted, self._on_sent, self._on_broken = still_granted, on_sent, on_broken
         self._runs: SendQueue[Run] = SendQueue()
         self._pending: Counter[GrantRef] = Counter()
         self._idle: dict[GrantRef, list[Callable[[], None]]] = {}
@@ -35,7 +41,7 @@ class PushQueue:
         self._task = asyncio.create_task(self._work())
 
     def put(self, run: Run) -> None:
-        """Send these blocks after all earlier ones. They must not change until `when_idle` says so."""
+        """Send these blocks after all earlier ones. They must not change until `when_idle` calls back."""
         if not self._ended:
             self._pending[run.ref] += 1
             self._runs.put(run)
@@ -55,18 +61,18 @@ class PushQueue:
         await flushed.wait()
 
     def stalled(self, now: float) -> bool:
-        """Whether what was sent does not arrive. Ask at the interval of `progress`."""
+        """Return True if sent blocks are not acknowledged. Call it at the interval of `progress`."""
         channel = self._channel
         if self._ended:
             return False
         return channel.broken or self._progress.stalled(now, channel.sent, channel.acknowledged)
 
     def cancel(self) -> None:
-        """Drop what is left and close the channel, soon."""
+        """Drop the rest of the queue and close the channel, soon."""
         self._task.cancel()
 
     async def close(self) -> None:
-        """Drop what is left and close the channel. Who is cancelled while it waits is cancelled."""
+        """Drop the rest of the queue and close the channel; a caller cancelled meanwhile is cancelled."""
         self._task.cancel()
         await asyncio.wait((self._task,))
 
@@ -78,10 +84,10 @@ class PushQueue:
                     self._finished(run.ref)
         except TransportError as error:
             _log.warning("%s", error)
-            self._broken()
-        except Exception:  # a bug, or a kind of failure nobody thought of: the blocks do not arrive
+            self._on_broken()
+        except Exception:  # a bug or an unknown kind of failure: the blocks do not arrive
             _log.exception("a transport failed")
-            self._broken()
+            self._on_broken()
         finally:
             self._ended = True
             self._runs.close()
@@ -91,10 +97,10 @@ class PushQueue:
                 self._finished(ref)
 
     async def _send(self, run: Run) -> None:
-        if self._wanted(run.ref):
-            digests = await self._channel.send(run, self._wanted)
+        if self._still_granted(run.ref):
+            digests = await self._channel.send(run, self._still_granted)
             if digests is not None:
-                self._sent(run.ref, run.first, digests)
+                self._on_sent(run.ref, run.first, digests)
 
     def _finished(self, ref: GrantRef) -> None:
         self._pending[ref] -= 1

@@ -1,4 +1,4 @@
-"""A copying prefill worker's own blocks: it computes here and pushes from here.
+"""Scratch: the own blocks of a copying prefill worker, which computes into them and pushes from them.
 
 First come, first served: an ask to a decode worker is made only once there is room here, so that no decode
 memory is pinned by a prompt that waits for scratch.
@@ -18,13 +18,13 @@ from kvtransfer.protocol.errors import GrantDeniedError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScratchBlocks:
-    """Blocks of one attempt, held until they are given back; the cached prefix comes first."""
+    """Blocks of one attempt, held until they are released; the cached prefix comes first."""
 
     block_ids: list[int]
     cached_tokens: int
     keys: Sequence[bytes]
     distrusted: int
-    """What the pool's count was when they were taken."""
+    """Count of the pool's invalidations when the blocks were acquired."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,15 +35,15 @@ class _Waiting:
 
 
 class Scratch:
-    """Hands out the blocks of one pool and keeps its prefix cache."""
+    """Blocks of one pool and its prefix cache."""
 
     def __init__(self, memory: KVMemory, pool: BlockPool) -> None:
         self.memory = memory
         self._pool = pool
         self._queue: list[_Waiting] = []
 
-    async def take(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
-        """Blocks for `num_tokens`, waiting for room. Raises GrantRefused if they can never fit."""
+    async def acquire(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks:
+        """Wait for blocks for `num_tokens` tokens. Raises GrantDeniedError if they can never fit."""
         needed = self.memory.layout.blocks_for(num_tokens)
         if needed > self._pool.total:
             reason = work_pb2.FailureReason.FAILURE_REASON_NEVER_FITS
@@ -56,31 +56,31 @@ class Scratch:
         try:
             return await waiting.blocks
         except asyncio.CancelledError:
-            self._leave(waiting)
+            self._withdraw(waiting)
             raise
 
-    def give_back(self, blocks: ScratchBlocks, *, keep: bool) -> None:
-        """Release them; `keep` enters the full ones, which are complete, into the prefix cache."""
+    def release(self, blocks: ScratchBlocks, *, keep: bool) -> None:
+        """Return the blocks to the pool; `keep` enters the full, complete ones into the prefix cache."""
         if keep and blocks.distrusted == self._pool.distrusted:
             parent = b""
             for block, key in zip(blocks.block_ids, blocks.keys, strict=False):
-                self._pool.insert(block, key, parent)  # False: somebody else's copy is there already
+                self._pool.insert(block, key, parent)  # False: another copy is there already
                 parent = key
         self._pool.release(blocks.block_ids)
         self._serve()
 
-    def distrust(self, blocks: ScratchBlocks) -> None:
-        """A row that read them failed: nobody else is to read them, or what was built on them."""
+    def invalidate(self, blocks: ScratchBlocks) -> None:
+        """Remove blocks that a failed row read, and what was built on them, from the prefix cache."""
         self._pool.forget(blocks.keys[:1])
 
     def flush(self) -> int:
-        """Forget every cached prefix; how many keys went."""
+        """Remove every cached prefix; return the number of keys that went."""
         return self._pool.clear_cache()
 
     def _serve(self) -> None:
         while self._queue:
             waiting = self._queue[0]
-            blocks = self._draw(waiting.num_tokens, waiting.keys)
+            blocks = self._try_allocate(waiting.num_tokens, waiting.keys)
             if blocks is None:
                 return
             self._queue.pop(0)
@@ -89,15 +89,15 @@ class Scratch:
             else:
                 waiting.blocks.set_result(blocks)
 
-    def _leave(self, waiting: _Waiting) -> None:
-        """The one who waited was cancelled, perhaps just after it was served."""
+    def _withdraw(self, waiting: _Waiting) -> None:
+        """Withdraw a waiter that was cancelled, perhaps just after it was served."""
         if waiting in self._queue:
             self._queue.remove(waiting)
             self._serve()
         elif not waiting.blocks.cancelled():
-            self.give_back(waiting.blocks.result(), keep=False)
+            self.release(waiting.blocks.result(), keep=False)
 
-    def _draw(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
+    def _try_allocate(self, num_tokens: int, keys: Sequence[bytes]) -> ScratchBlocks | None:
         block_size = self.memory.layout.block_size
         pins = self._pool.acquire_prefix(keys[: (num_tokens - 1) // block_size])
         fresh = self.memory.layout.blocks_for(num_tokens) - len(pins)

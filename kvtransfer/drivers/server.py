@@ -1,7 +1,7 @@
-"""The decode worker's end of the handoff: grants blocks, fences writers, hands blocks over.
+"""Server of the decode worker: grants blocks, fences writers, hands verified blocks to the worker.
 
-Drives `Receiver` (what happens to blocks) and one `Lease` a writer (who is alive) with links, the
-transports and a clock. All of it runs on one event loop and never blocks it.
+Drives `Receiver` (blocks) and one `Lease` a writer (liveness) with links, transports and a clock. All of it
+runs on one event loop and never blocks it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.rpc_streams.method import HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, Stream
 from diptych.worker.v1 import handoff_pb2, work_pb2
-from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Request, Response, key_of, ref_of, response_of
-from kvtransfer.drivers.events import Beat, HandoffStats, Ready
-from kvtransfer.drivers.handshake import Handshake
-from kvtransfer.drivers.server_link import ServerLink, read_hello
+from kvtransfer.drivers.handshake import Fingerprint, Handshake
+from kvtransfer.drivers.links import ServerLink, read_hello
+from kvtransfer.drivers.types import HandoffStats, Heartbeat, Ready
 from kvtransfer.drivers.writer_registry import WriterRegistry
-from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.protocol.lease import LeaseTimes
+from kvtransfer.protocol.lease import LeaseTimes, RunningTime
 from kvtransfer.protocol.messages import (
+    ActionQueue,
     Fail,
     FenceWriter,
     GrantRef,
@@ -41,8 +40,7 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Patience
-from kvtransfer.protocol.stall_clock import RunningTime
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.base import ReceiverHooks
 from kvtransfer.transports.failpoints import damage_blocks
 from kvtransfer.transports.pool_memory import PoolMemory
@@ -52,10 +50,16 @@ _log = logging.getLogger(__name__)
 
 
 class HandoffServer:
-    """One per decode worker. Callbacks run on the event loop; each key gets at most one of them.
+    """Handoff service of one decode worker.
 
-    `on_ready` gives the blocks away; `on_failed(key, reason, message)` says that none will come. After
-    `cancel` neither is called. `running()` is the number of sequences that decode now.
+    Callbacks run on the event loop; each key gets at most one of them.
+
+    Args:
+        running: returns the number of sequences that decode now.
+        on_ready: takes the blocks of a finished handoff.
+        on_failed: `on_failed(key, reason, message)` reports an attempt that gets no blocks. After `cancel`
+            neither is called.
+        heartbeat: state of this worker's engine.
     """
 
     def __init__(
@@ -71,78 +75,78 @@ class HandoffServer:
         on_ready: Callable[[Ready], None],
         on_failed: Callable[[Key, int, str], None],
         host: str = "127.0.0.1",
-        beat: Callable[[], Beat] = Beat,
+        heartbeat: Callable[[], Heartbeat] = Heartbeat,
         lease_times: LeaseTimes | None = None,
-        patience: Patience | None = None,
+        timeouts: EscalationTimeouts | None = None,
     ) -> None:
         self._memory = memory.memory
-        self._on_ready, self._on_failed, self._beat = on_ready, on_failed, beat
+        self._on_ready, self._on_failed, self._heartbeat = on_ready, on_failed, heartbeat
         self._lease_times = lease_times if lease_times is not None else LeaseTimes()
-        self._receiver = Receiver(pool, self._memory.layout.block_size, running, patience)
-        self._pump: ActionPump[ReceiverAction] = ActionPump(self._perform)
-        self._writers = WriterRegistry(self._receiver, self._pump, self._lease_times)
+        self._receiver = Receiver(pool, self._memory.layout.block_size, running, timeouts)
+        self._actions: ActionQueue[ReceiverAction] = ActionQueue(self._perform)
+        self._writers = WriterRegistry(self._receiver, self._actions, self._lease_times)
         self._closed = False
-        self._ticking: asyncio.Task[None] | None = None
+        self._tick_task: asyncio.Task[None] | None = None
         self._time = RunningTime(self._lease_times.interval_s)
         hooks = ReceiverHooks(
-            dead=self._writers.dead,
-            named=self._receiver.named,
+            dead=self._writers.writer_dead,
+            resolve=self._receiver.resolve,
             destinations=self._receiver.destinations,
-            arrived=lambda *event: self._pump.run(self._receiver.arrived(*event)),
-            corrupt=self._corrupt,
+            arrived=lambda *event: self._actions.run(self._receiver.arrived(*event)),
+            corrupt=self._on_corrupt,
         )
         made = [make_receiver(name, memory, host, hooks) for name in transports]
-        self._reception = Handshake(
+        self._handshake = Handshake(
             WriterId(worker_id, incarnation), fingerprint, self._memory.num_blocks, made
         )
         self.service = LinkService(HANDOFF, self.serve_link)
 
     async def start(self) -> None:
         """Listen for the transports' registrations. Call it before the gRPC server starts. Raises OSError."""
-        for transport in self._reception.transports:
+        for transport in self._handshake.transports:
             await transport.start()
-        self._ticking = asyncio.create_task(self._tick())
+        self._tick_task = asyncio.create_task(self._tick())
 
     async def close(self) -> None:
         """End all links; no callback comes from here on."""
         self._closed = True
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._tick_task is not None:
+            self._tick_task.cancel()
+            await asyncio.gather(self._tick_task, return_exceptions=True)
         self._writers.close_links()
-        for transport in self._reception.transports:
+        for transport in self._handshake.transports:
             await transport.close()
 
     # -- the owner's side
 
     def expect(self, expected: PendingTransfer) -> None:
-        """The gateway attached an attempt. ValueError if it is attached already."""
-        self._pump.run(self._receiver.expect(expected))
+        """Take an attempt that the gateway attached. Raises ValueError if it is attached already."""
+        self._actions.run(self._receiver.expect(expected))
 
     def cancel(self, key: Key) -> None:
-        """The attempt is over for any reason; a no-op after on_ready and on_failed."""
-        self._pump.run(self._receiver.cancel(key))
+        """End an attempt for any reason; a no-op after on_ready and on_failed."""
+        self._actions.run(self._receiver.cancel(key))
 
     def blocks_freed(self) -> None:
-        """Blocks went back to the pool, or fewer sequences run: serve asks that wait."""
-        self._pump.run(self._receiver.blocks_freed())
+        """Serve waiting asks after blocks went back to the pool, or fewer sequences run."""
+        self._actions.run(self._receiver.blocks_freed())
 
     def abort_newest_grant(self) -> Key | None:
-        """Take the newest grant back for the sake of running sequences; None: there is none.
+        """Revoke the newest grant for the sake of running sequences and return its key; None without one.
 
-        Its key gets no callback: the caller answers for it. Its blocks come when its writer has stopped.
+        The key gets no callback: the caller answers for it. Its blocks return when its writer has stopped.
         """
         key, actions = self._receiver.abort_newest_grant()
-        self._pump.run(actions)
+        self._actions.run(actions)
         return key
 
     @property
     def num_grants(self) -> int:
-        """Grants that prefill workers are filling."""
+        """The number of grants that prefill workers are filling."""
         return self._receiver.num_grants
 
     def stats(self) -> HandoffStats:
-        """The numbers of this moment."""
+        """Return the counts of this moment."""
         stats = self._receiver.stats()
         return HandoffStats(
             writers=len(self._writers),
@@ -157,20 +161,20 @@ class HandoffServer:
     # -- links
 
     async def serve_link(self, stream: Stream) -> None:
-        """One stream, from hello to end. Raises Refused and StreamLost."""
+        """Serve one stream from hello to end. Raises Refused and StreamLost."""
         hello = await read_hello(stream)
         if hello is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         writer_id = WriterId(hello.worker_id, hello.incarnation)
         if self._writers.is_fenced(writer_id):
             raise Refused(grpc.StatusCode.UNAVAILABLE, "this process was fenced")
-        transport = self._reception.transport_for(hello)
+        transport = self._handshake.choose_transport(hello)
         if isinstance(transport, str):
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, transport)
         link = ServerLink(writer_id, stream)
         writer = self._writers.link_up(link, transport)
-        link.put(self._reception.welcome(hello, transport))
-        self._pump.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
+        link.put(self._handshake.make_welcome(hello, transport))
+        self._actions.run(self._receiver.link_up(writer_id, in_place=transport.in_place))
         _log.info("prefill worker %s is linked, transport %s", writer_id.worker_id, transport.name)
         try:
             await link.run(self._handle)
@@ -178,21 +182,23 @@ class HandoffServer:
             self._writers.link_lost(writer, link)
 
     def _handle(self, link: ServerLink, request: Request) -> None:
-        writer = self._writers.at(link)
+        writer = self._writers.writer_of(link)
         if writer is None:
             return
         now = time.monotonic()
         kind = request.WhichOneof("message")
         if kind == "heartbeat":
             beat = request.heartbeat
-            writer.lease.beat(now, beat.progress, beat.busy, Beat.late_in(beat))
+            writer.lease.on_heartbeat(now, beat.progress, beat.busy, Heartbeat.late_s_of(beat))
             return
-        writer.lease.heard(now)
+        writer.lease.on_message(now)
         if not writer.transport.registered(writer.id):
-            _log.error("prefill worker %s speaks before it registered", writer.id.worker_id)
+            _log.error(
+                "prefill worker %s sent a message before its transport registered", writer.id.worker_id
+            )
             link.close()
             return
-        self._pump.run(self._event(writer.id, kind, request, now))
+        self._actions.run(self._event(writer.id, kind, request, now))
         if kind == "pushed":
             pushed = request.pushed
             writer.transport.pushed(writer.id, ref_of(pushed.grant), pushed.first_block, pushed.num_blocks)
@@ -227,9 +233,9 @@ class HandoffServer:
 
     # -- transports
 
-    def _corrupt(self, writer: WriterId, ref: GrantRef) -> None:
+    def _on_corrupt(self, writer: WriterId, ref: GrantRef) -> None:
         _log.error("a block from prefill worker %s is corrupt", writer.worker_id)
-        self._pump.run(self._receiver.corrupt(writer, ref))
+        self._actions.run(self._receiver.corrupt(writer, ref))
 
     # -- time
 
@@ -238,12 +244,12 @@ class HandoffServer:
             await asyncio.sleep(self._lease_times.interval_s)
             try:
                 self._tick_once(time.monotonic())
-            except Exception:  # one bad tick must not end the heartbeats: peers would take us for dead
+            except Exception:  # one bad tick must not end the heartbeats
                 _log.exception("a tick of the handoff failed")
 
     def _tick_once(self, now: float) -> None:
-        message = Response(heartbeat=self._beat().message())
-        self._pump.run(self._receiver.tick(self._time.at(now)))
+        message = Response(heartbeat=self._heartbeat().to_proto())
+        self._actions.run(self._receiver.tick(self._time.at(now)))
         self._writers.tick(now, message)
 
     # -- actions

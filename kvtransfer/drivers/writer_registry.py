@@ -1,7 +1,7 @@
-"""The prefill processes that write here: their links, whether they live, and how they are cut off.
+"""Registry of the prefill processes that write here: links, leases and fencing.
 
 A writer stays known for as long as it has a link, or blocks that it might still write. One that does not
-answer, or does not stop when it is asked to, must prove its end: its transport sees to that.
+answer, or does not stop when it is asked to, must prove its end, which its transport brings about.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvtransfer.drivers.action_pump import ActionPump
 from kvtransfer.drivers.codec import Response
-from kvtransfer.drivers.server_link import ServerLink
+from kvtransfer.drivers.links import ServerLink
 from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, Verdict
-from kvtransfer.protocol.messages import ReceiverAction, WriterId
+from kvtransfer.protocol.messages import ActionQueue, ReceiverAction, WriterId
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.transports.base import ReceivingTransport
 
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """One process, by whatever links it came."""
+    """Prefill process, whatever links it came by."""
 
     id: WriterId
     transport: ReceivingTransport
@@ -32,48 +31,50 @@ class Writer:
 
 
 class WriterRegistry:
-    """Tells `receiver` who comes, goes and is proven dead; what follows of that is done by `pump`."""
+    """Known writers; what happens to them are events of `receiver`, and `actions` performs what follows."""
 
-    def __init__(self, receiver: Receiver, pump: ActionPump[ReceiverAction], lease_times: LeaseTimes) -> None:
+    def __init__(
+        self, receiver: Receiver, actions: ActionQueue[ReceiverAction], lease_times: LeaseTimes
+    ) -> None:
         self._receiver = receiver
-        self._pump = pump
+        self._actions = actions
         self._lease_times = lease_times
         self._known: dict[WriterId, Writer] = {}
         self.fenced = 0
-        """Processes that had to be cut off since the start."""
+        """Number of processes that were fenced since the start."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def is_fenced(self, writer: WriterId) -> bool:
-        """Whether this process must not come back."""
+        """Return True if this process must not come back."""
         known = self._known.get(writer)
         return known is not None and known.lease.phase is LeasePhase.FENCED
 
-    def at(self, link: ServerLink) -> Writer | None:
-        """The writer whose stream this is; None when another stream of the same process took over."""
+    def writer_of(self, link: ServerLink) -> Writer | None:
+        """Return the writer whose stream this is; None if another stream of the same process took over."""
         writer = self._known.get(link.writer)
         return writer if writer is not None and writer.link is link else None
 
     def transport_of(self, writer_id: WriterId) -> str:
-        """The name of the transport that a known writer uses; empty for others."""
+        """Return the name of the transport that a known writer uses; empty for others."""
         writer = self._known.get(writer_id)
         return "" if writer is None else writer.transport.name
 
     def send(self, writer_id: WriterId, response: Response) -> None:
-        """Say something to a writer; dropped when it has no link."""
+        """Send a message to a writer; it is dropped without a link."""
         writer = self._known.get(writer_id)
         if writer is not None and writer.link is not None:
             writer.link.put(response)
 
     def close_links(self) -> None:
-        """End every stream from our side."""
+        """End every stream from this side."""
         for writer in list(self._known.values()):
             if writer.link is not None:
                 writer.link.close()
 
     def link_up(self, link: ServerLink, transport: ReceivingTransport) -> Writer:
-        """A process has a stream; an earlier one of the same process is over."""
+        """Record the stream of a process; an earlier one of the same process ends."""
         now = time.monotonic()
         known = self._known.get(link.writer)
         if known is not None and known.link is not None:
@@ -89,43 +90,43 @@ class WriterRegistry:
         return known
 
     def link_lost(self, writer: Writer, link: ServerLink) -> None:
-        """Its stream ended. A no-op when another one took over, or when that was known."""
+        """Record the end of a stream. A no-op if another one took over, or if the end is known."""
         if writer.link is not link:
             return
         writer.link = None
         writer.lease.link_lost(time.monotonic())
         _log.info("prefill worker %s lost its link", writer.id.worker_id)
-        self._pump.run(self._receiver.link_lost(writer.id))
+        self._actions.run(self._receiver.link_lost(writer.id))
         writer.transport.link_lost(writer.id)
         self._forget_if_proven(writer)
 
     def _forget_if_proven(self, writer: Writer) -> None:
-        if writer.link is None and not self._receiver.holds_unproven(writer.id):
+        if writer.link is None and not self._receiver.has_quarantined(writer.id):
             self._known.pop(writer.id, None)
 
-    def dead(self, writer_id: WriterId) -> None:
-        """Proven by a transport: nothing of this writer can be written any more."""
-        self._pump.run(self._receiver.writer_dead(writer_id))
+    def writer_dead(self, writer_id: WriterId) -> None:
+        """Forget a writer that its transport has proven to write no more."""
+        self._actions.run(self._receiver.writer_dead(writer_id))
         writer = self._known.pop(writer_id, None)
         if writer is not None and writer.link is not None:
             writer.link.close()
             writer.link = None
 
     def fence(self, writer_id: WriterId, why: str) -> None:
-        """This process must not write again."""
+        """Cut off a process that must not write again."""
         writer = self._known.get(writer_id)
         if writer is None or writer.lease.phase is LeasePhase.FENCED:
             return
         writer.lease.fence()
-        self._cut_off(writer, why)
+        self._expire(writer, why)
 
-    def _cut_off(self, writer: Writer, why: str) -> None:
-        """It must not write again: end its stream; if it still holds blocks, see to the proof."""
+    def _expire(self, writer: Writer, why: str) -> None:
+        """End the stream of a writer that must not write again, and fence it while it still holds blocks."""
         link = writer.link
         if link is not None:
             link.close()
             self.link_lost(writer, link)
-        if self._receiver.holds_unproven(writer.id):
+        if self._receiver.has_quarantined(writer.id):
             self.fenced += 1
             _log.warning("prefill worker %s is fenced: %s", writer.id.worker_id, why)
             writer.transport.fence(writer.id)
@@ -133,7 +134,7 @@ class WriterRegistry:
             self._known.pop(writer.id, None)
 
     def tick(self, now: float, beat: Response) -> None:
-        """Call every interval: who does not answer is cut off, who has a link gets `beat`."""
+        """Cut off writers that do not answer, send `beat` to those with a link. Call it every interval."""
         for writer in list(self._known.values()):
             self._tick_writer(writer, now)
             if writer.link is not None:
@@ -143,7 +144,7 @@ class WriterRegistry:
         verdict = writer.lease.tick(now)
         if verdict is Verdict.SUSPECT:
             _log.warning("prefill worker %s does not answer", writer.id.worker_id)
-        elif verdict is Verdict.GONE:
-            self._cut_off(writer, "it does not answer")
+        elif verdict is Verdict.EXPIRED:
+            self._expire(writer, "it does not answer")
         else:
             self._forget_if_proven(writer)

@@ -1,11 +1,11 @@
-"""How a handoff can fail for the prefill worker.
+"""Errors of a handoff, as the prefill worker sees them.
 
 HandoffError
-├── HandoffRefused   the two workers cannot work together (or not now)
-│   └── PeerReplaced    another process has the address: the one that was meant is gone
-├── GrantRefused     this attempt gets no blocks
-│   └── AttemptOver     nobody wants them any more, and the decode worker has told the gateway why
-└── PeerLost         the link broke; whatever was granted is void
+├── HandoffDenied         the two workers cannot work together (or not now)
+│   └── PeerReplaced      another process has the address; the one that was meant is gone
+├── GrantDeniedError      this attempt gets no blocks
+│   └── AttemptOver       the attempt ended at the decode worker, which reports it to the gateway
+└── PeerLost              the link broke; every grant is void
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diptych.worker.v1 import work_pb2
 
 
 class HandoffError(Exception):
-    """`failure` is what the prefill worker may tell the gateway."""
+    """Base of all errors of a handoff; `failure` is what the prefill worker may report to the gateway."""
 
     def __init__(self, reason: int, message: str) -> None:
         super().__init__(message)
@@ -36,14 +36,14 @@ class PeerReplaced(HandoffDenied):
 
 
 class GrantDeniedError(HandoffError):
-    """The decode worker denied the ask."""
+    """The decode worker denied the ask for blocks."""
 
 
 class AttemptOver(GrantDeniedError):
     """The attempt ended at the decode worker before its blocks were used.
 
-    It was cancelled, preempted or late, and the gateway hears that from there: a second voice, which calls
-    it a failed handoff, might arrive first and count against the request.
+    It was cancelled, preempted or late, and the gateway learns that from the decode worker. A second report,
+    which calls it a failed handoff, might arrive first and count against the request.
     """
 
     def __init__(self) -> None:

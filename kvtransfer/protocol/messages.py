@@ -1,30 +1,32 @@
-"""The words of the handoff: who, which grant, and what the state machines ask their drivers to do.
+"""Values of the handoff protocol: names of writers and grants, and the actions of the two state machines.
 
-Plain values. Protobuf and sockets are the drivers' business, so that a simulator can stand in for them.
+Plain values, so that a simulator can stand in for protobuf and sockets, which are the drivers' business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 Key = tuple[str, int]
 """(request id, attempt)"""
 
 FirstTokens = tuple[object, ...]
-"""What the writer sampled from the last token's logits; the protocol carries it and does not look inside."""
+"""Tokens sampled by the writer from the last token's logits; opaque to the protocol."""
 
 
 class WriterId(NamedTuple):
-    """A prefill process. A restarted worker has another incarnation and is another writer."""
+    """Identity of a prefill process. A restarted worker has another incarnation and is another writer."""
 
     worker_id: str
     incarnation: int
 
 
 class GrantRef(NamedTuple):
-    """The name of one grant. Generations grow at every grant, so that an old one is never mistaken."""
+    """Name of one grant. Generations grow at every grant, so that an old name never fits a new one."""
 
     key: Key
     slot: int
@@ -33,7 +35,7 @@ class GrantRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
-    """What the gateway's attach says of an attempt before its prefill asks for blocks."""
+    """Attempt that the gateway attached and whose prefill will ask for blocks."""
 
     key: Key
     num_tokens: int
@@ -41,19 +43,19 @@ class PendingTransfer:
     keys: Sequence[bytes]
     """Hash of each full block of those tokens; empty when the prefix cache must not be read."""
     reserve_blocks: int | None = None
-    """Hold this many blocks (the attempt's worst case), not only those of the prefill."""
+    """Number of blocks to hold (the attempt's worst case); None: only those of the prefill."""
     sequences: int = 1
-    """How many sequences will go on from those tokens, each with blocks of its own."""
+    """Number of sequences that will go on from those tokens, each with blocks of its own."""
     priority: int = 0
-    """Of those that wait for blocks, a higher one is served first."""
+    """A waiting attempt of higher priority is served first."""
 
 
-# -- what the receiving side asks of its driver
+# -- actions of the receiver
 
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Tell the writer that it may fill `block_ids`, whose first `cached_tokens` tokens are there already."""
+    """Message to the writer: it may fill these blocks, whose first `cached_tokens` tokens are there."""
 
     writer: WriterId
     ref: GrantRef
@@ -63,9 +65,9 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class SendDenied:
-    """Tell the writer that its ask will not be granted; `reason` is a FailureReason of the protocol.
+    """Message to the writer: its ask is denied; `reason` is a FailureReason of the wire.
 
-    None: the attempt ended here, and who attached it knows why.
+    None: the attempt ended at this worker, and the gateway knows why.
     """
 
     writer: WriterId
@@ -76,7 +78,7 @@ class SendDenied:
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Ask the writer to stop and to say so."""
+    """Message to the writer: stop writing to this grant and answer with Stopped."""
 
     writer: WriterId
     ref: GrantRef
@@ -84,7 +86,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """The blocks are complete and verified: they belong to the driver's owner now, references included."""
+    """Complete and verified blocks, which belong to the owner of the driver now, references included."""
 
     writer: WriterId
     ref: GrantRef
@@ -94,12 +96,12 @@ class Handoff:
     first_tokens: FirstTokens
     in_place: bool
     note: object
-    """What the driver gave with the commit."""
+    """Opaque value that the driver gave with the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The attempt's handoff is over without blocks; `reason` is a FailureReason of the protocol."""
+    """End of an attempt without blocks; `reason` is a FailureReason of the wire."""
 
     key: Key
     reason: int
@@ -108,7 +110,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class FenceWriter:
-    """Make sure that this writer can write no more, and report it dead when that is proven."""
+    """Order to fence this writer, and to report it dead when it is proven that it can write no more."""
 
     writer: WriterId
     why: str
@@ -117,26 +119,26 @@ class FenceWriter:
 ReceiverAction = SendGrant | SendDenied | SendAbort | Handoff | Fail | FenceWriter
 
 
-# -- what the sending side asks of its driver
+# -- actions of the sender
 
 
 @dataclass(frozen=True, slots=True)
 class SendAsk:
-    """Ask for blocks."""
+    """Message to the decode worker: blocks are wanted for this attempt."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendWithdrawal:
-    """Take an ask back that was not answered yet."""
+    """Message to the decode worker: an unanswered ask is withdrawn."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SendStopped:
-    """Promise that no further write of this grant comes; `reason` when the prefill gave up by itself."""
+    """Message to the decode worker: no further write of this grant comes; `reason` if the prefill gave up."""
 
     ref: GrantRef
     reason: int | None = None
@@ -145,7 +147,7 @@ class SendStopped:
 
 @dataclass(frozen=True, slots=True)
 class SendPushed:
-    """Say that blocks `first_block ..` of the grant are written."""
+    """Message to the decode worker: `num_blocks` blocks of the grant, from `first_block` on, are written."""
 
     ref: GrantRef
     first_block: int
@@ -155,18 +157,18 @@ class SendPushed:
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """End the handoff and promise that no further write comes."""
+    """Message to the decode worker: all is written, with the promise that no further write comes."""
 
     ref: GrantRef
     num_tokens: int
     first_tokens: FirstTokens
     note: object
-    """What the driver gave with the commit."""
+    """Opaque value that the driver gave with the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantReceived:
-    """Blocks were granted; `take` them, or they are given back when the link or the ask ends."""
+    """Granted blocks for the owner, which calls `start_writing`; else they return when link or ask ends."""
 
     ref: GrantRef
     block_ids: tuple[int, ...]
@@ -175,7 +177,7 @@ class GrantReceived:
 
 @dataclass(frozen=True, slots=True)
 class GrantDenied:
-    """An ask is over without blocks; no `reason` when the attempt ended at the decode worker."""
+    """End of an ask without blocks; no `reason` if the attempt ended at the decode worker."""
 
     key: Key
     reason: int | None
@@ -184,14 +186,14 @@ class GrantDenied:
 
 @dataclass(frozen=True, slots=True)
 class GrantRevoked:
-    """Stop computing this attempt, then say `stop`."""
+    """Order for the owner to stop computing this attempt and then to call `stop`."""
 
     ref: GrantRef
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link is gone: asks of `asking` are over; the grants of `writing` are void, `stop` each in time."""
+    """Loss of the link: the asks of `asking` are over; each grant of `writing` is void and needs `stop`."""
 
     asking: tuple[Key, ...]
     writing: tuple[GrantRef, ...]
@@ -208,3 +210,41 @@ SenderAction = (
     | GrantRevoked
     | LinkLost
 )
+
+
+Action = TypeVar("Action")
+_log = logging.getLogger(__name__)
+
+
+class ActionQueue(Generic[Action]):
+    """Queue that performs actions one by one, in the order in which they were decided.
+
+    `perform` is never called from within another action. A callback may cause further events, whose actions
+    wait behind those that were decided before: were an Abort to overtake the Grant that it revokes, the
+    writer would deny the grant and then receive it.
+    """
+
+    def __init__(self, perform: Callable[[Action], None]) -> None:
+        self._perform = perform
+        self._pending: deque[Action] = deque()
+        self._running = False
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Perform actions now, or after those that are being performed.
+
+        An action that raises is logged, and the rest goes on: one request's error must not keep another
+        request's blocks.
+        """
+        self._pending.extend(actions)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._pending:
+                action = self._pending.popleft()
+                try:
+                    self._perform(action)
+                except Exception:
+                    _log.exception("%s failed", type(action).__name__)
+        finally:
+            self._running = False

@@ -1,9 +1,10 @@
-"""The decode side of the handoff as a state machine: events in, actions out, no I/O, no clock.
+"""State machine of the decode side: events in, actions out, no I/O, no clock.
 
-Blocks have two lifetimes, the attempt's and the writer's, and go back to the pool at the end of the later
-one. Pins on the cached prefix end with the attempt: no writer touches those blocks. A message is believed
-only from the writer of the grant that it names, generation included; anything else is counted as stale.
-The phases of an attempt are told in `receiving_attempt`.
+Blocks have two lifetimes, the attempt's and the writer's, and return to the pool at the end of the later one.
+Pins on the cached prefix end with the attempt: no writer writes to those blocks. A message counts only when
+it comes from the writer of the grant that it names, generation included; any other is counted as stale.
+Timers escalate, they never free a block. The phases of an attempt and its transitions stand at the head of
+`transfer_table`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.worker.v1.work_pb2 import FailureReason
-from kvtransfer.protocol.block_allocation import BlockAllocator
-from kvtransfer.protocol.grant_table import Grant
+from kvtransfer.protocol.grants import BlockAllocator, Grant
 from kvtransfer.protocol.messages import (
     Fail,
     FenceWriter,
@@ -27,193 +27,202 @@ from kvtransfer.protocol.messages import (
     SendDenied,
     WriterId,
 )
-from kvtransfer.protocol.receiving_attempt import Patience, Phase, ReceiverStats, ReceivingAttempt
-from kvtransfer.protocol.transfer_table import TransferTable
+from kvtransfer.protocol.transfer_table import (
+    EscalationTimeouts,
+    ReceiverStats,
+    ReceivingAttempt,
+    TransferTable,
+)
+from kvtransfer.protocol.transfer_table import ReceiverPhase as Phase
 
 
 class Receiver:
-    """Grants blocks of `pool`; `running()` is the number of decoding sequences, one spare block for each."""
+    """State machine over the blocks of `pool`; `running()` is the number of sequences that decode now."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, running: Callable[[], int], patience: Patience | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        running: Callable[[], int],
+        timeouts: EscalationTimeouts | None = None,
     ) -> None:
         self._pool = pool
-        self._credit = BlockAllocator(pool, block_size, running)
-        self._patience = patience if patience is not None else Patience()
-        self._book = TransferTable(pool, self._credit)
-        # Writers with a stream, True when they write in place.
+        self._allocator = BlockAllocator(pool, block_size, running)
+        self._timeouts = timeouts if timeouts is not None else EscalationTimeouts()
+        self._transfers = TransferTable(pool, self._allocator)
+        # Writers with a stream, True where they write in place.
         self._links: dict[WriterId, bool] = {}
         self._now = 0.0
 
     # -- the gateway's side
 
-    def expect(self, expected: PendingTransfer) -> list[ReceiverAction]:
-        """The attempt was attached. ValueError if it already is."""
-        if expected.num_tokens < 1:
+    def expect(self, pending: PendingTransfer) -> list[ReceiverAction]:
+        """Take an attempt that the gateway attached. Raises ValueError if it is attached already."""
+        if pending.num_tokens < 1:
             raise ValueError("an attempt needs at least one token")
-        attempt = self._book.open.get(expected.key)
+        attempt = self._transfers.attempts.get(pending.key)
         if attempt is None:
-            self._book.open[expected.key] = ReceivingAttempt(expected.key, Phase.EXPECTED, expected)
+            self._transfers.attempts[pending.key] = ReceivingAttempt(pending.key, Phase.ATTACHED, pending)
             return []
-        if attempt.expected is not None:
-            raise ValueError("this attempt is expected already")
-        attempt.expected = expected
-        return self._wait(attempt)
+        if attempt.pending is not None:
+            raise ValueError("this attempt is attached already")
+        attempt.pending = pending
+        return self._enqueue(attempt)
 
     def cancel(self, key: Key) -> list[ReceiverAction]:
-        """The attempt is over; legal at any time, and a no-op once it was handed over or has failed."""
-        attempt = self._book.open.get(key)
+        """End an attempt at any time; a no-op once it was handed off or has failed."""
+        attempt = self._transfers.attempts.get(key)
         if attempt is None:
             return []
-        return self._give_up(attempt, "the attempt was cancelled")
+        return self._cancel(attempt, "the attempt was cancelled")
 
     def blocks_freed(self) -> list[ReceiverAction]:
-        """The pool has more room, or fewer sequences run: serve waiting asks."""
+        """Serve waiting asks after the pool gained room or fewer sequences run."""
         actions: list[ReceiverAction] = []
-        while (attempt := self._book.next_in_line()) is not None:
-            grant = self._book.try_grant(attempt)
+        while (attempt := self._transfers.next_waiting()) is not None:
+            grant = self._transfers.try_grant(attempt)
             if grant is None:
                 break
             actions.append(grant)
         return actions
 
     def abort_newest_grant(self) -> tuple[Key | None, list[ReceiverAction]]:
-        """Take the newest grant back; its blocks return once its writer stops. None: there is none."""
-        newest = self._book.table.newest(lambda attempt: attempt.phase is Phase.GRANTED)
+        """Revoke the newest grant, whose blocks return once its writer stops; its key, None without one."""
+        newest = self._transfers.grants.newest(lambda attempt: attempt.phase is Phase.GRANTED)
         if newest is None:
             return None, []
-        return newest.key, self._give_up(newest, "the blocks were needed elsewhere")
+        return newest.key, self._cancel(newest, "the blocks were needed elsewhere")
 
     # -- the writer's side
 
     def link_up(self, writer: WriterId, *, in_place: bool) -> list[ReceiverAction]:
-        """A writer has a stream (again). What it left in quarantine is asked for once more."""
+        """Record a writer's stream, and send Abort again for each of its quarantined grants."""
         self._links[writer] = in_place
-        return [SendAbort(writer, grant.ref) for grant in self._book.quarantined_by(writer)]
+        return [SendAbort(writer, grant.ref) for grant in self._transfers.quarantined_by(writer)]
 
     def link_lost(self, writer: WriterId) -> list[ReceiverAction]:
-        """Its stream broke: its attempts fail, and as that proves nothing, its grants are quarantined."""
+        """Fail the attempts of a writer whose stream broke; as that proves nothing, quarantine its grants."""
         if self._links.pop(writer, None) is None:
             return []
         actions: list[ReceiverAction] = []
-        for attempt in [a for a in self._book.open.values() if a.writer == writer]:
+        for attempt in [a for a in self._transfers.attempts.values() if a.writer == writer]:
             actions += self._fail(
                 attempt, FailureReason.FAILURE_REASON_PEER_LOST, "the prefill worker was lost"
             )
         return actions + self.blocks_freed()
 
     def writer_dead(self, writer: WriterId) -> list[ReceiverAction]:
-        """Proven: nothing of this writer can be written any more."""
+        """Release all grants of a writer that is proven to write no more."""
         actions = self.link_lost(writer)
-        for grant in self._book.quarantined_by(writer):
-            holder = self._book.table.find(grant.ref.slot, grant.ref.generation)
+        for grant in self._transfers.quarantined_by(writer):
+            holder = self._transfers.grants.find(grant.ref.slot, grant.ref.generation)
             if holder is not None:
-                self._book.end(holder)
+                self._transfers.release(holder)
         return actions + self.blocks_freed()
 
     def ask(self, writer: WriterId, key: Key) -> list[ReceiverAction]:
-        """A prefill is about to run and wants blocks."""
+        """Grant blocks to a prefill that is about to run, or queue or deny its ask."""
         if writer not in self._links:
-            self._book.stale += 1
+            self._transfers.stale_messages += 1
             return []
-        attempt = self._book.open.setdefault(key, ReceivingAttempt(key, Phase.ASKED_BEFORE_ATTACH))
+        attempt = self._transfers.attempts.setdefault(key, ReceivingAttempt(key, Phase.ASKED_BEFORE_ATTACH))
         if attempt.writer is not None:
-            self._book.stale += 1
+            self._transfers.stale_messages += 1
             text = "blocks for this attempt were asked for already"
             return [SendDenied(writer, key, FailureReason.FAILURE_REASON_INTERNAL, text)]
         attempt.writer = writer
-        return self._wait(attempt) if attempt.expected is not None else []
+        return self._enqueue(attempt) if attempt.pending is not None else []
 
     def withdraw(self, writer: WriterId, key: Key) -> list[ReceiverAction]:
-        """The writer takes its ask back. If a grant is on its way, its Stopped will follow."""
-        attempt = self._book.open.get(key)
+        """End an ask that the writer withdraws; if a grant is on its way, the writer's Stopped follows."""
+        attempt = self._transfers.attempts.get(key)
         if attempt is None or attempt.writer != writer or attempt.grant is not None:
-            self._book.stale += 1
+            self._transfers.stale_messages += 1
             return []
         reason = FailureReason.FAILURE_REASON_PEER_LOST
-        return self._fail(attempt, reason, "the prefill worker took its ask back") + self.blocks_freed()
+        return self._fail(attempt, reason, "the prefill worker withdrew its ask") + self.blocks_freed()
 
     def pushed(
         self, writer: WriterId, ref: GrantRef, first_block: int, num_blocks: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:
-        """The writer says that blocks are written; a copying one gives the digest of each."""
-        attempt = self._book.find_open(writer, ref)
+        """Record blocks that the writer wrote, with the digest of each; an in-place writer gives none."""
+        attempt = self._transfers.find_open(writer, ref)
         if attempt is None:
             return []
-        grant = attempt.held
-        places = range(first_block, first_block + num_blocks)
-        as_granted = attempt.phase is Phase.GRANTED and grant.owes(places)
+        grant = attempt.open_grant
+        indices = range(first_block, first_block + num_blocks)
+        as_granted = attempt.phase is Phase.GRANTED and grant.may_write(indices)
         if not as_granted or len(digests) not in (0, num_blocks):
-            return self._corrupt(attempt, "blocks outside the granted table were announced")
-        grant.declared.update(zip(places, digests, strict=False))
+            return self._fail_corrupt(attempt, "blocks outside the granted table were announced")
+        grant.pushed_digests.update(zip(indices, digests, strict=False))
         return []
 
-    def named(self, writer: WriterId, slot: int, generation: int) -> GrantRef | None:
-        """The full name of a writer's open grant."""
-        attempt = self._book.table.find(slot, generation)
+    def resolve(self, writer: WriterId, slot: int, generation: int) -> GrantRef | None:
+        """Return the full name of a writer's open grant, None unless it is open."""
+        attempt = self._transfers.grants.find(slot, generation)
         if attempt is None or attempt.writer != writer:
-            self._book.stale += 1
+            self._transfers.stale_messages += 1
             return None
-        return attempt.held.ref
+        return attempt.open_grant.ref
 
-    def destinations(self, writer: WriterId, ref: GrantRef, places: range) -> list[int] | None:
-        """The blocks into which these places of a grant may be copied now; None: the data is stale."""
-        attempt = self._book.find_open(writer, ref)
-        if attempt is None or not attempt.held.owes(places):
+    def destinations(self, writer: WriterId, ref: GrantRef, indices: range) -> list[int] | None:
+        """Return the blocks into which these indices of a grant may be copied now, None for stale data."""
+        attempt = self._transfers.find_open(writer, ref)
+        if attempt is None or not attempt.open_grant.may_write(indices):
             return None
-        return attempt.held.block_ids[places.start : places.stop]
+        return attempt.open_grant.block_ids[indices.start : indices.stop]
 
     def arrived(
         self, writer: WriterId, ref: GrantRef, first: int, digests: Sequence[bytes]
     ) -> list[ReceiverAction]:
-        """Blocks from place `first` on were copied to their destinations; their bytes have these digests."""
-        attempt = self._book.find_open(writer, ref)
-        places = range(first, first + len(digests))
-        if attempt is None or not attempt.held.owes(places):
+        """Record blocks that were copied to their destinations, from index `first` on, by their digests."""
+        attempt = self._transfers.find_open(writer, ref)
+        indices = range(first, first + len(digests))
+        if attempt is None or not attempt.open_grant.may_write(indices):
             return []
-        attempt.held.received.update(zip(places, digests, strict=True))
-        attempt.since = None  # more may follow
+        attempt.open_grant.arrived_digests.update(zip(indices, digests, strict=True))
+        attempt.waiting_since = None  # more may follow
         return self._handoff_if_complete(attempt) if attempt.phase is Phase.COMMITTED else []
 
     def corrupt(self, writer: WriterId, ref: GrantRef) -> list[ReceiverAction]:
-        """A block arrived whose bytes do not match its digest."""
-        attempt = self._book.find_open(writer, ref)
+        """Fail the attempt of a block that arrived with bytes that do not match its digest."""
+        attempt = self._transfers.find_open(writer, ref)
         if attempt is None:
             return []
-        return self._corrupt(attempt, "a block does not match its digest")
+        return self._fail_corrupt(attempt, "a block does not match its digest")
 
     def commit(
         self, writer: WriterId, ref: GrantRef, num_tokens: int, first_tokens: FirstTokens, note: object = None
     ) -> list[ReceiverAction]:
-        """The writer is done with the grant and promises no further write."""
-        attempt = self._book.find(writer, ref)
+        """Hand a grant off once all of it has arrived; the writer promises that no further write comes."""
+        attempt = self._transfers.find(writer, ref)
         if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
         if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
         attempt.move(Phase.COMMITTED)
-        grant = attempt.held
+        grant = attempt.open_grant
         grant.first_tokens, grant.note = first_tokens, note
         if num_tokens != grant.num_tokens:
             text = f"{num_tokens} tokens were committed, {grant.num_tokens} were expected"
-            return self._corrupt(attempt, text)
-        if not self._links[writer] and not grant.all_declared():
-            return self._corrupt(attempt, "blocks were committed that were never pushed")
+            return self._fail_corrupt(attempt, text)
+        if not self._links[writer] and not grant.all_pushed():
+            return self._fail_corrupt(attempt, "blocks were committed that were never pushed")
         return self._handoff_if_complete(attempt)
 
     def stopped(
         self, writer: WriterId, ref: GrantRef, reason: int | None = None, message: str = ""
     ) -> list[ReceiverAction]:
-        """The writer's word that no further write of this grant comes."""
-        attempt = self._book.find(writer, ref)
+        """Release a grant of which the writer promises that no further write comes, and fail its attempt."""
+        attempt = self._transfers.find(writer, ref)
         if attempt is None or attempt.phase is Phase.COMMITTED:
             return []
         if attempt.phase is Phase.QUARANTINED:
             return self._end_quarantine(attempt)
         if reason is None or reason == FailureReason.FAILURE_REASON_DRAINING:
-            # The gateway hears it from us, as our own word: it is the writer that leaves, not this worker.
+            # The gateway takes this worker for the sender of the failure, and it is the writer that leaves.
             reason = FailureReason.FAILURE_REASON_PEER_LOST
-        self._book.end(attempt)
+        self._transfers.release(attempt)
         return [Fail(attempt.key, reason, message or "the prefill worker stopped"), *self.blocks_freed()]
 
     # -- time and numbers
@@ -222,58 +231,58 @@ class Receiver:
         """Escalate what has waited too long. Waits are counted from the first tick that sees them."""
         self._now = now
         actions: list[ReceiverAction] = []
-        for attempt in self._book.in_phase(Phase.ASKED_BEFORE_ATTACH):
-            if self._waited(attempt) >= self._patience.early_ask_s:
+        for attempt in self._transfers.in_phase(Phase.ASKED_BEFORE_ATTACH):
+            if self._waited_s(attempt) >= self._timeouts.attach_s:
                 reason = FailureReason.FAILURE_REASON_PEER_LOST
                 actions += self._deny(attempt, reason, "the gateway did not attach this attempt")
-        for attempt in self._book.in_phase(Phase.COMMITTED):
-            # Nothing can be written by mistake later: only what names an open grant is copied.
-            if self._waited(attempt) >= self._patience.arriving_s:
-                actions += self._corrupt(attempt, "blocks that were committed did not arrive")
+        for attempt in self._transfers.in_phase(Phase.COMMITTED):
+            # No late write can do harm: only a frame that names an open grant is copied.
+            if self._waited_s(attempt) >= self._timeouts.arrival_s:
+                actions += self._fail_corrupt(attempt, "blocks that were committed did not arrive")
         overdue: dict[WriterId, None] = {}
-        for attempt in self._book.table:
-            if attempt.phase is Phase.QUARANTINED and self._waited(attempt) >= self._patience.stopping_s:
-                overdue[attempt.asker] = None
+        for attempt in self._transfers.grants:
+            if attempt.phase is Phase.QUARANTINED and self._waited_s(attempt) >= self._timeouts.stop_s:
+                overdue[attempt.requester] = None
         actions += [FenceWriter(writer, "it does not stop writing an aborted grant") for writer in overdue]
         return actions
 
-    def holds_unproven(self, writer: WriterId) -> bool:
-        """Whether blocks are out of use only because this writer might still write to them."""
-        return bool(self._book.quarantined_by(writer))
+    def has_quarantined(self, writer: WriterId) -> bool:
+        """Return True if blocks are quarantined because this writer may still write to them."""
+        return bool(self._transfers.quarantined_by(writer))
 
     @property
     def num_grants(self) -> int:
-        """Those that are being filled; what is in quarantine is none of them."""
-        return self._book.num_grants
+        """The number of grants that are being filled, those in quarantine excluded."""
+        return self._transfers.num_grants
 
     def stats(self) -> ReceiverStats:
-        """The numbers of this moment."""
-        return self._book.stats(self._now)
+        """Return the counts at the last tick."""
+        return self._transfers.stats(self._now)
 
-    def granted(self) -> list[tuple[WriterId, Grant]]:
-        """Every grant that a writer may still write to, quarantined ones included. For checks."""
-        return [(a.asker, a.grant) for a in self._book.table if a.grant is not None]
+    def open_grants(self) -> list[tuple[WriterId, Grant]]:
+        """Return every grant that a writer may still write to, quarantined ones included. For checks."""
+        return [(a.requester, a.grant) for a in self._transfers.grants if a.grant is not None]
 
     # -- transitions
 
-    def _wait(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
-        self._book.wait(attempt)
-        blocks = self._credit.blocks(attempt.wanted)
+    def _enqueue(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
+        self._transfers.enqueue(attempt)
+        blocks = self._allocator.blocks_needed(attempt.attached)
         if blocks > self._pool.total:
             text = f"{blocks} blocks are needed, the pool has {self._pool.total}"
             return self._deny(attempt, FailureReason.FAILURE_REASON_NEVER_FITS, text)
         return self.blocks_freed()
 
     def _handoff_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
-        grant, writer = attempt.held, attempt.asker
+        grant, writer = attempt.open_grant, attempt.requester
         in_place = self._links[writer]
         if not in_place:
-            if not grant.all_received():
+            if not grant.all_arrived():
                 return []
-            if grant.contradicted():
-                return self._corrupt(attempt, "a block differs from what was pushed")
-        self._book.give_away(attempt)
-        cached_tokens = self._credit.tokens(grant.cached_blocks)
+            if grant.digests_differ():
+                return self._fail_corrupt(attempt, "a block differs from what was pushed")
+        self._transfers.hand_off(attempt)
+        cached_tokens = self._allocator.tokens_in(grant.cached_blocks)
         done = Handoff(
             writer,
             grant.ref,
@@ -287,42 +296,42 @@ class Receiver:
         return [done]
 
     def _deny(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
-        writer = attempt.asker
+        writer = attempt.requester
         return [SendDenied(writer, attempt.key, reason, message), *self._fail(attempt, reason, message)]
 
     def _fail(self, attempt: ReceivingAttempt, reason: int, message: str) -> list[ReceiverAction]:
-        """End the attempt from our side, whatever its phase, and say so if anybody here expects it."""
+        """End the attempt from this side, whatever its phase; report it if the gateway attached it."""
         if attempt.phase is Phase.GRANTED:
-            self._book.quarantine(attempt)
+            self._transfers.quarantine(attempt)
         elif attempt.phase is Phase.COMMITTED:
-            self._book.end(attempt)
+            self._transfers.release(attempt)
         else:
-            self._book.forget(attempt)
-        return [Fail(attempt.key, reason, message)] if attempt.expected is not None else []
+            self._transfers.drop(attempt)
+        return [Fail(attempt.key, reason, message)] if attempt.pending is not None else []
 
-    def _corrupt(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
-        """What was written cannot be used. A writer that did not promise to stop is asked to."""
+    def _fail_corrupt(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
+        """Fail an attempt whose blocks cannot be used, with Abort unless its writer promised to stop."""
         actions: list[ReceiverAction] = []
         if attempt.phase is Phase.GRANTED:
-            actions.append(SendAbort(attempt.asker, attempt.held.ref))
+            actions.append(SendAbort(attempt.requester, attempt.open_grant.ref))
         actions += self._fail(attempt, FailureReason.FAILURE_REASON_KV_TRANSFER_FAILED, message)
         return actions + self.blocks_freed()
 
-    def _give_up(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
-        """Nobody here wants the attempt any more: no Fail, but its writer is told."""
+    def _cancel(self, attempt: ReceivingAttempt, message: str) -> list[ReceiverAction]:
+        """End an attempt without a Fail, with Abort or a denial for its writer."""
         actions: list[ReceiverAction] = []
         if attempt.phase is Phase.GRANTED:
-            actions.append(SendAbort(attempt.asker, attempt.held.ref))
+            actions.append(SendAbort(attempt.requester, attempt.open_grant.ref))
         elif attempt.phase in (Phase.ASKED_BEFORE_ATTACH, Phase.WAITING):
-            actions.append(SendDenied(attempt.asker, attempt.key, None, message))
+            actions.append(SendDenied(attempt.requester, attempt.key, None, message))
         self._fail(attempt, FailureReason.FAILURE_REASON_UNSPECIFIED, message)
         return actions + self.blocks_freed()
 
     def _end_quarantine(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:
-        self._book.end(attempt)
+        self._transfers.release(attempt)
         return self.blocks_freed()
 
-    def _waited(self, attempt: ReceivingAttempt) -> float:
-        if attempt.since is None:
-            attempt.since = self._now
-        return self._now - attempt.since
+    def _waited_s(self, attempt: ReceivingAttempt) -> float:
+        if attempt.waiting_since is None:
+            attempt.waiting_since = self._now
+        return self._now - attempt.waiting_since

@@ -1,119 +1,231 @@
-"""Every attempt on the decode side with the blocks that it holds: one place for phases and pool.
+"""Attempts of the decode side: phases, grants and blocks, changed together so that none can be forgotten.
 
-The rules of the handoff (`receiver`) decide; here a decision changes an attempt's phase, its grant and its
-blocks together, so that none can be forgotten.
+The rules (`receiver`) decide; this table carries the decision out. Phases of an attempt:
+
+    ATTACHED              the gateway attached the attempt; its prefill has not asked for blocks yet
+    ASKED_BEFORE_ATTACH   its prefill asked before the attach arrived; denied after a second
+    WAITING               both sides are here but there is no room; served by priority, then first come
+    GRANTED               blocks are granted; the writer may write to them
+    COMMITTED             the writer promised to stop; blocks of a copying transport are still on their way
+    QUARANTINED           ended while the writer may still write; leaves on Stopped, Commit or proof of death
+    OVER                  handed off, failed or cancelled; nothing of the attempt is kept
 """
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
+
 from diptych.engine.kv.block_pool import BlockPool
-from kvtransfer.protocol.block_allocation import BlockAllocator
-from kvtransfer.protocol.grant_table import Grant, GrantTable
-from kvtransfer.protocol.messages import GrantRef, Key, SendGrant, WriterId
-from kvtransfer.protocol.receiving_attempt import Phase, ReceiverStats, ReceivingAttempt
+from kvtransfer.protocol.grants import BlockAllocator, Grant, GrantTable
+from kvtransfer.protocol.messages import GrantRef, Key, PendingTransfer, SendGrant, WriterId
+
+
+class ReceiverPhase(enum.Enum):
+    """Phase of an attempt on the decode side, as listed at the head of this file."""
+
+    ATTACHED = "attached"
+    ASKED_BEFORE_ATTACH = "asked before attach"
+    WAITING = "waiting"
+    GRANTED = "granted"
+    COMMITTED = "committed"
+    QUARANTINED = "quarantined"
+    OVER = "over"
+
+
+TRANSITIONS: dict[ReceiverPhase, frozenset[ReceiverPhase]] = {
+    ReceiverPhase.ATTACHED: frozenset({ReceiverPhase.WAITING, ReceiverPhase.OVER}),
+    ReceiverPhase.ASKED_BEFORE_ATTACH: frozenset({ReceiverPhase.WAITING, ReceiverPhase.OVER}),
+    ReceiverPhase.WAITING: frozenset({ReceiverPhase.GRANTED, ReceiverPhase.OVER}),
+    ReceiverPhase.GRANTED: frozenset(
+        {ReceiverPhase.COMMITTED, ReceiverPhase.QUARANTINED, ReceiverPhase.OVER}
+    ),
+    ReceiverPhase.COMMITTED: frozenset({ReceiverPhase.OVER}),
+    ReceiverPhase.QUARANTINED: frozenset({ReceiverPhase.OVER}),
+    ReceiverPhase.OVER: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class ReceivingAttempt:
+    """State of one attempt on the decode side."""
+
+    key: Key
+    phase: ReceiverPhase
+    pending: PendingTransfer | None = None
+    writer: WriterId | None = None
+    grant: Grant | None = None
+    waiting_since: float | None = None
+    """Time of the first tick in a phase with a timeout, in COMMITTED since the last arrival; None before."""
+
+    @property
+    def attached(self) -> PendingTransfer:
+        """The attempt as the gateway attached it. Raises RuntimeError before the attach."""
+        if self.pending is None:
+            raise RuntimeError(f"an attempt that is {self.phase.value} was not attached")
+        return self.pending
+
+    @property
+    def requester(self) -> WriterId:
+        """The writer that asked for blocks. Raises RuntimeError before the ask."""
+        if self.writer is None:
+            raise RuntimeError(f"an attempt that is {self.phase.value} has no writer")
+        return self.writer
+
+    @property
+    def open_grant(self) -> Grant:
+        """The grant of the attempt. Raises RuntimeError before the grant."""
+        if self.grant is None:
+            raise RuntimeError(f"an attempt that is {self.phase.value} has no grant")
+        return self.grant
+
+    def move(self, phase: ReceiverPhase) -> None:
+        """Change the phase. Raises RuntimeError for a transition that is not in TRANSITIONS."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise RuntimeError(f"an attempt cannot go from {self.phase.value} to {phase.value}")
+        self.phase, self.waiting_since = phase, None
+
+
+@dataclass(frozen=True, slots=True)
+class EscalationTimeouts:
+    """Seconds until a wait is escalated; waiting alone frees nothing."""
+
+    attach_s: float = 1.0
+    """After this long without its attach an ask is denied."""
+    stop_s: float = 30.0
+    """After this long without an answer to Abort the writer is fenced."""
+    arrival_s: float = 5.0
+    """Copies that a commit announced and of which none comes any more are given up: a frame whose header was
+    damaged names no grant, and no error would be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStats:
+    """Counts for metrics and the status page."""
+
+    grants: int
+    waiting_asks: int
+    quarantined_blocks: int
+    quarantine_age_s: float
+    """Age in seconds of the oldest quarantined grant; 0 without one."""
+    stale_messages: int
 
 
 class TransferTable:
-    """Attempts and grants over one pool, with what is drawn on its `credit`."""
+    """Attempts and grants over one pool, whose blocks `allocator` allocates."""
 
-    def __init__(self, pool: BlockPool, credit: BlockAllocator) -> None:
+    def __init__(self, pool: BlockPool, allocator: BlockAllocator) -> None:
         self._pool = pool
-        self._credit = credit
-        self.open: dict[Key, ReceivingAttempt] = {}
-        """Every attempt that is neither QUARANTINED nor OVER."""
-        self.queue: dict[Key, ReceivingAttempt] = {}
-        """Those WAITING, in the order in which they came."""
-        self.table: GrantTable[ReceivingAttempt] = GrantTable()
-        self.stale = 0
-        """Messages that named nothing that is open."""
+        self._allocator = allocator
+        self.attempts: dict[Key, ReceivingAttempt] = {}
+        """Attempts that are neither QUARANTINED nor OVER."""
+        self.waiting: dict[Key, ReceivingAttempt] = {}
+        """Attempts in WAITING, in order of arrival."""
+        self.grants: GrantTable[ReceivingAttempt] = GrantTable()
+        self.stale_messages = 0
+        """Number of messages that named nothing that is open."""
 
-    def in_phase(self, *phases: Phase) -> list[ReceivingAttempt]:
-        """The open attempts in one of these phases."""
-        return [attempt for attempt in self.open.values() if attempt.phase in phases]
+    def in_phase(self, *phases: ReceiverPhase) -> list[ReceivingAttempt]:
+        """Return the attempts in one of these phases."""
+        return [attempt for attempt in self.attempts.values() if attempt.phase in phases]
 
-    def wait(self, attempt: ReceivingAttempt) -> None:
-        """Both sides of the attempt are here: it stands in line for blocks."""
-        attempt.move(Phase.WAITING)
-        self.queue[attempt.key] = attempt
+    def enqueue(self, attempt: ReceivingAttempt) -> None:
+        """Move an attempt of which both sides are here to the queue for blocks."""
+        attempt.move(ReceiverPhase.WAITING)
+        self.waiting[attempt.key] = attempt
 
-    def next_in_line(self) -> ReceivingAttempt | None:
-        """Whose turn it is to be given blocks. Nobody else passes: who wants many would never have them."""
-        return max(self.queue.values(), key=lambda attempt: attempt.wanted.priority, default=None)
+    def next_waiting(self) -> ReceivingAttempt | None:
+        """Return the waiting attempt of the highest priority, the first come of equals; None without one.
+
+        No other attempt overtakes it: an attempt that needs many blocks would never get them.
+        """
+        return max(self.waiting.values(), key=lambda attempt: attempt.attached.priority, default=None)
 
     def try_grant(self, attempt: ReceivingAttempt) -> SendGrant | None:
-        """Give blocks to an attempt that waits; None: there is no room now."""
-        drawn = self._credit.draw(attempt.wanted)
-        if drawn is None:
+        """Grant blocks to a waiting attempt; None while there is no room."""
+        allocation = self._allocator.allocate(attempt.attached)
+        if allocation is None:
             return None
-        ref = self.table.open(attempt.key, attempt)
+        ref = self.grants.open(attempt.key, attempt)
         grant = Grant(
-            ref, drawn.block_ids, drawn.cached_blocks, drawn.writable_blocks, attempt.wanted.num_tokens
+            ref,
+            allocation.block_ids,
+            allocation.cached_blocks,
+            allocation.writable_blocks,
+            attempt.attached.num_tokens,
         )
         attempt.grant = grant
-        del self.queue[attempt.key]
-        attempt.move(Phase.GRANTED)
-        told = tuple(grant.block_ids[: grant.num_blocks])
-        return SendGrant(attempt.asker, ref, told, self._credit.tokens(grant.cached_blocks))
+        del self.waiting[attempt.key]
+        attempt.move(ReceiverPhase.GRANTED)
+        block_ids = tuple(grant.block_ids[: grant.num_blocks])
+        return SendGrant(attempt.requester, ref, block_ids, self._allocator.tokens_in(grant.cached_blocks))
 
-    def give_away(self, attempt: ReceivingAttempt) -> None:
-        """Its blocks belong to somebody else now, references included."""
-        self.table.close(attempt.held.ref)
-        self.forget(attempt)
+    def hand_off(self, attempt: ReceivingAttempt) -> None:
+        """End an attempt whose blocks, references included, have a new owner now."""
+        self.grants.close(attempt.open_grant.ref)
+        self.drop(attempt)
 
     def quarantine(self, attempt: ReceivingAttempt) -> None:
-        """Nobody wants it, but its writer may still write: pins drop at once, the rest waits for proof."""
-        grant = attempt.held
-        self._pool.release(grant.pins)
-        self._pool.quarantine(grant.fresh)
-        del self.open[attempt.key]
-        attempt.move(Phase.QUARANTINED)
+        """End an attempt whose writer may still write.
 
-    def end(self, attempt: ReceivingAttempt) -> None:
-        """Nobody writes to the grant any more and nobody wants it: all its blocks go back."""
-        grant = attempt.held
-        self.table.close(grant.ref)
-        if attempt.phase is Phase.QUARANTINED:
-            self._pool.release_quarantined(grant.fresh)
-            attempt.move(Phase.OVER)
+        The prefix is unpinned at once, the rest is quarantined until there is proof that the writer stopped.
+        """
+        grant = attempt.open_grant
+        self._pool.release(grant.pinned)
+        self._pool.quarantine(grant.allocated)
+        del self.attempts[attempt.key]
+        attempt.move(ReceiverPhase.QUARANTINED)
+
+    def release(self, attempt: ReceivingAttempt) -> None:
+        """End an attempt whose writer writes no more: return all its blocks to the pool."""
+        grant = attempt.open_grant
+        self.grants.close(grant.ref)
+        if attempt.phase is ReceiverPhase.QUARANTINED:
+            self._pool.release_quarantined(grant.allocated)
+            attempt.move(ReceiverPhase.OVER)
         else:
             self._pool.release(grant.block_ids)
-            self.forget(attempt)
+            self.drop(attempt)
 
-    def forget(self, attempt: ReceivingAttempt) -> None:
-        """An attempt that holds nothing is over."""
-        del self.open[attempt.key]
-        self.queue.pop(attempt.key, None)
-        attempt.move(Phase.OVER)
+    def drop(self, attempt: ReceivingAttempt) -> None:
+        """End an attempt that holds no blocks."""
+        del self.attempts[attempt.key]
+        self.waiting.pop(attempt.key, None)
+        attempt.move(ReceiverPhase.OVER)
 
     def find(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
-        """The attempt with this very grant, if it is open and this writer's."""
-        attempt = self.table.find(ref.slot, ref.generation)
+        """Return the attempt that holds this very grant, None unless it is open and this writer's."""
+        attempt = self.grants.find(ref.slot, ref.generation)
         if attempt is None or attempt.writer != writer or attempt.key != ref.key:
-            self.stale += 1
+            self.stale_messages += 1
             return None
         return attempt
 
     def find_open(self, writer: WriterId, ref: GrantRef) -> ReceivingAttempt | None:
-        """Like `find`, but not what is in quarantine: that is waiting for one word only."""
+        """Return the attempt as `find` does, but None for a quarantined one."""
         attempt = self.find(writer, ref)
-        return attempt if attempt is not None and attempt.phase is not Phase.QUARANTINED else None
+        return attempt if attempt is not None and attempt.phase is not ReceiverPhase.QUARANTINED else None
 
     def quarantined_by(self, writer: WriterId) -> list[Grant]:
-        """What is out of use because this writer might still write to it."""
-        return [a.held for a in self.table if a.phase is Phase.QUARANTINED and a.writer == writer]
+        """Return the grants that are quarantined because this writer may still write to them."""
+        return [
+            a.open_grant for a in self.grants if a.phase is ReceiverPhase.QUARANTINED and a.writer == writer
+        ]
 
     @property
     def num_grants(self) -> int:
-        """Open ones that are not in quarantine."""
-        return sum(attempt.phase is not Phase.QUARANTINED for attempt in self.table)
+        """The number of open grants outside quarantine."""
+        return sum(attempt.phase is not ReceiverPhase.QUARANTINED for attempt in self.grants)
 
     def stats(self, now: float) -> ReceiverStats:
-        """The numbers of this moment."""
-        quarantined = [a for a in self.table if a.phase is Phase.QUARANTINED]
+        """Return the counts at time `now`."""
+        quarantined = [a for a in self.grants if a.phase is ReceiverPhase.QUARANTINED]
         return ReceiverStats(
             grants=self.num_grants,
-            waiting_asks=len(self.queue),
+            waiting_asks=len(self.waiting),
             quarantined_blocks=self._pool.quarantined(),
-            quarantine_age_s=max((now - a.since for a in quarantined if a.since is not None), default=0.0),
-            stale_messages=self.stale,
+            quarantine_age_s=max(
+                (now - a.waiting_since for a in quarantined if a.waiting_since is not None), default=0.0
+            ),
+            stale_messages=self.stale_messages,
         )

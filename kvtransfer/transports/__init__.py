@@ -1,1 +1,4 @@
-"""How bytes get into granted blocks. A further transport is one new file with the two ends of `base`."""
+"""Transports: how bytes get into granted blocks, one file each.
+
+A further transport implements both ends of `base` and is entered in `registry`.
+"""

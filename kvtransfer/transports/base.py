@@ -1,4 +1,4 @@
-"""The two ends of a transport, and what its receiving end tells the handoff.
+"""Interface of a transport: its two ends, and the events of its receiving end.
 
 A transport registers writers, brings (or maps) bytes, and fences. What may be written, and when a block may
 be used again, is decided by the state machines alone.
@@ -6,8 +6,11 @@ be used again, is decided by the state machines alone.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,44 +20,44 @@ from kvtransfer.protocol.messages import GrantRef, WriterId
 
 
 class TransportError(Exception):
-    """A transport could not be opened, or broke."""
+    """Transport that could not be opened, or broke."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs, as far as sharing memory goes."""
+class Locality:
+    """Location of a process, as far as sharing memory goes."""
 
     host_id: str
-    """Equal ids share a kernel and its namespaces."""
+    """Processes of equal ids share a kernel and its namespaces."""
     device: str = ""
-    """Of its KV blocks: empty for host memory, else what names the GPU on every machine."""
+    """UUID of the GPU with its KV blocks, empty for host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverHooks:
-    """What a receiving end calls, on the event loop."""
+    """Callbacks of a receiving end, called on the event loop."""
 
     dead: Callable[[WriterId], None]
-    """Proven: this writer can write no more by this transport."""
-    named: Callable[[WriterId, int, int], GrantRef | None]
-    """The grant of this writer at (slot, generation), None if that is not open."""
+    """Reports the proof that this writer can write no more by this transport."""
+    resolve: Callable[[WriterId, int, int], GrantRef | None]
+    """Returns the grant of this writer at (slot, generation), None unless it is open."""
     destinations: Callable[[WriterId, GrantRef, range], Sequence[int] | None]
-    """The blocks of the pool to which these places of a grant belong now; None: the data is stale."""
+    """Returns the blocks of the pool for these indices of a grant; None: the data is stale."""
     arrived: Callable[[WriterId, GrantRef, int, Sequence[bytes]], None]
-    """Blocks are at their destinations, from this place of the grant on; the digest of each."""
+    """Reports blocks at their destinations, from this index of the grant on, with the digest of each."""
     corrupt: Callable[[WriterId, GrantRef], None]
-    """A block came that does not match its digest."""
+    """Reports a block that does not match its digest."""
 
 
 class ReceivingTransport(Protocol):
-    """The decode worker's end, one for all its writers."""
+    """End of the decode worker, one for all its writers."""
 
     name: str
     in_place: bool
-    """Whether the writer computes straight into the granted blocks."""
+    """True if the writer computes straight into the granted blocks."""
 
-    def unreachable(self, writer: Place) -> str | None:
-        """Why a writer at this place cannot use it; None: it can."""
+    def unreachable_reason(self, writer: Locality) -> str | None:
+        """Return why a writer at this locality cannot use the transport, None if it can."""
         ...
 
     async def start(self) -> None:
@@ -63,27 +66,27 @@ class ReceivingTransport(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """Where writers register, for the welcome."""
+        """Address where writers register, for the welcome."""
         ...
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let a writer register; returns the token that it must show."""
+        """Let a writer register; return the token that it must show."""
         ...
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether this writer registered and is not known to be dead."""
+        """Return True if this writer registered and is not known to be dead."""
         ...
 
     def fence(self, writer: WriterId) -> None:
-        """See to it that the writer can write no more; `dead` follows when that is proven."""
+        """Make sure that the writer can write no more; `dead` follows when that is proven."""
         ...
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """The writer announced these blocks of a grant: for transports that do not see them come."""
+        """Take the writer's announcement of blocks: for transports that do not see them arrive."""
         ...
 
     def link_lost(self, writer: WriterId) -> None:
-        """The writer's stream broke. A transport whose data path we own ends it here."""
+        """Take the end of the writer's stream; a transport whose data path this process owns closes it."""
         ...
 
     async def close(self) -> None:
@@ -93,44 +96,45 @@ class ReceivingTransport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks of one grant: places `first ..` of its table."""
+    """Consecutive blocks of one grant, from index `first` of its table on."""
 
     ref: GrantRef
     first: int
     memory: KVMemory
     block_ids: Sequence[int]
-    """Where they are, in `memory`."""
+    """The blocks in `memory`."""
     target_ids: Sequence[int] = ()
-    """Where they belong, in the decode worker's pool: for transports that map it."""
+    """Their blocks in the decode worker's pool, for transports that map it."""
     computed: torch.cuda.Event | None = None
-    """On a GPU: when it has come, the blocks are computed."""
+    """Event after which the blocks are computed; None on the CPU."""
 
 
-Wanted = Callable[[GrantRef], bool]
+StillGranted = Callable[[GrantRef], bool]
 
 
 class PushChannel(Protocol):
-    """The prefill worker's end of a copying transport."""
+    """End of the prefill worker in a copying transport."""
 
     @property
     def sent(self) -> int:
-        """Blocks that left this end since it was opened."""
+        """Number of blocks that left this end since it was opened."""
         ...
 
     @property
     def acknowledged(self) -> int:
-        """How many of them the other end has taken, or dropped as stale."""
+        """Number of them that the other end has taken, or dropped as stale."""
         ...
 
     @property
     def broken(self) -> bool:
-        """Whether the other end is gone: nothing more will be acknowledged."""
+        """True if the other end is gone: nothing more will be acknowledged."""
         ...
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
-        """Send the blocks of a run and return the digest of each; None once the grant is not wanted.
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
+        """Send the blocks of a run and return the digest of each; None once the grant was revoked.
 
-        When it ends, cancelled or not, the blocks of the run are not read any more. Raises TransportError.
+        When the call ends, cancelled or not, the blocks of the run are not read any more. Raises
+        TransportError.
         """
         ...
 
@@ -141,11 +145,30 @@ class PushChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the decode worker's answer says of the transport that was chosen."""
+    """Answer of the decode worker about the transport that was chosen."""
 
     address: str
-    """Of the decode worker's gRPC server."""
+    """Address of the decode worker's gRPC server."""
     endpoint: str
     token: bytes
     layout: KVLayout
     num_blocks: int
+
+
+def host_id() -> str:
+    """Return an id that two processes share exactly if pids and abstract sockets mean the same to both.
+
+    It covers the kernel and the pid and network namespaces. Containers of one machine differ unless they
+    share those; they then use tcp.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid")]
+    return hashlib.sha256("|".join([boot, *spaces]).encode()).hexdigest()[:32]
+
+
+CPU = torch.device("cpu")
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of the GPU, which names it on every machine; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: IPC handles, page-locked pages, stream writes.
+"""Calls of the CUDA driver that torch does not offer: IPC handles, page-locked pages, stream writes.
 
 By ctypes from libcuda.so.1, which comes with the driver, so that no toolkit and no version of the runtime has
 to be found. Names and signatures are those of the CUDA Driver API reference. torch's own sharing of tensors
@@ -25,7 +25,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaError(OSError):
-    """A call of the driver failed."""
+    """Failed call of the driver."""
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.cache
 def _context(index: int) -> int:
-    """The primary context, which is also torch's; retained for as long as the process lives."""
+    """Return the primary context, which is also torch's; it is retained for as long as the process lives."""
     _call("cuInit", ctypes.c_uint(0))
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
@@ -76,7 +76,7 @@ def _context(index: int) -> int:
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """The device's context on this thread, whatever was there before."""
+    """Make the device's context current on this thread, and restore the earlier one at the end."""
     _call("cuCtxPushCurrent_v2", _context(device.index or 0))
     try:
         yield
@@ -85,7 +85,7 @@ def _current(device: torch.device) -> Iterator[None]:
 
 
 def export_memory(device: torch.device, address: int) -> tuple[bytes, int]:
-    """The IPC handle of the allocation that holds `address`, and how far into it the address is.
+    """Return the IPC handle of the allocation that holds `address`, and the offset of the address in bytes.
 
     Raises CudaError, for example for memory of an allocator with expandable segments.
     """
@@ -97,7 +97,10 @@ def export_memory(device: torch.device, address: int) -> tuple[bytes, int]:
 
 
 def open_memory(device: torch.device, handle: bytes) -> int:
-    """Where another process' allocation is mapped for `device`; peer access is enabled. Raises CudaError."""
+    """Map another process' allocation for `device`, with peer access; return the address.
+
+    Raises CudaError.
+    """
     opened, structure = _Pointer(), _IpcHandle.from_buffer_copy(handle)
     with _current(device):
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), structure, _LAZY_PEER_ACCESS)
@@ -105,13 +108,13 @@ def open_memory(device: torch.device, handle: bytes) -> int:
 
 
 def close_memory(device: torch.device, base: int) -> None:
-    """Unmap it, once for each time that it was opened. Raises CudaError."""
+    """Unmap an allocation, once for each time that it was opened. Raises CudaError."""
     with _current(device):
         _call("cuIpcCloseMemHandle", base)
 
 
 def register_page(device: torch.device, address: int, nbytes: int) -> int:
-    """Let the GPU write to pages of this process; their address for it. Raises CudaError."""
+    """Page-lock pages of this process for the GPU and return their device address. Raises CudaError."""
     pointer = _Pointer()
     with _current(device):
         _call("cuMemHostRegister_v2", address, nbytes, _REGISTER_PORTABLE_MAPPED)
@@ -120,13 +123,13 @@ def register_page(device: torch.device, address: int, nbytes: int) -> int:
 
 
 def unregister_page(device: torch.device, address: int) -> None:
-    """The inverse of `register_page`. Raises CudaError."""
+    """Undo `register_page`. Raises CudaError."""
     with _current(device):
         _call("cuMemHostUnregister", address)
 
 
-def write_behind(device: torch.device, stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Write eight bytes after everything in the stream, which is visible to the whole system by then.
+def write_in_stream_order(device: torch.device, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Write eight bytes after everything in the stream, which the whole system sees by then.
 
     The default flags of the call put a fence of system scope before the write. Raises CudaError.
     """

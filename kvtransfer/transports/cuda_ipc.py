@@ -1,11 +1,11 @@
-"""CUDA IPC between GPUs of one host: a chunk's blocks are pushed into the mapped decode pool by one kernel.
+"""CUDA IPC between GPUs of one host: one kernel copies a chunk's blocks into the mapped decode pool.
 
 The writer computes in blocks of its own and maps the pool, which its GPU reaches over NVLink or PCIe. When a
-chunk is computed, one launch copies its blocks of all layers to their places, beside the computation of the
-next chunk; a flag of the grant is set behind it. Once both have happened, `pushed` goes out with the digests.
-The decode worker then looks at the flag, takes the digests of what lies in its pool, and compares.
+chunk is computed, one launch copies its blocks of all layers to their destinations, beside the computation of
+the next chunk; a flag of the grant is set behind it. Once both have happened, `pushed` goes out with the
+digests. The decode worker then reads the flag, takes the digests of the bytes in its pool, and compares.
 
-Nobody stands between the writer and the pool, so that the fence is that of shared memory: its death.
+No process stands between the writer and the pool, so that the fence is that of shared memory: its death.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from typing import Any
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, Run, TransportError, Wanted, Welcome
-from kvtransfer.transports.blocking_thread import BlockingThread
+from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.blocking import BlockingThread
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
-from kvtransfer.transports.memory_mapping import Exported, Flags, PoolPort
+from kvtransfer.transports.memory_mapping import ExportedPool, Flags, MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "cuda_ipc"
-_NOBODY = GrantRef(("", 0), 0, 0)
+_NO_GRANT = GrantRef(("", 0), 0, 0)
 _log = logging.getLogger(__name__)
 
 
 class CudaIpcReceiver:
-    """The decode worker's end: gives its pool to admitted writers, and checks what they announce."""
+    """End of the decode worker: maps its pool into admitted writers, and checks what they announce."""
 
     name = NAME
     in_place = False
 
-    def __init__(self, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
-        self._pool, self._port, self._hooks = pool, port, hooks
+    def __init__(self, pool: PoolMemory, mapping: MemoryMapping, hooks: ReceiverHooks) -> None:
+        self._pool, self._mapping, self._hooks = pool, mapping, hooks
         # A grant has at least one block, so that its slot is below their number.
         self._flags = Flags.create(pool.memory.num_blocks)
         self._socket = PoolFdSocket(self._export, hooks.dead)
         self._thread = BlockingThread("verify-pushed")
         self._checks: set[asyncio.Task[object]] = set()
 
-    def unreachable(self, writer: Place) -> str | None:
-        """It has to be where our memory can be mapped."""
-        return self._port.unreachable(writer, in_place=False)
+    def unreachable_reason(self, writer: Locality) -> str | None:
+        """Return why a writer there cannot map this pool, None if it can."""
+        return self._mapping.unreachable_reason(writer, in_place=False)
 
     async def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen, and read the pool once for the checks. Raises OSError."""
         await self._socket.start()
-        self._keep(self._thread.run(self._port.digests, self._pool.memory, [0], _NOBODY, 0))
+        self._keep(self._thread.run(self._mapping.digests, self._pool.memory, [0], _NO_GRANT, 0))
 
     @property
     def endpoint(self) -> str:
-        """The socket's abstract name behind an @."""
+        """Abstract name of the socket behind an @."""
         return self._socket.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`."""
+        """Let the process `pid` register as `writer`; return the token."""
         return self._socket.admit(writer, pid)
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether it maps our pool, as far as we know."""
+        """Return True if this writer maps the pool, as far as this process knows."""
         return self._socket.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -69,7 +69,7 @@ class CudaIpcReceiver:
         self._socket.fence(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """Check these blocks where they lie; `arrived` or `corrupt` follows, unless the grant ends."""
+        """Check announced blocks in the pool; `arrived` or `corrupt` follows, unless the grant ends."""
         blocks = self._hooks.destinations(writer, ref, range(first, first + count))
         if blocks is None:
             return
@@ -80,7 +80,7 @@ class CudaIpcReceiver:
         self._keep(self._check(writer, ref, first, blocks))
 
     def link_lost(self, writer: WriterId) -> None:
-        """Proves nothing: the process may still write."""
+        """Do nothing: a broken stream proves nothing, the process may still write."""
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
@@ -102,46 +102,49 @@ class CudaIpcReceiver:
             _log.error("the pool cannot be read for checks: %s", error)
 
     async def _check(self, writer: WriterId, ref: GrantRef, first: int, blocks: Sequence[int]) -> None:
-        """Digests of blocks that meanwhile became somebody else's are of no grant that is open."""
+        """Digest blocks in the pool.
+
+        Digests of blocks that got another owner meanwhile are of no open grant.
+        """
         memory = self._pool.memory
         try:
-            digests = await self._thread.run(self._port.digests, memory, blocks, ref, first)
-        except Exception:  # whatever it was: blocks that nobody could check are not to be used
+            digests = await self._thread.run(self._mapping.digests, memory, blocks, ref, first)
+        except Exception:  # of any kind: blocks that could not be checked are not used
             _log.exception("blocks of prefill worker %s cannot be checked", writer.worker_id)
             self._hooks.corrupt(writer, ref)
             return
         self._hooks.arrived(writer, ref, first, digests)
 
-    def _export(self) -> Exported:
-        exported = self._port.export(self._pool)
-        return Exported(exported.handle, [self._flags.fd, *exported.fds])
+    def _export(self) -> ExportedPool:
+        exported = self._mapping.export(self._pool)
+        return ExportedPool(exported.handle, [self._flags.fd, *exported.fds])
 
 
-class PushChannel:
-    """The prefill worker's end: the mapped pool, and a thread that waits for copies into it."""
+class CudaIpcChannel:
+    """End of the prefill worker: the mapped pool, and a thread that waits for copies into it."""
 
-    def __init__(self, target: KVMemory, flags: Flags, port: PoolPort) -> None:
-        self._target, self._flags, self._port = target, flags, port
+    def __init__(self, target: KVMemory, flags: Flags, mapping: MemoryMapping) -> None:
+        self._target, self._flags, self._mapping = target, flags, mapping
         self._thread = BlockingThread("push")
         self._sent = self._acknowledged = 0
         self._closed = False
 
     @classmethod
-    async def open(cls, welcome: Welcome, port: PoolPort) -> PushChannel:
+    async def open(cls, welcome: Welcome, mapping: MemoryMapping) -> CudaIpcChannel:
         """Register with a decode worker and map its pool. Raises TransportError."""
 
-        def mapped(pool: Exported) -> tuple[KVMemory, Flags]:
+        def mapped(pool: ExportedPool) -> tuple[KVMemory, Flags]:
             if not pool.fds:
                 raise ValueError("the decode worker sent no flags")
-            target = port.map(Exported(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
-            flags = Flags.joined(pool.fds[0], welcome.num_blocks)
-            port.use_flags(flags)
+            target = mapping.map(ExportedPool(pool.handle, pool.fds[1:]), welcome.layout, welcome.num_blocks)
+            flags = Flags.open(pool.fds[0], welcome.num_blocks)
+            mapping.register_flags(flags)
             return target, flags
 
-        channel = cls(*await register(welcome, mapped), port)
+        channel = cls(*await register(welcome, mapped), mapping)
         try:
             # Reads the pool once: a GPU's kernel is compiled by that, and known to reach the memory.
-            await channel._thread.run(port.digests, channel._target, [0], _NOBODY, 0)
+            await channel._thread.run(mapping.digests, channel._target, [0], _NO_GRANT, 0)
         except BaseException as error:
             channel.close()
             if isinstance(error, (RuntimeError, OSError)):
@@ -151,22 +154,22 @@ class PushChannel:
 
     @property
     def sent(self) -> int:
-        """Blocks whose copy was started."""
+        """Number of blocks whose copy was started."""
         return self._sent
 
     @property
     def acknowledged(self) -> int:
-        """Blocks whose copy is done."""
+        """Number of blocks whose copy is done."""
         return self._acknowledged
 
     @property
     def broken(self) -> bool:
-        """There is no connection that could break: the stream's end says it."""
+        """False: there is no connection that could break, the stream's end shows the loss."""
         return False
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
-        """Push a run; returns when it lies in the decode worker's pool. Raises TransportError."""
-        if not wanted(run.ref):
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
+        """Copy a run; returns when it lies in the decode worker's pool. Raises TransportError."""
+        if not still_granted(run.ref):
             return None
         self._sent += len(run.block_ids)
         copying = asyncio.ensure_future(self._thread.run(self._copy, run))
@@ -183,17 +186,17 @@ class PushChannel:
         return copying.result()
 
     def close(self) -> None:
-        """Push no more. Call it when no `send` runs."""
+        """Copy no more. Call it when no `send` runs."""
         if not self._closed:
             self._closed = True
             self._thread.stop()
-            self._port.leave_flags(self._flags)
+            self._mapping.unregister_flags(self._flags)
             self._flags.close()
 
     def _copy(self, run: Run) -> list[bytes]:
         upto = run.first + len(run.block_ids)
         try:
-            finish = self._port.start_copy(run, self._target, self._flags.word(run.ref, upto))
+            finish = self._mapping.start_copy(run, self._target, self._flags.word(run.ref, upto))
             return finish()
         except (RuntimeError, OSError) as error:
             raise TransportError(f"blocks were not pushed: {error}") from error

@@ -2,7 +2,7 @@
 
 Opened for the prefill worker's GPU, which may be the same one (then it computes in place) or a peer over
 NVLink or PCIe (then one kernel a chunk copies into it). An opened handle keeps the memory alive after its
-owner's death, so that a late kernel hits memory that is nobody's.
+owner's death, so that a late kernel writes to memory without another owner.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ import torch
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.protocol.messages import GrantRef
 from kvtransfer.transports import cuda_driver
-from kvtransfer.transports.base import Place, Run
+from kvtransfer.transports.base import Locality, Run, gpu_uuid
 from kvtransfer.transports.device_blocks import NOWHERE, DigestedCopy
-from kvtransfer.transports.device_order import gpu_uuid
-from kvtransfer.transports.memory_mapping import Exported, Flags, FlagWord
+from kvtransfer.transports.memory_mapping import ExportedPool, Flags, FlagWord
 from kvtransfer.transports.pool_memory import PoolMemory
 
 _HANDLE = struct.Struct(f"<4s{cuda_driver.HANDLE_BYTES}sQ")
 _KIND = b"cuda"
 
 
-class CudaPort:
-    """Pools of one GPU."""
+class CudaMapping:
+    """Memory mapping of pools on one GPU."""
 
     def __init__(self, device: torch.device, host_id: str) -> None:
         self._device, self._host_id = device, host_id
         self._pages: dict[int, int] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
-        """A process of this host with its blocks on a GPU; to compute in place, on this very one."""
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
+        """Return why a writer there cannot map the pool, None if it can.
+
+        It must be on this host with its blocks on a GPU; to compute in place, on this very GPU.
+        """
         if writer.host_id != self._host_id:
             return "on another host"
         if not writer.device:
             return "one side's blocks are on a GPU, the other's are not"
         return "on another GPU" if in_place and writer.device != gpu_uuid(self._device) else None
 
-    def export(self, pool: PoolMemory) -> Exported:
-        """The handle and the offset."""
+    def export(self, pool: PoolMemory) -> ExportedPool:
+        """Return the IPC handle and the offset."""
         handle, offset = cuda_driver.export_memory(self._device, pool.memory.address)
-        return Exported(_HANDLE.pack(_KIND, handle, offset), [])
+        return ExportedPool(_HANDLE.pack(_KIND, handle, offset), [])
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Open the handle; it is closed with the last reference to the memory."""
         if len(exported.handle) != _HANDLE.size:
             raise ValueError("the decode worker's pool is not on a GPU")
@@ -63,17 +65,17 @@ class CudaPort:
             raise ValueError("torch made a copy of the mapped pool")
         return KVMemory.over_tensor(layout, num_blocks, flat)
 
-    def use_flags(self, flags: Flags) -> None:
-        """Page-lock them for this GPU."""
+    def register_flags(self, flags: Flags) -> None:
+        """Page-lock the flags for this GPU."""
         self._pages[flags.address] = cuda_driver.register_page(self._device, flags.address, flags.nbytes)
 
-    def leave_flags(self, flags: Flags) -> None:
-        """Give the page back."""
+    def unregister_flags(self, flags: Flags) -> None:
+        """Release the page-locked flags."""
         if self._pages.pop(flags.address, None) is not None:
             cuda_driver.unregister_page(self._device, flags.address)
 
     def start_copy(self, run: Run, target: KVMemory, flag: FlagWord) -> Callable[[], list[bytes]]:
-        """One launch on a stream of its own, behind the computation of these blocks only."""
+        """Launch one copy on a stream of its own, behind the computation of these blocks only."""
         stream = self._side_stream()
         copy = DigestedCopy(run.memory, run.block_ids, target, run.target_ids, run.ref, run.first)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
@@ -81,7 +83,7 @@ class CudaPort:
                 stream.wait_event(run.computed)
             copy.launch()
             page = self._pages[flag.flags.address]
-            cuda_driver.write_behind(self._device, stream, page + flag.offset, flag.value)
+            cuda_driver.write_in_stream_order(self._device, stream, page + flag.offset, flag.value)
             done = torch.cuda.Event()
             done.record(stream)
 
@@ -92,9 +94,9 @@ class CudaPort:
         return finish
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
-        """Of what lies in the pool: the copy kernel reads it, and writes nothing.
+        """Compute the digests of blocks in the pool: the copy kernel reads them and writes nothing.
 
-        Not even over the blocks themselves: they may be somebody else's by the time it runs.
+        It does not write even the same bytes: the blocks may have another owner by the time it runs.
         """
         stream = self._side_stream()
         copy = DigestedCopy(memory, block_ids, memory, [NOWHERE] * len(block_ids), ref, first)
@@ -123,6 +125,6 @@ class _Opened:
 
 
 def _close(device: torch.device, base: int) -> None:
-    # At the end of the process the driver may be gone before us, and the mapping with it.
+    # At the end of the process the driver may be unloaded already, and the mapping with it.
     with contextlib.suppress(cuda_driver.CudaError):
         cuda_driver.close_memory(device, base)

@@ -1,4 +1,4 @@
-"""The writer's end of a data socket: connect, show the token, send, hear how many blocks arrived."""
+"""Data connection of the prefill worker: connect, show the token, send, read how many blocks arrived."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvtransfer.transports.data_listener import COUNT, REGISTRATION_S
 
 
 class DataConnection:
-    """One socket to one decode worker."""
+    """Data socket to one decode worker."""
 
     def __init__(self, connection: socket.socket, greeting: bytes) -> None:
         self.greeting = greeting
         self.acknowledged = 0
-        """Blocks that the other end has taken or dropped."""
+        """Number of blocks that the other end has taken or dropped."""
         self.broken = False
-        """The other end is gone."""
+        """True if the other end is gone."""
         self._connection = connection
         self._changed = asyncio.Event()
-        self._hearing = asyncio.create_task(self._hear())
+        self._reader = asyncio.create_task(self._read_counts())
 
     @classmethod
     async def open(cls, welcome: Welcome, greeting_bytes: int) -> DataConnection:
         """Connect and register. Raises TransportError."""
-        host, port = endpoint_of(welcome)
+        host, port = endpoint_address(welcome)
         loop = asyncio.get_running_loop()
         connection: socket.socket | None = None
         try:
@@ -49,18 +49,18 @@ class DataConnection:
         return cls(connection, greeting)
 
     def local_host(self) -> str:
-        """Our own address on this connection."""
+        """Return the address of this end."""
         return str(self._connection.getsockname()[0])
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the bytes are the kernel's. Raises TransportError."""
+        """Send bytes; returns when the kernel has taken them. Raises TransportError."""
         try:
             await asyncio.get_running_loop().sock_sendall(self._connection, data)
         except (OSError, ValueError) as error:
             raise TransportError(f"the data connection broke: {error}") from error
 
     async def until_acknowledged(self, blocks: int) -> None:
-        """Wait until so many blocks were acknowledged. Raises TransportError when that cannot come."""
+        """Wait until so many blocks were acknowledged. Raises TransportError if that cannot come."""
         while self.acknowledged < blocks:
             if self.broken:
                 raise TransportError("the decode worker closed the data connection")
@@ -69,19 +69,19 @@ class DataConnection:
 
     def close(self) -> None:
         """End the connection. Call it when no `send` runs."""
-        self._hearing.cancel()
+        self._reader.cancel()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         # Not before the reader has left it: its number could be another socket's by then.
-        self._hearing.add_done_callback(lambda _: self._connection.close())
+        self._reader.add_done_callback(lambda _: self._connection.close())
 
-    async def _hear(self) -> None:
+    async def _read_counts(self) -> None:
         try:
             while True:
                 (self.acknowledged,) = COUNT.unpack(await _receive(self._connection, COUNT.size))
                 self._changed.set()
         except (OSError, TransportError):
-            pass  # said by `broken`
+            pass  # `broken` reports it
         finally:
             self.broken = True
             self._changed.set()
@@ -97,8 +97,8 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
     return received
 
 
-def endpoint_of(welcome: Welcome) -> tuple[str, int]:
-    """A listener on all addresses is reached at the one where its gRPC server was."""
+def endpoint_address(welcome: Welcome) -> tuple[str, int]:
+    """Return host and port of a data listener; one on all addresses has the host of its gRPC server."""
     host, _, port = welcome.endpoint.rpartition(":")
     host = host.strip("[]")
     if host in ("0.0.0.0", "::", ""):

@@ -1,9 +1,9 @@
-"""Data sockets of copying transports: a token, then frames one way and the number of arrivals the other way.
+"""Receiving end of transports whose data comes by sockets: a token, then frames one way, counts back.
 
     writer → token of the welcome                     decode → a greeting when it is accepted
     writer → frame*, as its transport arranges them   decode → count*, of blocks taken or dropped so far
 
-Closing a data socket is the fence: nothing that it brought is copied from that moment on.
+Closing a data socket is the fence, and the proof: nothing that it brought is copied from that moment on.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ import struct
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import TransportError
+from kvtransfer.protocol.messages import GrantRef, WriterId
+from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError
 
 TOKEN_BYTES = 32
 REGISTRATION_S = 2.0
 COUNT = struct.Struct("<Q")
-"""Blocks taken or dropped since the socket was opened."""
+"""Number of blocks taken or dropped since the socket was opened."""
 _log = logging.getLogger(__name__)
 
 
-class Frames(Protocol):
-    """Reads the frames of one data socket into buffers of its own."""
+class FrameReader(Protocol):
+    """Reader of the frames of one data socket, into buffers of its own."""
 
     def greeting(self) -> bytes:
-        """What an accepted writer is told; of a fixed length."""
+        """Return the bytes that an accepted writer is sent, of a fixed length."""
         ...
 
-    def target(self) -> memoryview:
-        """The buffer to be filled first."""
+    def first_buffer(self) -> memoryview:
+        """Return the buffer to be filled first."""
         ...
 
-    def filled(self) -> memoryview:
-        """The buffer is full; which is to be filled next. Raises TransportError to end the socket."""
+    def buffer_filled(self) -> memoryview:
+        """Take the full buffer, return the next one to fill. Raises TransportError to end the socket."""
         ...
 
     def ended(self) -> None:
-        """No more frames come."""
+        """Take the end of the frames."""
         ...
 
 
 class DataListener:
-    """One listener, one data socket a writer."""
+    """Listening socket with one data socket a writer."""
 
     def __init__(
         self,
         host: str,
-        open_frames: Callable[[WriterId, DataSocket], Frames],
+        open_reader: Callable[[WriterId, DataSocket], FrameReader],
         dead: Callable[[WriterId], None],
     ) -> None:
         self.host = host
-        self.open_frames = open_frames
+        self.open_reader = open_reader
         self._dead = dead
         self._server: asyncio.Server | None = None
         self._admitted: dict[bytes, WriterId] = {}
@@ -69,14 +69,14 @@ class DataListener:
 
     @property
     def endpoint(self) -> str:
-        """host:port."""
+        """Address as host:port."""
         if self._server is None:
             raise TransportError("not started")
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def admit(self, writer: WriterId) -> bytes:
-        """Let whoever shows the token, once, write as `writer`."""
+        """Let the process that shows the returned token, once, write as `writer`."""
         token = secrets.token_bytes(TOKEN_BYTES)
         for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
             del self._admitted[old]
@@ -84,10 +84,10 @@ class DataListener:
         return token
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether its data socket is open."""
+        """Return True while the data socket of the writer is open."""
         return writer in self._sockets
 
-    def end(self, writer: WriterId) -> None:
+    def end_socket(self, writer: WriterId) -> None:
         """Close the writer's data socket, if it has one: `dead` follows before this returns."""
         connection = self._sockets.get(writer)
         if connection is not None:
@@ -104,45 +104,45 @@ class DataListener:
             self._server = None
 
     def accept(self, token: bytes, connection: DataSocket) -> WriterId | None:
-        """The writer whose token this is."""
+        """Return the writer whose token this is, None for an unknown token."""
         for known, writer in self._admitted.items():
             if hmac.compare_digest(known, token):
                 del self._admitted[known]
-                self.end(writer)
+                self.end_socket(writer)
                 self._sockets[writer] = connection
                 return writer
         return None
 
     def ended(self, writer: WriterId, connection: DataSocket) -> None:
-        """A data socket is closed for us."""
+        """Report the writer of a closed data socket dead."""
         if self._sockets.get(writer) is connection:
             del self._sockets[writer]
             self._dead(writer)
 
 
 class DataSocket(asyncio.BufferedProtocol):
-    """Reads the token, then frames, straight into their buffers."""
+    """Data socket of one writer: reads the token, then frames, straight into their buffers."""
 
     def __init__(self, listener: DataListener) -> None:
         self._listener = listener
         self._transport: asyncio.Transport | None = None
         self._writer: WriterId | None = None
-        self._frames: Frames | None = None
+        self._reader: FrameReader | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._target = memoryview(bytearray(TOKEN_BYTES))
         self._filled = 0
         self._taken = 0
-        self.over = False
-        """Nothing that it brought may be copied any more."""
+        self.closed = False
+        """True once nothing that it brought may be copied any more."""
 
-    def took(self, blocks: int) -> None:
-        """Tell the writer that so many more blocks were taken or dropped."""
+    def acknowledge(self, blocks: int) -> None:
+        """Send the count after `blocks` more blocks were taken or dropped."""
         self._taken += blocks
-        if self._transport is not None and not self.over:
+        if self._transport is not None and not self.closed:
             self._transport.write(COUNT.pack(self._taken))
 
     def local_host(self) -> str:
-        """Our own address on this connection."""
+        """Return the address of this end."""
         if self._transport is None:
             raise TransportError("not connected")
         return str(self._transport.get_extra_info("sockname")[0])
@@ -150,7 +150,7 @@ class DataSocket(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface but not the type.
         self._transport = cast("asyncio.Transport", transport)
-        # Frees nothing: a socket that never says who it is holds nothing but itself.
+        # Frees no block: a socket without a token holds nothing but itself.
         self._deadline = asyncio.get_running_loop().call_later(REGISTRATION_S, self.end)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -158,13 +158,13 @@ class DataSocket(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        if self.over or self._filled < self._target.nbytes:
+        if self.closed or self._filled < self._target.nbytes:
             return
-        if self._frames is None:
+        if self._reader is None:
             self._authenticate()
             return
         try:
-            self._target, self._filled = self._frames.filled(), 0
+            self._target, self._filled = self._reader.buffer_filled(), 0
         except TransportError as error:
             _log.error("%s", error)
             self.end()
@@ -177,15 +177,15 @@ class DataSocket(asyncio.BufferedProtocol):
 
     def end(self) -> None:
         """Read nothing more, from this moment on."""
-        if self.over:
+        if self.closed:
             return
-        self.over = True
+        self.closed = True
         if self._deadline is not None:
             self._deadline.cancel()
         if self._transport is not None:
             self._transport.abort()
-        if self._frames is not None:
-            self._frames.ended()
+        if self._reader is not None:
+            self._reader.ended()
         if self._writer is not None:
             self._listener.ended(self._writer, self)
 
@@ -198,10 +198,73 @@ class DataSocket(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         try:
-            self._frames = self._listener.open_frames(self._writer, self)
+            self._reader = self._listener.open_reader(self._writer, self)
         except TransportError as error:
             _log.error("%s", error)
             self.end()
             return
-        self._transport.write(self._frames.greeting())
-        self._target, self._filled = self._frames.target(), 0
+        self._transport.write(self._reader.greeting())
+        self._target, self._filled = self._reader.first_buffer(), 0
+
+
+OpenFrames = Callable[[WriterId, DataSocket], FrameReader]
+
+
+def always_reachable(writer: Locality) -> str | None:
+    """Return None: a socket reaches every locality."""
+    return None
+
+
+class SocketReceiver:
+    """Receiving end with one data socket for each writer.
+
+    Args:
+        open_reader: makes the reader of a writer's frames.
+        unreachable: returns why a writer at a locality cannot use the transport, None if it can.
+    """
+
+    in_place = False
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        open_reader: OpenFrames,
+        hooks: ReceiverHooks,
+        unreachable: Callable[[Locality], str | None] = always_reachable,
+    ) -> None:
+        self.name = name
+        self.unreachable_reason = unreachable
+        self._listener = DataListener(host, open_reader, hooks.dead)
+
+    async def start(self) -> None:
+        """Listen on a free port. Raises OSError."""
+        await self._listener.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Address of the data sockets as host:port."""
+        return self._listener.endpoint
+
+    def admit(self, writer: WriterId, pid: int) -> bytes:
+        """Let the process that shows the returned token write as `writer`; pids mean nothing across hosts."""
+        return self._listener.admit(writer)
+
+    def registered(self, writer: WriterId) -> bool:
+        """Return True while the data socket of the writer is open."""
+        return self._listener.registered(writer)
+
+    def fence(self, writer: WriterId) -> None:
+        """Close the data socket, which is the proof."""
+        self._listener.end_socket(writer)
+
+    def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
+        """Do nothing: the frames themselves show what arrived."""
+
+    def link_lost(self, writer: WriterId) -> None:
+        """Close the data socket: without a stream the data has no meaning."""
+        self._listener.end_socket(writer)
+
+    async def close(self) -> None:
+        """Stop listening and end every data socket."""
+        await self._listener.close()

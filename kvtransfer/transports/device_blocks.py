@@ -9,18 +9,18 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kernels.copy_blocks import bind
-from kvtransfer.protocol.digest import DIGEST_BYTES
 from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.transports.host_blocks import DIGEST_BYTES
 
 NOWHERE = -1
-"""As a target: blocks that are only read. As a source: nothing is read, and nothing written."""
+"""As a target: the block is only read. As a source: nothing is read, and nothing written."""
 
 
 class DigestedCopy:
-    """Blocks of one memory to places of another, with digests bound to (slot, generation, index).
+    """Copy of blocks of one memory to blocks of another, with digests bound to (slot, generation, index).
 
-    The digests are of what was read. They are others than the host's xxh3: both ends of a pair have the same
-    kind of memory. The generation stands for the request, being given once.
+    The digests are of the bytes that were read. They differ from the host's xxh3: both ends have the same
+    kind of memory. The generation stands for the request, as it is given once.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class DigestedCopy:
         first: int,
     ) -> None:
         if len(source_ids) != len(target_ids):
-            raise ValueError(f"{len(source_ids)} blocks for {len(target_ids)} places")
+            raise ValueError(f"{len(source_ids)} source blocks for {len(target_ids)} target blocks")
         self._source, self._target = source, target
         self._source_ids, self._target_ids = source_ids, target_ids
         self._ref, self._first = ref, first
@@ -43,7 +43,7 @@ class DigestedCopy:
     def launch(self) -> None:
         """Queue the copy on the current stream of the source's device, which has to be the current one.
 
-        Does not wait for the stream: what crosses between host and device is page-locked.
+        It does not wait for the stream: what crosses between host and device is page-locked.
         """
         # Needs Triton, which CPU installs may not have.
         from kernels.gpu.copy_blocks import copy_blocks
@@ -64,9 +64,10 @@ class DigestedCopy:
         self._kept = [source_ids, target_ids, bound, digests]  # until the kernel has run
 
     def digests(self) -> list[bytes]:
-        """Of each block, zero where the source is NOWHERE. Call it when the copy is done.
+        """Return the digest of each block, zero where the source is NOWHERE. Call it when the copy is done.
 
-        As long as the host's digests are, by repeating the sign: frames have one form.
+        Digests are as long as the host's, by repeating the sign, so that frames have one form. Raises
+        RuntimeError before `launch`.
         """
         if self._found is None:
             raise RuntimeError("the copy was not launched")

@@ -1,8 +1,7 @@
-"""Deliberate damage for tests that must see it. Its names: `handoff.swap_blocks`, `handoff.drop_block`,
-`handoff.corrupt_push`; of frames on a data socket `handoff.swap_push`, `handoff.replay_push` and
-`handoff.truncate_push`.
+"""Deliberate damage for tests that must notice it, off unless armed by the environment of the process.
 
-Off unless armed by the environment of the process.
+Names: `handoff.swap_blocks`, `handoff.drop_block`, `handoff.corrupt_push`; of frames on a data socket
+`handoff.swap_push`, `handoff.replay_push` and `handoff.truncate_push`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvtransfer.protocol.messages import GrantRef
 
 
 def damage_blocks(memory: KVMemory, block_ids: Sequence[int], num_tokens: int) -> None:
-    """After verification: swap the contents of two blocks of a sequence, or blank one of them."""
+    """Swap the contents of two blocks of a sequence, or blank one of them, after verification."""
     full = memory.layout.blocks_for(num_tokens)
     if failpoint("handoff.swap_blocks") and full >= 2:
         first, second = memory.block_bytes(block_ids[0]), memory.block_bytes(block_ids[full - 1])
@@ -25,7 +24,7 @@ def damage_blocks(memory: KVMemory, block_ids: Sequence[int], num_tokens: int) -
 
 
 def damage_payload(payload: memoryview) -> memoryview:
-    """After the digest was taken: flip one bit."""
+    """Return the payload with one bit flipped, after its digest was taken."""
     if not failpoint("handoff.corrupt_push"):
         return payload
     damaged = bytearray(payload)
@@ -34,7 +33,7 @@ def damage_payload(payload: memoryview) -> memoryview:
 
 
 def damage_place(ref: GrantRef, index: int) -> tuple[GrantRef, int]:
-    """What a frame says of itself: its neighbour's place, or an earlier grant of the same slot."""
+    """Return a frame's grant and index, damaged: the neighbour's index, or an earlier generation."""
     if failpoint("handoff.swap_push"):
         return ref, index ^ 1
     if failpoint("handoff.replay_push"):
@@ -43,5 +42,5 @@ def damage_place(ref: GrantRef, index: int) -> tuple[GrantRef, int]:
 
 
 def truncate_payload(payload: memoryview) -> memoryview:
-    """What of a frame's bytes is sent, after a header that promises all of them."""
+    """Return the part of a frame's bytes that is sent, after a header that promises all of them."""
     return payload[: len(payload) // 2] if failpoint("handoff.truncate_push") else payload

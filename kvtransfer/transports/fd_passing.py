@@ -1,11 +1,12 @@
-"""Giving a pool away: an abstract Unix socket of sequenced packets (no file to leave behind).
+"""Registration of writers that map the pool, over an abstract Unix socket of sequenced packets.
 
     writer  → token of the welcome
     decode  → "map:" and the pool's handle, with file descriptors    (after token, uid and pid were checked)
     writer  → "mapped"                                               (so it lived when its pidfd was taken)
     decode  → "registered"
 
-The socket is closed then. From here on only the death of the process proves that it stopped writing.
+The socket, which leaves no file behind, is closed then. From here on only the death of the process proves
+that it stopped writing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TypeVar
 from diptych.runtime.peer_credentials import peer_credentials
 from kvtransfer.protocol.messages import WriterId
 from kvtransfer.transports.base import TransportError, Welcome
-from kvtransfer.transports.memory_mapping import Exported
+from kvtransfer.transports.memory_mapping import ExportedPool
 from kvtransfer.transports.writer_process import WriterProcess
 
 _REGISTRATION_S = 2.0
@@ -43,10 +44,10 @@ class _Admission:
 
 
 class PoolFdSocket:
-    """Gives what `export` returns to admitted writers, and keeps a pidfd of each."""
+    """Listening socket that sends the result of `export` to admitted writers, and keeps a pidfd of each."""
 
-    def __init__(self, export: Callable[[], Exported], dead: Callable[[WriterId], None]) -> None:
-        """`export` runs off the event loop; `dead` is called on it."""
+    def __init__(self, export: Callable[[], ExportedPool], dead: Callable[[WriterId], None]) -> None:
+        """Take `export`, which runs off the event loop, and `dead`, which is called on it."""
         self._export, self._dead = export, dead
         self._listener: socket.socket | None = None
         self._path = f"diptych-{secrets.token_hex(16)}"
@@ -64,11 +65,11 @@ class PoolFdSocket:
 
     @property
     def endpoint(self) -> str:
-        """The socket's abstract name behind an @."""
+        """Abstract name of the socket behind an @."""
         return "@" + self._path
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`."""
+        """Let the process `pid` register as `writer`; return the token."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         for old in [t for t, admission in self._admitted.items() if admission.writer == writer]:
             del self._admitted[old]
@@ -76,7 +77,7 @@ class PoolFdSocket:
         return token
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether it maps our pool, as far as we know."""
+        """Return True if this writer maps the pool, as far as this process knows."""
         return writer in self._writers
 
     def fence(self, writer: WriterId) -> None:
@@ -132,7 +133,7 @@ class PoolFdSocket:
                 process = None
                 connection.send(b"registered")
             except (OSError, TransportError) as error:
-                _log.warning("a registration for our pool failed: %s", error)
+                _log.warning("a registration for the KV pool failed: %s", error)
             finally:
                 if process is not None:
                     process.close()
@@ -159,15 +160,16 @@ class PoolFdSocket:
         process.watch(dead)
 
 
-async def register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
-    """Register with a decode worker: what `mapped`, called off the event loop, makes of its pool's handle.
+async def register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
+    """Register with a decode worker and return the result of `mapped`.
 
-    The file descriptors are closed when it returns. Raises TransportError.
+    `mapped` is called with the exported pool off the event loop. The file descriptors are closed on return.
+    Raises TransportError.
     """
     return await asyncio.to_thread(_register, welcome, mapped)
 
 
-def _register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
+def _register(welcome: Welcome, mapped: Callable[[ExportedPool], T]) -> T:
     if not welcome.endpoint.startswith("@"):
         raise TransportError("the endpoint of the decode worker's pool is not an abstract socket")
     with contextlib.ExitStack() as stack:
@@ -181,7 +183,7 @@ def _register(welcome: Welcome, mapped: Callable[[Exported], T]) -> T:
                 stack.callback(os.close, fd)
             if not message.startswith(_MAP):
                 raise TransportError("the decode worker refused the registration")
-            result = mapped(Exported(message.removeprefix(_MAP), fds))
+            result = mapped(ExportedPool(message.removeprefix(_MAP), fds))
             connection.send(b"mapped")
             if connection.recv(16) != b"registered":
                 raise TransportError("the decode worker did not confirm the registration")

@@ -1,8 +1,8 @@
-"""What differs between a pool in the host's memory and one on a GPU, for transports that map it.
+"""Memory mapping of a pool, for transports that map it: in host memory here, on a GPU in `cuda_mapping`.
 
-`HostPort` is the CPU's, and stands for a GPU in tests: with it the protocol of a pushing transport (who may
-map, what is announced when, what a fence proves) runs for real. What it cannot show is what is a GPU's own:
-IPC handles, the order of streams, the copy kernel. `cuda_port` has those.
+`HostMapping` is the CPU's, and stands for a GPU in tests: with it the protocol of the cuda_ipc transport
+(which writer may map, what is announced when, what a fence proves) runs for real. It cannot show what only a
+GPU has: IPC handles, the order of streams, the copy kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
-from kvtransfer.protocol.digest import block_digest
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.transports.base import Place, Run
+from kvtransfer.transports.base import Locality, Run
 from kvtransfer.transports.failpoints import damage_payload
+from kvtransfer.transports.host_blocks import block_digest
 from kvtransfer.transports.pool_memory import PoolMemory, map_pool
 
 _FLAG_BYTES = 8
@@ -26,71 +26,72 @@ _COUNT_BITS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """A pool as it goes to another process."""
+class ExportedPool:
+    """Handle of a pool for another process."""
 
     handle: bytes
     fds: Sequence[int]
 
 
-class PoolPort(Protocol):
-    """Pools of one kind of memory; may block, and is called off the event loop unless it says otherwise."""
+class MemoryMapping(Protocol):
+    """Mapping of pools of one kind of memory. All calls but the first may block: not on the event loop."""
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
-        """Why a writer at this place cannot map a pool of this process. On the event loop."""
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
+        """Return why a writer there cannot map a pool of this process, None if it can. On the event loop."""
         ...
 
-    def export(self, pool: PoolMemory) -> Exported:
-        """What another process needs to map it. Raises OSError."""
+    def export(self, pool: PoolMemory) -> ExportedPool:
+        """Return the handle by which another process maps the pool. Raises OSError."""
         ...
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
-        """Another process' pool, until the last reference to it is gone. Raises OSError or ValueError."""
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
+        """Map another process' pool, until the last reference to it is gone. Raises OSError or ValueError."""
         ...
 
-    def use_flags(self, flags: Flags) -> None:
+    def register_flags(self, flags: Flags) -> None:
         """Make the page one that `start_copy` can set. Raises OSError."""
         ...
 
-    def leave_flags(self, flags: Flags) -> None:
-        """The page will be unmapped."""
+    def unregister_flags(self, flags: Flags) -> None:
+        """Undo `register_flags` before the page is unmapped."""
         ...
 
     def start_copy(self, run: Run, target: KVMemory, flag: FlagWord) -> Callable[[], list[bytes]]:
-        """Start to copy a run to its places in `target`, then to set the flag.
+        """Start to copy a run to its blocks in `target`, then to set the flag.
 
-        What is returned blocks until both are done and gives the digest of each block.
+        The returned call blocks until both are done and gives the digest of each block.
         """
         ...
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
-        """The digests of blocks as they are in `memory` now."""
+        """Compute the digests of blocks in `memory` as they are now; `first` is the index of the first."""
         ...
 
 
 class Flags:
-    """A word for each grant in a page that both processes map: how much of it its writer has written.
+    """Words in a page that both processes map, one a grant: how many of its blocks the writer has written.
 
-    Set after the blocks, with system scope, and read before they are: by x86's order of stores and by Arm's
-    release through the system calls that follow on the host, by a stream's memory operation on a GPU.
+    A word is set after the blocks, with system scope, and read before they are. The order is kept on the host
+    by x86's order of stores and by Arm's release through the system calls that follow, on a GPU by a stream's
+    memory operation.
     """
 
     def __init__(self, fd: int, slots: int) -> None:
-        """Raises OSError or ValueError."""
+        """Map the page of file `fd`. Raises OSError or ValueError."""
         self._fd = fd
         self._words = mmap.mmap(fd, _page_bytes(slots), mmap.MAP_SHARED)
         self.slots = slots
 
     @classmethod
     def create(cls, slots: int) -> Flags:
-        """New ones, all zero. Raises OSError."""
+        """Make new flags, all zero. Raises OSError."""
         fd = os.memfd_create("diptych-flags", os.MFD_CLOEXEC)
         os.ftruncate(fd, _page_bytes(slots))
         return cls(fd, slots)
 
     @classmethod
-    def joined(cls, fd: int, slots: int) -> Flags:
-        """Another process' page. Raises OSError, or ValueError if it is too small."""
+    def open(cls, fd: int, slots: int) -> Flags:
+        """Map another process' page. Raises OSError, or ValueError if it is too small."""
         if os.fstat(fd).st_size < _page_bytes(slots):
             raise ValueError("the page of flags is too small")
         return cls(os.dup(fd), slots)
@@ -102,20 +103,20 @@ class Flags:
 
     @property
     def address(self) -> int:
-        """Where the page is mapped here."""
+        """The address of the page in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
 
     @property
     def nbytes(self) -> int:
-        """Of all words."""
+        """Size of all words in bytes."""
         return len(self._words)
 
     def word(self, ref: GrantRef, upto: int) -> FlagWord:
-        """What says that the places before `upto` of a grant's table are written."""
+        """Return the word that stands for: the indices before `upto` of a grant's table are written."""
         return FlagWord(self, ref.slot, ref.generation << _COUNT_BITS | upto)
 
     def written(self, ref: GrantRef, upto: int) -> bool:
-        """Whether the writer has said so."""
+        """Return True if the writer has set the flag for the indices before `upto`."""
         at = ref.slot * _FLAG_BYTES
         value = int.from_bytes(self._words[at : at + _FLAG_BYTES], "little")
         return value >> _COUNT_BITS == ref.generation and value & ((1 << _COUNT_BITS) - 1) >= upto
@@ -133,13 +134,13 @@ class Flags:
 
 
 def _page_bytes(slots: int) -> int:
-    """Whole pages, as can be page-locked."""
+    """Return the size in whole pages, which can be page-locked."""
     return -(-_FLAG_BYTES * slots // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
 class FlagWord:
-    """A word to be set, and to what."""
+    """Word to be set, and its value."""
 
     flags: Flags
     slot: int
@@ -151,56 +152,56 @@ class FlagWord:
         return self.slot * _FLAG_BYTES
 
     def set(self) -> None:
-        """From the host."""
+        """Set the word from the host."""
         self.flags.store(self.slot, self.value)
 
 
-class HostPort:
-    """Pools in a memfd."""
+class HostMapping:
+    """Memory mapping of pools in a memfd."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
 
-    def unreachable(self, writer: Place, *, in_place: bool) -> str | None:
-        """It has to be a process of this host whose blocks are on the host, too."""
+    def unreachable_reason(self, writer: Locality, *, in_place: bool) -> str | None:
+        """Return why a writer there is not on this host with its blocks in host memory, None if it is."""
         if writer.host_id != self._host_id:
             return "on another host"
         return None if not writer.device else "one side's blocks are on a GPU, the other's are not"
 
-    def export(self, pool: PoolMemory) -> Exported:
-        """The file itself."""
-        return Exported(b"memfd", [pool.file()])
+    def export(self, pool: PoolMemory) -> ExportedPool:
+        """Return the file of the pool."""
+        return ExportedPool(b"memfd", [pool.file()])
 
-    def map(self, exported: Exported, layout: KVLayout, num_blocks: int) -> KVMemory:
+    def map(self, exported: ExportedPool, layout: KVLayout, num_blocks: int) -> KVMemory:
         """Map the file, whose size must be sealed."""
         if exported.handle != b"memfd" or not exported.fds:
             raise ValueError("the decode worker's pool is not in host memory")
         return map_pool(exported.fds[0], layout, num_blocks)
 
-    def use_flags(self, flags: Flags) -> None:
-        """They are host memory."""
+    def register_flags(self, flags: Flags) -> None:
+        """Do nothing: host memory needs no registration."""
 
-    def leave_flags(self, flags: Flags) -> None:
-        """They are host memory."""
+    def unregister_flags(self, flags: Flags) -> None:
+        """Do nothing: host memory needs no registration."""
 
     def start_copy(self, run: Run, target: KVMemory, flag: FlagWord) -> Callable[[], list[bytes]]:
-        """Copies at once, on the thread of the caller of what is returned."""
+        """Return a call that copies on the thread of its caller."""
 
         def copy() -> list[bytes]:
             digests = []
-            for index, (source, place) in enumerate(
+            for index, (source, block) in enumerate(
                 zip(run.block_ids, run.target_ids, strict=True), run.first
             ):
                 payload = run.memory.block_bytes(source)
                 digests.append(block_digest(run.ref, index, payload))
-                target.block_bytes(place)[:] = damage_payload(payload)
+                target.block_bytes(block)[:] = damage_payload(payload)
             flag.set()
             return digests
 
         return copy
 
     def digests(self, memory: KVMemory, block_ids: Sequence[int], ref: GrantRef, first: int) -> list[bytes]:
-        """xxh3 of each block where it lies."""
+        """Compute the xxh3 digest of each block in place."""
         return [
             block_digest(ref, first + at, memory.block_bytes(block)) for at, block in enumerate(block_ids)
         ]

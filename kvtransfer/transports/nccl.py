@@ -1,15 +1,15 @@
-"""NCCL, and the same driver over Gloo: blocks travel in a world of two, packed into ring slots.
+"""Process-group transports, NCCL and Gloo: blocks travel between two ranks, packed into ring slots.
 
-Beside it runs a data socket (`data_listener`), which says what the next message is and how many blocks were
-taken; its end is the end of the pair, and the fence.
+Beside the process group runs a data socket (`data_listener`), which carries the header of the next message
+one way and the count of taken blocks the other way. Its end is the end of the group, and the fence.
 
-    greeting = port of the pair's store u16, secret of the pair
+    greeting = port of the group's store u16, secret of the group
     frame    = slot u32, generation u64, first index u32, count u32, count digests
 
-For each frame one message of `count` blocks follows in the world. It is received into a slot of the ring,
-never into the pool: from there a block is copied only if its grant is open at this moment, and belongs there
-by its digest. A receive is posted only once its frame has come, so that a world at rest holds neither a
-thread nor, with NCCL, a kernel on the GPU. At most as many messages are under way as there are slots.
+For each frame one message of `count` blocks follows in the group. It is received into a slot of the ring,
+never into the pool: from there a block is copied only if its grant is open at this moment, and its digest
+fits grant and index. A receive is posted only once its frame has come, so that an idle group holds neither a
+thread nor, with NCCL, a kernel on the GPU. At most as many messages are in flight as there are slots.
 """
 
 from __future__ import annotations
@@ -20,31 +20,38 @@ import itertools
 import logging
 import secrets
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.protocol.digest import DIGEST_BYTES
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports import process_group as worlds
-from kvtransfer.transports.base import Place, ReceiverHooks, TransportError
-from kvtransfer.transports.blocking_thread import BlockingThread
-from kvtransfer.transports.data_listener import DataSocket
-from kvtransfer.transports.device_staging import DeviceStaging
-from kvtransfer.transports.socket_receiver import SocketReceiver
-from kvtransfer.transports.staging import SLOTS, HostStaging, Staging
+from kvtransfer.transports import process_group
+from kvtransfer.transports.base import Locality, ReceiverHooks, Run, StillGranted, TransportError, Welcome
+from kvtransfer.transports.blocking import BlockingThread
+from kvtransfer.transports.data_connection import DataConnection, endpoint_address
+from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
+from kvtransfer.transports.host_blocks import DIGEST_BYTES
+from kvtransfer.transports.process_group import (
+    DECODE_RANK,
+    NCCL,
+    PREFILL_RANK,
+    ProcessGroup,
+    nccl_unusable_reason,
+)
+from kvtransfer.transports.staging import SLOTS, DeviceStaging, HostStaging, Staging
 
 _SECRET_BYTES = 32
 GREETING = struct.Struct(f"<H{_SECRET_BYTES}s")
-HEADER = struct.Struct("<IQII")
+_HEADER = struct.Struct("<IQII")
 _log = logging.getLogger(__name__)
 
 
 def make_staging(name: str, memory: KVMemory) -> Staging:
-    """NCCL's slots are beside the blocks; Gloo's are the host's, wherever the blocks are."""
-    return DeviceStaging(memory) if name == worlds.NCCL else HostStaging(memory)
+    """Make the ring slots of one end: on the GPU for NCCL, in host memory for Gloo."""
+    return DeviceStaging(memory) if name == NCCL else HostStaging(memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +62,23 @@ class _Frame:
     digests: tuple[bytes, ...]
 
 
-def paired_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
-    """The decode worker's end: a world for each writer. Gloo reaches everywhere; NCCL has its conditions."""
+def process_group_receiver(name: str, host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
+    """Make the end of the decode worker, with a process group for each writer.
 
-    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-        return _Frames(name, writer, connection, memory, hooks)
+    Gloo reaches every locality; NCCL needs GPUs on both sides.
+    """
 
-    def unreachable(writer: Place) -> str | None:
-        return worlds.nccl_unusable(memory.data.device, writer.device) if name == worlds.NCCL else None
+    def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
+        return _FrameReader(name, writer, connection, memory, hooks)
 
-    return SocketReceiver(name, host, open_frames, hooks, unreachable)
+    def unreachable_reason(writer: Locality) -> str | None:
+        return nccl_unusable_reason(memory.data.device, writer.device) if name == NCCL else None
+
+    return SocketReceiver(name, host, open_reader, hooks, unreachable_reason)
 
 
-class _Frames:
-    """Reads the frames of one writer, and receives and unpacks the messages that they name."""
+class _FrameReader:
+    """Reader of one writer's frames, which receives and unpacks the messages that they announce."""
 
     def __init__(
         self, name: str, writer: WriterId, connection: DataSocket, memory: KVMemory, hooks: ReceiverHooks
@@ -79,26 +89,26 @@ class _Frames:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._host = connection.local_host()
         try:
-            self._listener, self._port = worlds.host_store(self._host)
+            self._listener, self._port = process_group.listen_for_store(self._host)
         except OSError as error:
-            raise TransportError(f"no port for the pair's store: {error}") from error
-        self._header = memoryview(bytearray(HEADER.size))
+            raise TransportError(f"no port for the process group's store: {error}") from error
+        self._header = memoryview(bytearray(_HEADER.size))
         self._digests = memoryview(bytearray(0))
         self._reading_digests = False
         self._frames: asyncio.Queue[_Frame] = asyncio.Queue()
         self._received: asyncio.Queue[tuple[int, _Frame]] = asyncio.Queue()
         self._thread = BlockingThread(f"{name}-receive")
-        self._world: worlds.ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
         self._task = asyncio.create_task(self._serve())
 
     def greeting(self) -> bytes:
         return GREETING.pack(self._port, self._secret)
 
-    def target(self) -> memoryview:
+    def first_buffer(self) -> memoryview:
         return self._header
 
-    def filled(self) -> memoryview:
-        slot, generation, first, count = HEADER.unpack(self._header)
+    def buffer_filled(self) -> memoryview:
+        slot, generation, first, count = _HEADER.unpack(self._header)
         if not self._reading_digests:
             if not 1 <= count <= self._staging.blocks:
                 raise TransportError(f"a frame of {count} blocks")
@@ -107,7 +117,7 @@ class _Frames:
             return self._digests
         self._reading_digests = False
         if self._frames.qsize() + self._received.qsize() >= SLOTS:
-            raise TransportError("more messages under way than there are slots")
+            raise TransportError("more messages in flight than there are slots")
         whole = bytes(self._digests)
         digests = tuple(whole[at : at + DIGEST_BYTES] for at in range(0, len(whole), DIGEST_BYTES))
         self._frames.put_nowait(_Frame(slot, generation, first, digests))
@@ -116,67 +126,182 @@ class _Frames:
     def ended(self) -> None:
         self._task.cancel()
         self._listener.close()
-        if self._world is not None:
-            self._world.abort()
+        if self._group is not None:
+            self._group.abort()
         self._thread.stop()
 
     async def _serve(self) -> None:
         try:
-            self._world = await self._join()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._receive(self._world))
-                group.create_task(self._land())
+            self._group = await self._join()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(self._group))
+                tasks.create_task(self._copy_received())
         except* TransportError as errors:
-            if not self._connection.over:
+            if not self._connection.closed:
                 worker = self._writer.worker_id
-                _log.warning("the pair with prefill worker %s: %s", worker, errors.exceptions[0])
+                _log.warning("the process group with prefill worker %s: %s", worker, errors.exceptions[0])
         finally:
             self._connection.end()
 
-    async def _join(self) -> worlds.ProcessGroup:
-        """The world, if it is built in time; else the end of this side ends the other one's wait."""
+    async def _join(self) -> ProcessGroup:
+        """Return the group once it is built. Raises TransportError, which ends the other side's wait too."""
         try:
-            async with asyncio.timeout(worlds.BUILD_S + worlds.TRANSFER_S):
+            async with asyncio.timeout(process_group.BUILD_S + process_group.TRANSFER_S):
                 return await self._thread.run(self._build)
         except TimeoutError as error:
-            raise TransportError(f"the {self._name} world of two was not built in time") from error
+            raise TransportError(f"the {self._name} process group was not built in time") from error
 
-    def _build(self) -> worlds.ProcessGroup:
-        store = worlds.open_store(self._host, self._port, self._listener)
-        world = worlds.build(self._name, store, worlds.DECODE_RANK, self._host, self._device)
+    def _build(self) -> ProcessGroup:
+        store = process_group.open_store(self._host, self._port, self._listener)
+        group = process_group.build(self._name, store, DECODE_RANK, self._host, self._device)
         self._staging.prepare()
         shown = torch.empty(_SECRET_BYTES, dtype=torch.uint8, device=self._staging.data(0, 1).device)
-        world.receive(shown)
+        group.receive(shown)
         if not hmac.compare_digest(bytes(shown.tolist()), self._secret):
-            raise TransportError("another process than the one of the data connection joined the world")
-        return world
+            raise TransportError("another process than the one of the data connection joined the group")
+        return group
 
-    async def _receive(self, world: worlds.ProcessGroup) -> None:
-        """One message after another, each into the next slot: that it is free is what the counts say."""
+    async def _receive(self, group: ProcessGroup) -> None:
+        """Receive one message after another, each into the next slot, which is free as the counts show."""
         for slot in itertools.cycle(range(SLOTS)):
             frame = await self._frames.get()
-            await self._thread.run(world.receive, self._staging.data(slot, len(frame.digests)))
+            await self._thread.run(group.receive, self._staging.data(slot, len(frame.digests)))
             self._received.put_nowait((slot, frame))
 
-    async def _land(self) -> None:
-        """Copy what was received to where it belongs, while the next message comes."""
+    async def _copy_received(self) -> None:
+        """Copy received blocks to their destinations, while the next message comes."""
         while True:
             slot, frame = await self._received.get()
-            ref = self._hooks.named(self._writer, frame.slot, frame.generation)
+            ref = self._hooks.resolve(self._writer, frame.slot, frame.generation)
             if ref is not None:
                 await self._unpack(slot, frame, ref)
-            self._connection.took(len(frame.digests))
+            self._connection.acknowledge(len(frame.digests))
 
     async def _unpack(self, slot: int, frame: _Frame, ref: GrantRef) -> None:
         writer, hooks = self._writer, self._hooks
 
-        def destinations(places: range) -> Sequence[int] | None:
-            return None if self._connection.over else hooks.destinations(writer, ref, places)
+        def destinations(indices: range) -> Sequence[int] | None:
+            return None if self._connection.closed else hooks.destinations(writer, ref, indices)
 
         intact = await self._staging.unpack(slot, ref, frame.first, frame.digests, destinations)
-        if intact is None or self._connection.over:
+        if intact is None or self._connection.closed:
             return
         if intact:
             hooks.arrived(writer, ref, frame.first, frame.digests)
         else:
             hooks.corrupt(writer, ref)
+
+
+class ProcessGroupChannel:
+    """End of the prefill worker: a process group with one decode worker.
+
+    A slot is packed while the one before is sent. At most as many messages are in flight as there are slots.
+    """
+
+    def __init__(self, name: str, connection: DataConnection, host: str, scratch: KVMemory) -> None:
+        self._name, self._connection = name, connection
+        self._staging = make_staging(name, scratch)
+        self._device = scratch.data.device
+        self._store_host = host
+        self._packer = BlockingThread(f"{name}-pack")
+        self._thread = BlockingThread(f"{name}-send")
+        self._building = asyncio.create_task(self._thread.run(self._build))
+        self._building.add_done_callback(self._on_built)
+        self._slot = self._sent = 0
+        self._in_flight: deque[int] = deque()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._failed = self._closed = False
+
+    @classmethod
+    async def open(cls, name: str, welcome: Welcome, scratch: KVMemory) -> ProcessGroupChannel:
+        """Connect and register; the group is built meanwhile. Raises TransportError."""
+        if name == NCCL and (why := nccl_unusable_reason(scratch.data.device)) is not None:
+            raise TransportError(f"nccl: {why}")
+        connection = await DataConnection.open(welcome, GREETING.size)
+        return cls(name, connection, endpoint_address(welcome)[0], scratch)
+
+    @property
+    def sent(self) -> int:
+        """Number of blocks whose frames were sent."""
+        return self._sent
+
+    @property
+    def acknowledged(self) -> int:
+        """Number of blocks that the other end has taken or dropped."""
+        return self._connection.acknowledged
+
+    @property
+    def broken(self) -> bool:
+        """True if the other end closed the data socket, or the group could not be built."""
+        return self._connection.broken or self._failed
+
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
+        """Send a run, a slot at a time; the last are in flight on return. Raises TransportError."""
+        group = await asyncio.shield(self._building)
+        digests: list[bytes] = []
+        size = self._staging.blocks
+        for at in range(0, len(run.block_ids), size):
+            if not still_granted(run.ref):
+                return None
+            digests += await self._send_slot(group, run, at, min(size, len(run.block_ids) - at))
+        return digests
+
+    async def _send_slot(self, group: ProcessGroup, run: Run, at: int, count: int) -> list[bytes]:
+        if len(self._in_flight) == SLOTS:  # the slot is free when what it held was taken at the other end
+            await self._connection.until_acknowledged(self._in_flight.popleft())
+        slot, self._slot = self._slot, (self._slot + 1) % SLOTS
+        packing = asyncio.create_task(self._packer.run(self._staging.pack, slot, run, at, count))
+        try:
+            digests = await asyncio.shield(packing)
+        except asyncio.CancelledError:
+            await packing  # until then the blocks are read
+            raise
+        self._sent += count
+        self._in_flight.append(self._sent)
+        header = _HEADER.pack(run.ref.slot, run.ref.generation, run.first + at, count)
+        await self._connection.send(header + b"".join(digests))
+        sending = asyncio.create_task(self._thread.run(group.send, self._staging.data(slot, count)))
+        self._sending.add(sending)
+        sending.add_done_callback(self._on_sent)
+        return digests
+
+    def _on_sent(self, sending: asyncio.Task[None]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled() and (error := sending.exception()) is not None and not self._closed:
+            _log.warning("%s", error)
+            self._failed = True
+
+    def close(self) -> None:
+        """Send no more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._connection.close()
+        if self._building.done():
+            self._on_built(self._building)
+        else:
+            self._building.cancel()
+        for sending in self._sending:
+            sending.cancel()
+        self._packer.stop()
+        self._thread.stop()
+
+    def _build(self) -> ProcessGroup:
+        port, secret = GREETING.unpack(self._connection.greeting)
+        store = process_group.open_store(self._store_host, port, None)
+        host = self._connection.local_host()
+        group = process_group.build(self._name, store, PREFILL_RANK, host, self._device)
+        self._staging.prepare()
+        device = self._staging.data(0, 1).device
+        group.send(torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device))
+        return group
+
+    def _on_built(self, building: asyncio.Task[ProcessGroup]) -> None:
+        if building.cancelled():
+            return
+        if (error := building.exception()) is not None:
+            if not self._closed:
+                _log.warning("%s", error)
+            self._failed = True
+        elif self._closed:
+            building.result().abort()

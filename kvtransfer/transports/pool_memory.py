@@ -1,7 +1,9 @@
-"""The decode pool's memory: an anonymous file that peers can map, and their mapping of it; or a GPU's memory.
+"""Memory of the decode pool: an anonymous file that peers can map, and their mapping of it.
+
+Or a GPU's memory.
 
 A memfd has no name, so nothing is left in /dev/shm when processes are killed: the kernel frees it with the
-last one. Its size is sealed, so that no mapping of it can ever fault because somebody cut it short.
+last one. Its size is sealed, so that no mapping of it can fault because another process cut it short.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ class PoolMemory:
 
     memory: KVMemory
     fd: int | None
-    """None where the blocks are a GPU's memory: there is no file then."""
+    """File of the blocks; None where they are a GPU's memory."""
 
     def file(self) -> int:
-        """The file that peers map. Raises OSError where there is none."""
+        """Return the file that peers map. Raises OSError where there is none."""
         if self.fd is None:
             raise OSError(f"blocks on {self.memory.device} lie in no file")
         return self.fd
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
-    """Zeroed blocks that other processes can map. They take their memory from now on, in the background.
+    """Allocate zeroed blocks that other processes can map.
+
+    They take their memory from now on, in the background.
 
     Raises OSError when the kernel refuses, ValueError for no blocks.
     """
@@ -54,7 +58,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int) -> PoolMemory:
 
 
 def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> PoolMemory:
-    """Zeroed blocks in one allocation of a GPU, so that a peer can map them with one handle.
+    """Allocate zeroed blocks in one allocation of a GPU, so that a peer can map them with one handle.
 
     Raises torch.OutOfMemoryError, ValueError for no blocks.
     """
@@ -65,7 +69,7 @@ def allocate_device_pool(layout: KVLayout, num_blocks: int, device: torch.device
 
 
 def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
-    """Another process' pool, mapped writable; unmapped when the last reference to it is gone.
+    """Map another process' pool, writable; it is unmapped when the last reference to it is gone.
 
     Raises ValueError if the file is smaller than the blocks, or could become so.
     """
@@ -77,11 +81,12 @@ def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
     return KVMemory(layout, num_blocks, _map(fd, size))
 
 
-def let_go(held: list[KVMemory | None]) -> None:
+def release_mapping(held: list[KVMemory | None]) -> None:
     """Drop a reference to a mapped pool, by emptying the list, in a thread where it may take long.
 
-    Of a decode worker that died the last mapping may be ours, and the kernel frees the pages with it: half a
-    second a GiB on some machines, in which an event loop would answer nobody and be taken for dead itself.
+    This process may have the last mapping of a dead decode worker's pool, and the kernel frees the pages with
+    it: half a second a GiB on some machines, in which an event loop would answer no peer and be fenced
+    itself.
     """
     if held[0] is not None and held[0].data.device.type == "cpu":
         threading.Thread(target=held.clear, name="kv-unmap", daemon=True).start()
@@ -92,7 +97,7 @@ def let_go(held: list[KVMemory | None]) -> None:
 def _map(fd: int, size: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size, mmap.MAP_SHARED)
     # A forked child would keep the mapping after its parent was killed, and the parent's death would no
-    # longer prove that nobody writes.
+    # longer prove that no process writes.
     mapping.madvise(mmap.MADV_DONTFORK)
     populate(mapping, fd)
     return mapping

@@ -1,4 +1,4 @@
-"""Gives a pool its pages before tokens need them.
+"""Prefault of a pool: its pages are taken before tokens need them.
 
 A page of a shared file takes its memory when it is first touched: a microsecond for the kernel to find and
 clear it, ten where a hypervisor has to find it first. A prompt of 512 tokens of the bundled model touches
@@ -22,20 +22,20 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and later (madvise(2)): as if each page had been written to."""
 _CGROUP = Path("/sys/fs/cgroup")
 _SLICE = 1 << 20
-"""Bytes between two looks at whether the pool is still there; some milliseconds at most."""
+"""Bytes between two checks that the pool is still there; some milliseconds at most."""
 _AT_ONCE = 1 << 20
-"""Pools that are not worth a thread."""
+"""Bytes up to which a pool is not worth a thread."""
 _SPARE = 4
-"""Memory has to be there for the pool and a fourth of it, or its pages are left to first use."""
+"""Memory must be available for the pool and a fourth of it, or its pages are left to first use."""
 
 
 def populate(mapping: mmap.mmap, fd: int) -> threading.Thread | None:
-    """Take memory for all pages of `mapping`, writable, of all of file `fd`; in a thread unless it is small.
+    """Take memory for all pages of `mapping`, a writable one of all of file `fd`.
 
-    The mapping is not kept alive, and the file not used any more when this returns.
+    In a thread unless it is small.
 
-    Returns the thread, for who wants to wait for it. Where the kernel cannot, or memory is short, pages come
-    with their first use.
+    The mapping is not kept alive, and the file is not used any more on return. Returns the thread, for
+    callers that wait for it. Where the kernel cannot, or memory is short, pages come with their first use.
     """
     size = len(mapping)
     missing = size - os.fstat(fd).st_blocks * 512  # another process may have taken what it maps, too
@@ -57,18 +57,18 @@ def populate(mapping: mmap.mmap, fd: int) -> threading.Thread | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process could take: of the machine, or of its container where that has less.
+    """Return the bytes that this process could take: of the machine, or of its container where that has less.
 
-    None where neither can be told.
+    None where neither is known.
     """
     found = [room for room in (_machine_memory("MemAvailable"), _container_memory()) if room is not None]
     return min(found, default=None)
 
 
-def whole_memory() -> int | None:
-    """Bytes that the machine has, or its container where that may have less, used or not.
+def total_memory() -> int | None:
+    """Return the bytes that the machine has, or its container where that may have less, used or not.
 
-    None where neither can be told.
+    None where neither is known.
     """
     found = [size for size in (_machine_memory("MemTotal"), _cgroup_bytes("memory.max")) if size is not None]
     return min(found, default=None)
@@ -85,7 +85,7 @@ def _populate_all(mapping: weakref.ref[mmap.mmap], size: int) -> None:
 
 
 def _populate_slice(mapping: mmap.mmap, start: int, size: int) -> bool:
-    """Whether the kernel did. By ctypes, which lets go of the interpreter's lock; mmap.madvise keeps it."""
+    """Populate a slice; True if the kernel did. By ctypes, which releases the GIL; mmap.madvise keeps it."""
     anchor = ctypes.c_char.from_buffer(mapping, start)
     return bool(_madvise(ctypes.addressof(anchor), size, _POPULATE_WRITE) == 0)
 
@@ -99,7 +99,7 @@ def _machine_memory(field: str) -> int | None:
 
 
 def _container_memory() -> int | None:
-    """What cgroup v2 leaves a container, which sees its own group as the root. Cached files count as used."""
+    """Return the bytes that cgroup v2 leaves a container, seen as the root; cached files count as used."""
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     return None if limit is None or used is None else limit - used
 

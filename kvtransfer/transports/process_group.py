@@ -1,13 +1,13 @@
-"""Worlds of two: a torch.distributed process group for one prefill and one decode process.
+"""Process groups of two ranks: a torch.distributed group for one prefill and one decode process.
 
-Made from the backends' own classes over a store of their own, since a process has one world for each of its
+Made from the backends' own classes over a store of their own, since a process has one group for each of its
 peers and torch's default group could be only one of them. All calls block, for a bounded time, and belong on
-the pair's own thread (`pair_thread`); `abort` may come from any thread and is what unblocks them.
+the group's own thread (`BlockingThread`); `abort` may come from any thread and is what unblocks them.
 
 Gloo fails a transfer when its peer's socket closes, and after the timeout when its peer is frozen; what
-failed once stays failed. NCCL is told not to end the process by itself: torch's watchdog would take a worker
-down, with all its requests, because one peer hangs. There the transfer is watched here, and the communicator
-is aborted on a thread of its own, because the abort can hang as well (NVIDIA/nccl#829, #1013).
+failed once stays failed. NCCL is set up not to end the process by itself: torch's watchdog would take a
+worker down, with all its requests, because one peer hangs. Its transfers are watched here instead, and the
+communicator is aborted on a thread of its own, because the abort can hang as well (NVIDIA/nccl#829, #1013).
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
-from kvtransfer.transports.base import TransportError
-from kvtransfer.transports.device_order import gpu_uuid
+from kvtransfer.transports.base import TransportError, gpu_uuid
 
 GLOO = "gloo"
 NCCL = "nccl"
 DECODE_RANK, PREFILL_RANK = 0, 1
 BUILD_S = 20.0
-"""How long a process waits for the other one to join."""
+"""Seconds that a process waits for the other one to join."""
 TRANSFER_S = 10.0
-"""How long one message may take."""
-ONE_GPU_SINCE = (2, 30)
+"""Seconds that one message may take."""
+SHARED_GPU_SINCE = (2, 30)
 """The first NCCL that lets two ranks share a GPU."""
-_LOOK_S = 0.0005
+_POLL_S = 0.0005
 
 
 class ProcessGroup(Protocol):
-    """One end of a pair."""
+    """End of a process group of two ranks."""
 
     def send(self, data: torch.Tensor) -> None:
         """Send contiguous bytes; returns when they may be overwritten. Raises TransportError."""
@@ -55,8 +54,8 @@ class ProcessGroup(Protocol):
         ...
 
 
-def host_store(host: str) -> tuple[socket.socket, int]:
-    """A listening socket at `host`, for the store of one pair, and its port. Raises OSError."""
+def listen_for_store(host: str) -> tuple[socket.socket, int]:
+    """Return a listening socket at `host`, for the store of one group, and its port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -69,7 +68,7 @@ def host_store(host: str) -> tuple[socket.socket, int]:
 
 
 def open_store(host: str, port: int, listener: socket.socket | None) -> c10d.Store:
-    """The pair's store: served here over `listener`, or joined. Raises TransportError."""
+    """Serve the group's store over `listener`, or join it where that is None. Raises TransportError."""
     try:
         store: c10d.Store = distributed.TCPStore(  # type: ignore[attr-defined]
             host,
@@ -81,18 +80,18 @@ def open_store(host: str, port: int, listener: socket.socket | None) -> c10d.Sto
         )
         return store
     except (RuntimeError, ValueError) as error:
-        raise TransportError(f"no store for the pair: {error}") from error
+        raise TransportError(f"no store for the process group: {error}") from error
 
 
 def build(name: str, store: c10d.Store, rank: int, host: str, device: torch.device) -> ProcessGroup:
-    """Join the other process of the pair, from `host`, this end's own address. Raises TransportError."""
+    """Build the group with the other process, from `host`, this end's own address. Raises TransportError."""
     try:
-        return _NcclWorld(store, rank, device) if name == NCCL else _GlooWorld(store, rank, host)
+        return _NcclGroup(store, rank, device) if name == NCCL else _GlooGroup(store, rank, host)
     except RuntimeError as error:
-        raise TransportError(f"the {name} world of two was not built: {_first_line(error)}") from error
+        raise TransportError(f"the {name} process group was not built: {_first_line(error)}") from error
 
 
-class _GlooWorld:
+class _GlooGroup:
     def __init__(self, store: c10d.Store, rank: int, host: str) -> None:
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
@@ -108,7 +107,7 @@ class _GlooWorld:
         _finish(lambda: self._group.recv([data], self._peer, 0))
 
     def abort(self) -> None:
-        """The data socket of the pair is closed by then, and the other end gone or aborting too."""
+        """Do nothing: the data socket is closed by then, and the other end gone or aborting too."""
 
 
 def _finish(start: Callable[[], c10d.Work]) -> None:
@@ -118,12 +117,12 @@ def _finish(start: Callable[[], c10d.Work]) -> None:
         raise TransportError(f"a transfer over Gloo failed: {_first_line(error)}") from error
 
 
-class _NcclWorld:
-    """Written against torch's documentation; see README for where it was run."""
+class _NcclGroup:
+    """NCCL group, written against torch's documentation; README says where it was run."""
 
     def __init__(self, store: c10d.Store, rank: int, device: torch.device) -> None:
-        # Read by the constructor. Errors are ours to handle: a watchdog that ends the process, or one that
-        # ends it because the first one hangs, would make one peer's death everybody's.
+        # Read by the constructor. Errors are handled here: a watchdog that ends the process, or one that
+        # ends it because the first one hangs, would make one peer's death that of every process.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
         options = c10d.ProcessGroupNCCL.Options()
@@ -154,20 +153,20 @@ class _NcclWorld:
                 if self._aborted.is_set() or time.monotonic() > deadline:
                     self.abort()
                     raise TransportError("a transfer over NCCL was aborted or did not end in time")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except RuntimeError as error:
             self.abort()
             raise TransportError(f"a transfer over NCCL failed: {_first_line(error)}") from error
 
 
-def nccl_unusable(device: torch.device, other: str = "") -> str | None:
-    """Why NCCL cannot be used between blocks on `device` and those on the GPU whose UUID is `other`."""
+def nccl_unusable_reason(device: torch.device, other: str = "") -> str | None:
+    """Return why NCCL cannot join `device` with the GPU of UUID `other`, None if it can."""
     if device.type != "cuda":
         return "its blocks must be on a GPU"
     if not distributed.is_nccl_available():
         return "this torch has no NCCL"
     version = torch.cuda.nccl.version()
-    if other == gpu_uuid(device) and version < ONE_GPU_SINCE:
+    if other == gpu_uuid(device) and version < SHARED_GPU_SINCE:
         text = ".".join(map(str, version))
         return f"NCCL {text} does not let two ranks share a GPU (2.30 does): use cuda_ipc"
     return None

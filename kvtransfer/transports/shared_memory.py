@@ -1,16 +1,16 @@
-"""In place: the prefill worker maps the decode pool and computes straight into granted blocks.
+"""Shared-memory transport: the prefill worker maps the decode pool and computes straight into granted blocks.
 
 With the pool in a memfd this is `shared_memory`, between CPU workers of one host. With the pool on a GPU it
-is `cuda_shared`, between workers on that same GPU: the pool goes over as an IPC handle, nothing is copied.
+is `cuda_shared`, between workers on that same GPU: the pool is passed as an IPC handle, nothing is copied.
 """
 
 from __future__ import annotations
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, Welcome
+from kvtransfer.transports.base import Locality, ReceiverHooks, Welcome
 from kvtransfer.transports.fd_passing import PoolFdSocket, register
-from kvtransfer.transports.memory_mapping import PoolPort
+from kvtransfer.transports.memory_mapping import MemoryMapping
 from kvtransfer.transports.pool_memory import PoolMemory
 
 NAME = "shared_memory"
@@ -18,18 +18,18 @@ ON_GPU = "cuda_shared"
 
 
 class SharedMemoryReceiver:
-    """The decode worker's end: gives its pool to admitted writers and keeps a pidfd of each."""
+    """End of the decode worker: maps its pool into admitted writers and keeps a pidfd of each."""
 
     in_place = True
 
-    def __init__(self, name: str, pool: PoolMemory, port: PoolPort, hooks: ReceiverHooks) -> None:
+    def __init__(self, name: str, pool: PoolMemory, mapping: MemoryMapping, hooks: ReceiverHooks) -> None:
         self.name = name
-        self._port = port
-        self._socket = PoolFdSocket(lambda: port.export(pool), hooks.dead)
+        self._mapping = mapping
+        self._socket = PoolFdSocket(lambda: mapping.export(pool), hooks.dead)
 
-    def unreachable(self, writer: Place) -> str | None:
-        """It has to be where our memory can be mapped and computed in."""
-        return self._port.unreachable(writer, in_place=True)
+    def unreachable_reason(self, writer: Locality) -> str | None:
+        """Return why a writer there cannot map this pool and compute in it, None if it can."""
+        return self._mapping.unreachable_reason(writer, in_place=True)
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -37,15 +37,15 @@ class SharedMemoryReceiver:
 
     @property
     def endpoint(self) -> str:
-        """The socket's abstract name behind an @."""
+        """Abstract name of the socket behind an @."""
         return self._socket.endpoint
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        """Let the process `pid` register as `writer`."""
+        """Let the process `pid` register as `writer`; return the token."""
         return self._socket.admit(writer, pid)
 
     def registered(self, writer: WriterId) -> bool:
-        """Whether it maps our pool, as far as we know."""
+        """Return True if this writer maps the pool, as far as this process knows."""
         return self._socket.registered(writer)
 
     def fence(self, writer: WriterId) -> None:
@@ -53,16 +53,16 @@ class SharedMemoryReceiver:
         self._socket.fence(writer)
 
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None:
-        """They were computed in place."""
+        """Do nothing: the blocks were computed in place."""
 
     def link_lost(self, writer: WriterId) -> None:
-        """Proves nothing: the process may still write."""
+        """Do nothing: a broken stream proves nothing, the process may still write."""
 
     async def close(self) -> None:
         """Stop listening and forget the writers."""
         await self._socket.close()
 
 
-async def open_shared_memory(welcome: Welcome, port: PoolPort) -> KVMemory:
+async def open_shared_memory(welcome: Welcome, mapping: MemoryMapping) -> KVMemory:
     """Register with a decode worker and map its pool. Raises TransportError."""
-    return await register(welcome, lambda pool: port.map(pool, welcome.layout, welcome.num_blocks))
+    return await register(welcome, lambda pool: mapping.map(pool, welcome.layout, welcome.num_blocks))

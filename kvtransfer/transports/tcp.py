@@ -2,8 +2,8 @@
 
     frame = slot u32, generation u64, index u32, length u32, digest, bytes
 
-A frame is read into a staging buffer; it is copied into its block only if its grant is open at this moment
-and its bytes match the digest, which binds them to request, grant and place. So stale or damaged data never
+A frame is read into a staging buffer. It is copied into its block only if its grant is open at this moment
+and its bytes match the digest, which binds them to request, grant and index. So stale or damaged data never
 reaches the pool, and closing the socket is proof that nothing more can. Frames are not encrypted.
 """
 
@@ -12,14 +12,12 @@ from __future__ import annotations
 import struct
 
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.protocol.digest import DIGEST_BYTES, block_digest
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import ReceiverHooks, Run, TransportError, Wanted, Welcome
+from kvtransfer.transports.base import ReceiverHooks, Run, StillGranted, TransportError, Welcome
 from kvtransfer.transports.data_connection import DataConnection
-from kvtransfer.transports.data_listener import DataSocket
+from kvtransfer.transports.data_listener import DataSocket, SocketReceiver
 from kvtransfer.transports.failpoints import damage_payload, damage_place, truncate_payload
-from kvtransfer.transports.host_bytes import fetch_block, write_block
-from kvtransfer.transports.socket_receiver import SocketReceiver
+from kvtransfer.transports.host_blocks import DIGEST_BYTES, block_digest, fetch_block, write_block
 
 NAME = "tcp"
 _HEADER = struct.Struct(f"<IQII{DIGEST_BYTES}s")
@@ -27,16 +25,16 @@ _ACCEPTED = b"+"
 
 
 def tcp_receiver(host: str, memory: KVMemory, hooks: ReceiverHooks) -> SocketReceiver:
-    """The decode worker's end: copies frames into `memory`."""
+    """Make the end of the decode worker, which copies frames into `memory`."""
 
-    def open_frames(writer: WriterId, connection: DataSocket) -> _Frames:
-        return _Frames(writer, connection, memory, hooks)
+    def open_reader(writer: WriterId, connection: DataSocket) -> _FrameReader:
+        return _FrameReader(writer, connection, memory, hooks)
 
-    return SocketReceiver(NAME, host, open_frames, hooks)
+    return SocketReceiver(NAME, host, open_reader, hooks)
 
 
-class _Frames:
-    """Header and payload in turn."""
+class _FrameReader:
+    """Reader of headers and payloads in turn."""
 
     def __init__(
         self, writer: WriterId, connection: DataSocket, memory: KVMemory, hooks: ReceiverHooks
@@ -49,10 +47,10 @@ class _Frames:
     def greeting(self) -> bytes:
         return _ACCEPTED
 
-    def target(self) -> memoryview:
+    def first_buffer(self) -> memoryview:
         return self._header
 
-    def filled(self) -> memoryview:
+    def buffer_filled(self) -> memoryview:
         if self._frame is None:
             slot, generation, index, length, digest = _HEADER.unpack(self._header)
             if length != self._staging.nbytes:
@@ -61,15 +59,15 @@ class _Frames:
             return self._staging
         frame, self._frame = self._frame, None
         self._take(*frame)
-        self._connection.took(1)
+        self._connection.acknowledge(1)
         return self._header
 
     def ended(self) -> None:
-        """What was not copied yet never will be."""
+        """Do nothing: bytes that were not copied yet never will be."""
 
     def _take(self, slot: int, generation: int, index: int, digest: bytes) -> None:
         writer, hooks = self._writer, self._hooks
-        ref = hooks.named(writer, slot, generation)
+        ref = hooks.resolve(writer, slot, generation)
         blocks = None if ref is None else hooks.destinations(writer, ref, range(index, index + 1))
         if ref is None or blocks is None:
             return
@@ -81,7 +79,7 @@ class _Frames:
 
 
 class TcpChannel:
-    """The prefill worker's end: one data socket to one decode worker."""
+    """End of the prefill worker: one data socket to one decode worker."""
 
     def __init__(self, connection: DataConnection) -> None:
         self._connection = connection
@@ -94,24 +92,24 @@ class TcpChannel:
 
     @property
     def sent(self) -> int:
-        """Blocks that were given to the socket."""
+        """Number of blocks that were given to the socket."""
         return self._sent
 
     @property
     def acknowledged(self) -> int:
-        """Blocks that the other end has taken or dropped."""
+        """Number of blocks that the other end has taken or dropped."""
         return self._connection.acknowledged
 
     @property
     def broken(self) -> bool:
-        """Whether the other end closed the socket."""
+        """True if the other end closed the socket."""
         return self._connection.broken
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
-        """Send a run block by block; returns when its bytes are the kernel's. Raises TransportError."""
+    async def send(self, run: Run, still_granted: StillGranted) -> list[bytes] | None:
+        """Send a run block by block; returns when the kernel has its bytes. Raises TransportError."""
         digests = []
         for index, block in enumerate(run.block_ids, run.first):
-            if not wanted(run.ref):
+            if not still_granted(run.ref):
                 return None
             payload = await fetch_block(run.memory, block, run.computed)
             digests.append(block_digest(run.ref, index, payload))

@@ -1,8 +1,12 @@
-"""Proof of death: a pidfd of the process that maps our pool, a kill through it, and the wait for its end.
+"""Fence of a writer that maps the pool: a pidfd of the process, a kill through it, the wait for its death.
+
+    watched   → kill() sends SIGKILL; the pidfd becomes readable when the process is dead
+    dead      → `on_death` is called once; from here on no store can come
+    closed    → the process is forgotten; its death is not reported
 
 A store to shared memory cannot be revoked and a closed stream proves nothing, so the end of the process is
-the only fence. A pidfd names the process itself: a pid that the kernel has given away again cannot be hit.
-It becomes readable when the last thread has left the address space, after which no store can come.
+the only fence. A pidfd names the process itself: a pid that the kernel has given away again cannot be hit. It
+becomes readable when the last thread has left the address space, after which no store can come.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; not yet in Python's socket module
 
 
 class WriterProcess:
-    """A process that may write our memory until it is dead."""
+    """Process that may write to the memory of this one until it is dead."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -29,10 +33,10 @@ class WriterProcess:
 
     @classmethod
     def of_peer(cls, connection: socket.socket) -> WriterProcess:
-        """The process at the other end of a Unix socket.
+        """Return the process at the other end of a Unix socket.
 
-        Before Linux 6.5 the pidfd is opened by number; the caller must then hear from the peer once more
-        before it relies on it, which proves that the number was still the peer's. Raises OSError.
+        Before Linux 6.5 the pidfd is opened by number. The caller must then receive one more message of the
+        peer before it relies on it, which proves that the number was still the peer's. Raises OSError.
         """
         pid = peer_credentials(connection).pid
         try:
@@ -43,17 +47,17 @@ class WriterProcess:
         return cls(pid, pidfd)
 
     def kill(self) -> None:
-        """SIGKILL. Death is reported by `watch`, not by this call. Refuses to end the calling process."""
+        """Send SIGKILL; `watch` reports the death. Raises ValueError for the calling process."""
         if self.pid == os.getpid():
             raise ValueError("a process cannot fence itself and live to use the proof")
         if self._pidfd is None:
             return
-        # Dead and reaped already: the pidfd is readable then, and `watch` says so.
+        # Dead and reaped already: the pidfd is readable then, and `watch` reports it.
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Call `on_death` once on the running loop when the process is dead."""
+        """Call `on_death` once on the running loop when the process is dead. ValueError after `close`."""
         if self._pidfd is None:
             raise ValueError("the process is not watched any more")
         self._loop = asyncio.get_running_loop()

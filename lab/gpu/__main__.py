@@ -27,12 +27,14 @@ def sections() -> dict[str, Section]:
     from lab.gpu.model_step import model_step
     from lab.gpu.operators import operators
     from lab.gpu.service import service
+    from lab.gpu.sharing import sharing
 
     return {
         "ceilings": ceilings,
         "attention": attention,
         "operators": operators,
         "model step": model_step,
+        "sharing": sharing,
         "handoff": handoff,
         "service": service,
     }

@@ -15,9 +15,7 @@ import torch
 
 from diptych.bench.percentile import percentile
 from diptych.engine.kv.kv_memory import KVMemory
-from kvtransfer.transports import cuda_ipc as pushing
-from kvtransfer.transports import process_group as worlds
-from kvtransfer.transports import shared_memory
+from kvtransfer.transports import cuda_ipc, process_group, shared_memory
 from kvtransfer.transports.registry import IN_PLACE
 from kvtransfer.transports.shared_memory import ON_GPU
 from lab.gpu.ceilings import COPY
@@ -30,7 +28,7 @@ SECTION = "handoff"
 _LAYOUT = SHAPES["8b"]
 _CHUNK_TOKENS = 8192
 _TAX_TOKENS = (2048, 8192)
-_ON_GPU, _ON_CPU = (ON_GPU, pushing.NAME), (shared_memory.NAME, worlds.GLOO)
+_ON_GPU, _ON_CPU = (ON_GPU, cuda_ipc.NAME), (shared_memory.NAME, process_group.GLOO)
 """In place, then copied."""
 _AT_LEAST = 0.85
 _SPREAD_AT_MOST = 0.05

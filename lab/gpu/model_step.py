@@ -68,7 +68,7 @@ def model_step(context: Context) -> Iterator[Figure]:
     sizes = context.pick(WHOLE, WHOLE, DRY)
     for name, shape in (("Llama-3-8B", LLAMA_3_8B), ("Qwen3-8B", QWEN3_8B)):
         context.say(f"{name}: making weights, recording decode steps")
-        bench = _make(name, _tiny(shape) if context.dry else shape, sizes, device)
+        bench = _make(name, tiny(shape) if context.dry else shape, sizes, device)
         for batch in sizes.batches:
             yield _decode(context, bench, batch)
         yield _prefill(context, bench)
@@ -78,7 +78,7 @@ def model_step(context: Context) -> Iterator[Figure]:
             return
 
 
-def _tiny(shape: ModelShape) -> ModelShape:
+def tiny(shape: ModelShape) -> ModelShape:
     return replace(
         shape, vocab_size=99, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
         intermediate_size=48, max_context=64,

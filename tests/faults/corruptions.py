@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.client import AsyncClient, CallFailed, Client
-from kvtransfer.protocol.digest import block_digest
 from kvtransfer.protocol.messages import GrantRef
+from kvtransfer.transports.host_blocks import block_digest
 from tests.end_to_end import tiny_model
 from tests.end_to_end.stack import running_stack
 from tests.faults.conftest import Breakable

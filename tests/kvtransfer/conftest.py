@@ -18,14 +18,13 @@ from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.worker.v1 import work_pb2
 from kvtransfer.drivers.client import HandoffClient
-from kvtransfer.drivers.events import Ready
-from kvtransfer.drivers.granted_blocks import GrantedBlocks
+from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.peer import Peer
 from kvtransfer.drivers.server import HandoffServer
-from kvtransfer.protocol.fingerprint import Fingerprint
+from kvtransfer.drivers.types import GrantedBlocks, Ready
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.protocol.messages import Key, PendingTransfer
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_pool
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
@@ -44,7 +43,7 @@ INCARNATION = 7
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for something that another task or process will bring about."""
+    """Wait for a condition that another task or process will bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - it waits for other processes and for the kernel too
             await asyncio.sleep(0.002)
@@ -52,7 +51,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 @dataclass
 class DecodeEnd:
-    """A decode worker without an engine: what it was told is kept in lists."""
+    """Decode worker without an engine: the results of its handoffs are kept in lists."""
 
     pool: BlockPool
     memory: PoolMemory
@@ -76,7 +75,7 @@ class DecodeEnd:
         return key
 
     def settled(self) -> bool:
-        """Nothing is held, granted or quarantined."""
+        """Return True if nothing is held, granted or quarantined."""
         self.pool.invariants()
         stats = self.server.stats()
         busy = stats.grants or stats.waiting_asks or stats.quarantined_blocks
@@ -85,7 +84,7 @@ class DecodeEnd:
 
 @dataclass
 class PrefillEnd:
-    """A prefill worker without an engine."""
+    """Prefill worker without an engine."""
 
     client: HandoffClient
     aborted: list[Key]
@@ -110,19 +109,19 @@ class Pair:
 
 
 def sampled(token_id: int) -> tuple[work_pb2.SampledToken]:
-    """What a commit carries."""
+    """Return the sampled tokens of a commit."""
     return (work_pb2.SampledToken(token_id=token_id),)
 
 
 def fill(granted: GrantedBlocks, num_tokens: int, seed: int) -> None:
-    """Stand in for the model: write recognisable numbers into the blocks that are not computed yet."""
+    """Write recognisable numbers, as the model would, into the blocks that are not computed yet."""
     first = granted.computed_tokens // LAYOUT.block_size
     for place in range(first, LAYOUT.blocks_for(num_tokens)):
         granted.memory.data[granted.block_table[place]] = pattern(seed, place)
 
 
 def pattern(seed: int, place: int) -> torch.Tensor:
-    """What `fill` writes at one place of a sequence."""
+    """Return the numbers that `fill` writes into block `place` of a sequence."""
     return torch.full(LAYOUT.block_shape, float(seed * 1000 + place))
 
 
@@ -133,21 +132,21 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def make_pair() -> AsyncIterator[Callable[..., Any]]:
-    """Builds pairs: `await make_pair(transport, blocks=16, ...)`."""
+    """Build pairs: `await make_pair(transport, blocks=16, ...)`."""
     async with pairs() as make:
         yield make
 
 
 @asynccontextmanager
 async def pairs() -> AsyncIterator[Callable[..., Any]]:
-    """The fixture's content, for tests that bring their own event loop."""
+    """Yield the value of the fixture, for tests that bring their own event loop."""
     closing: list[Callable[[], Any]] = []
 
     async def decode_end(
         transport: str,
         blocks: int = 16,
         lease_times: LeaseTimes | None = None,
-        patience: Patience | None = None,
+        timeouts: EscalationTimeouts | None = None,
         **fingerprint: object,
     ) -> DecodeEnd:
         end = DecodeEnd(BlockPool(blocks), allocate_pool(LAYOUT, blocks))
@@ -162,7 +161,7 @@ async def pairs() -> AsyncIterator[Callable[..., Any]]:
             on_ready=end.ready.append,
             on_failed=lambda *failure: end.failed.append(failure),
             lease_times=lease_times,
-            patience=patience,
+            timeouts=timeouts,
         )
         await end.server.start()
         await end.listen()

@@ -1,6 +1,6 @@
-"""A decode worker in a process of its own, which grants one attempt and waits to be killed.
+"""Decode worker in a process of its own, which grants one attempt and waits to be killed.
 
-Argument: transport. Says its address.
+Argument: transport. It prints its address.
 """
 
 from __future__ import annotations

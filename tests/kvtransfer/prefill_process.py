@@ -1,7 +1,7 @@
-"""A prefill worker in a process of its own that hands prompts over until its input ends.
+"""Prefill worker in a process of its own that hands prompts off until its input ends.
 
 Arguments: address, incarnation, transport, device. Each line of input is `request tokens seed`; for each it
-says `committed` or `failed`, and `granted` before it writes.
+prints `committed` or `failed`, and `granted` before it writes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ async def main(address: str, incarnation: int, transport: str, device: torch.dev
         layout=LAYOUT,
         transports=[transport],
         scratch=scratch,
-        on_abort=lambda key: say("aborted"),
-        on_peer_lost=lambda address, keys: say("lost"),
+        on_abort=lambda key: report("aborted"),
+        on_peer_lost=lambda address, keys: report("lost"),
         device=device,
     )
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -46,26 +46,26 @@ async def main(address: str, incarnation: int, transport: str, device: torch.dev
         try:
             await handoff(client, (address, incarnation), request, int(tokens), int(seed))
         except HandoffError as error:
-            say(f"failed {error}")
+            report(f"failed {error}")
     await client.close()
 
 
 async def handoff(
     client: HandoffClient, at: tuple[str, int], request: str, num_tokens: int, seed: int
 ) -> None:
-    """Computed in three chunks, each pushed while the next one is written."""
+    """Compute a prompt in three chunks, each pushed while the next one is written."""
     peer = await client.peer(*at)
     granted = await peer.ask((request, 1), num_tokens, [])
-    say("granted")
+    report("granted")
     fill(granted, num_tokens, seed)
     for chunk in (1, 2):
         await peer.push(granted, num_tokens * chunk // 3)
         await asyncio.sleep(0)
     committed = await peer.commit(granted, num_tokens, sampled(seed), work_pb2.PhaseTimes())
-    say("committed" if committed else "failed")
+    report("committed" if committed else "failed")
 
 
-def say(what: str) -> None:
+def report(what: str) -> None:
     print(what, flush=True)
 
 

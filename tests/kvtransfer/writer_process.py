@@ -1,4 +1,4 @@
-"""A prefill worker that takes a grant and never stops writing to it.
+"""Prefill worker that takes a grant and never stops writing to it.
 
 Arguments: address, incarnation, transport.
 """

@@ -12,7 +12,7 @@ from contextvars import copy_context
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.protocol.messages import GrantRef, WriterId
-from kvtransfer.transports.base import Place, ReceiverHooks, TransportError, Welcome
+from kvtransfer.transports.base import Locality, ReceiverHooks, TransportError, Welcome
 from kvtransfer.transports.pool_memory import PoolMemory
 from kvtransfer.transports.shared_memory import NAME
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
@@ -36,7 +36,7 @@ class InPlaceReceiver:
         self._writers: dict[WriterId, Host] = {}
         self.endpoint = memories.enter(self)
 
-    def unreachable(self, writer: Place) -> str | None:
+    def unreachable_reason(self, writer: Locality) -> str | None:
         """All hosts are processes of one machine, as far as this transport is offered."""
         return None
 

@@ -22,8 +22,8 @@ from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
 from diptych.engine.step_output import StepOutput
 from diptych.runtime.block_hash import HASH_VERSION
-from kvtransfer.protocol.fingerprint import Fingerprint
-from kvtransfer.transports.device_order import CPU
+from kvtransfer.drivers.handshake import Fingerprint
+from kvtransfer.transports.base import CPU
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256

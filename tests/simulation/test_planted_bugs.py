@@ -32,7 +32,7 @@ def quarantine_ends_by_itself(patch: Patch) -> None:
 
     def quarantine(self: TransferTable, attempt: Any) -> None:
         real(self, attempt)
-        self.end(attempt)
+        self.release(attempt)
 
     real = TransferTable.quarantine
     patch.setattr(TransferTable, "quarantine", quarantine)
@@ -42,9 +42,9 @@ def quarantine_ends_by_the_clock(patch: Patch) -> None:
     """Blocks are freed when a writer was silent for a while."""
 
     def tick(self: Receiver, now: float) -> list[Any]:
-        for attempt in list(self._book.table):
-            if attempt.phase.value == "quarantined" and self._waited(attempt) > 0.2:
-                self._book.end(attempt)
+        for attempt in list(self._transfers.grants):
+            if attempt.phase.value == "quarantined" and self._waited_s(attempt) > 0.2:
+                self._transfers.release(attempt)
         return real(self, now)
 
     real = Receiver.tick
@@ -162,7 +162,7 @@ def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
         grant = real(self, attempt)
         if grant is not None:
             parent = b""
-            for block, key in zip(attempt.held.block_ids, attempt.wanted.keys, strict=False):
+            for block, key in zip(attempt.open_grant.block_ids, attempt.attached.keys, strict=False):
                 self._pool.insert(block, key, parent)
                 parent = key
         return grant

@@ -62,9 +62,9 @@ def check_books(pool: WatchedPool, receiver: Receiver | None) -> None:
     if receiver is None:
         return
     quarantined = 0
-    for attempt in receiver._book.table:
-        grant = attempt.held
-        for block in grant.fresh:
+    for attempt in receiver._transfers.grants:
+        grant = attempt.open_grant
+        for block in grant.allocated:
             if attempt.phase.value == "quarantined":
                 quarantined += 1
                 _require(block in pool._quarantine, f"block {block} left quarantine without proof")
@@ -88,9 +88,9 @@ def check_own_write(pool: WatchedPool, sequence: SequenceStep) -> None:
 def check_granted_write(receiver: Receiver, writer: Host, sequence: SequenceStep) -> None:
     """A prefill step that computes in place writes what was granted to this very process."""
     mine: set[int] = set()
-    for who, grant in receiver.granted():
+    for who, grant in receiver.open_grants():
         if (who.worker_id, who.incarnation) == (writer.worker_id, writer.incarnation):
-            mine.update(grant.fresh)
+            mine.update(grant.allocated)
     for block in _written(sequence):
         _require(block in mine, f"{writer} writes block {block}, which is not granted to it")
 

@@ -29,8 +29,8 @@ from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.handshake import Fingerprint
 from kvtransfer.drivers.server import HandoffServer
-from kvtransfer.protocol.fingerprint import Fingerprint
 from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.transports.pool_memory import allocate_pool
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop

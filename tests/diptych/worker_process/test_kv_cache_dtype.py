@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from decode_worker.config import DecodeSettings
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
-from kvtransfer.protocol.fingerprint import incompatible_field
+from kvtransfer.drivers.handshake import incompatible_field
 
 SIZES = {
     "vocab_size": 96,

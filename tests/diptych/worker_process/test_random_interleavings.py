@@ -155,9 +155,9 @@ async def test_200_requests_leave_nothing_behind(
         assert await made.empty() == []
         for prefill in made.prefills:
             for peer in prefill.client._peers.values():
-                assert peer._sender.held() == []
-                assert not peer._progress
-                assert not peer._asks
+                assert peer._sender.held_grants() == []
+                assert not peer._push_states
+                assert not peer._pending_asks
     ours = [record for record in caplog.records if record.name.split(".")[0] in OUR_LOGGERS]
     assert ours == [], [record.getMessage() for record in ours]
     assert walk.outcomes["decode finished"] > 20, walk.outcomes  # two in five on a quiet machine

@@ -1,16 +1,17 @@
-"""Which transport a hello gets, and what a writer is told that gets none."""
+"""Handshake: the transport that a hello gets, the reason for a refusal, the comparison of fingerprints."""
 
 from __future__ import annotations
+
+from dataclasses import fields, replace
 
 import pytest
 
 from diptych.worker.v1 import handoff_pb2
-from kvtransfer.drivers.handshake import Handshake
+from kvtransfer.drivers.handshake import Fingerprint, Handshake, incompatible_field
 from kvtransfer.protocol.messages import WriterId
-from kvtransfer.transports.base import ReceiverHooks
+from kvtransfer.transports.base import ReceiverHooks, host_id
 from kvtransfer.transports.pool_memory import allocate_pool
 from kvtransfer.transports.registry import make_receiver
-from kvtransfer.transports.shared_memory_domain import host_id
 from tests.kvtransfer.conftest import FINGERPRINT, LAYOUT
 
 HERE = host_id()
@@ -23,7 +24,7 @@ def answer(ours: list[str], theirs: list[str], host: str = HERE, device: str = "
     hello = handoff_pb2.HandoffHello(
         fingerprint=FINGERPRINT.to_proto(), transports=theirs, host_id=host, device=device
     )
-    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).transport_for(hello)
+    found = Handshake(WriterId("decode", 1), FINGERPRINT, 2, made).choose_transport(hello)
     return found if isinstance(found, str) else f"-> {found.name}"
 
 
@@ -39,10 +40,23 @@ def answer(ours: list[str], theirs: list[str], host: str = HERE, device: str = "
         ([], HERE, "", "transports (none in common)"),
     ],
 )
-def test_the_first_of_the_writers_transports_that_serves_both(theirs, host, device, said):
+def test_choose_transport_takes_the_first_that_serves_both(theirs, host, device, said):
     assert answer(["shared_memory", "tcp"], theirs, host, device) == said
 
 
-def test_all_that_stands_in_the_way_is_named():
+def test_choose_transport_names_every_obstacle():
     said = answer(["shared_memory", "nccl"], ["nccl", "shared_memory"], "elsewhere")
     assert said == "transports (nccl: its blocks must be on a GPU; shared_memory: on another host)"
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Fingerprint)])
+def test_incompatible_field_names_the_difference(field):
+    value = getattr(FINGERPRINT, field)
+    other = replace(FINGERPRINT, **{field: value + ("x" if isinstance(value, str) else 1)})
+    assert incompatible_field(FINGERPRINT, other) == field
+    assert incompatible_field(Fingerprint.from_proto(other.to_proto()), other) is None
+
+
+def test_fingerprint_has_every_field_of_the_wire():
+    names = {field.name for field in FINGERPRINT.to_proto().DESCRIPTOR.fields}
+    assert names == {field.name for field in fields(Fingerprint)}

@@ -1,4 +1,4 @@
-"""The queue of blocks to send, at its end."""
+"""End of the push queue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.drivers.push_queue import PushQueue
+from kvtransfer.protocol.lease import TransferProgress
 from kvtransfer.protocol.messages import GrantRef
-from kvtransfer.protocol.progress import Progress
-from kvtransfer.transports.base import Run, Wanted
+from kvtransfer.transports.base import Run, StillGranted
 from tests.kvtransfer.conftest import LAYOUT, until
 
 REF = GrantRef(("r", 1), 0, 1)
 
 
 class SlowChannel:
-    """A copy that was begun cannot be called back."""
+    """Channel whose started copies cannot be cancelled."""
 
     sent = acknowledged = 0
     broken = closed = False
@@ -25,7 +25,7 @@ class SlowChannel:
     def __init__(self) -> None:
         self.copied = asyncio.Event()
 
-    async def send(self, run: Run, wanted: Wanted) -> list[bytes] | None:
+    async def send(self, run: Run, wanted: StillGranted) -> list[bytes] | None:
         self.sent += 1
         try:
             await asyncio.Event().wait()
@@ -38,10 +38,10 @@ class SlowChannel:
         self.closed = True
 
 
-async def test_who_is_cancelled_while_he_waits_for_its_end_is_cancelled() -> None:
-    """Else a request that nobody wants any more would ask for blocks, and hold them."""
+async def test_close_lets_a_cancelled_caller_go() -> None:
+    """Else a cancelled request would ask for blocks, and hold them."""
     channel = SlowChannel()
-    progress = Progress(0.0, 1.0, 10.0)
+    progress = TransferProgress(0.0, 1.0, 10.0)
     queue = PushQueue(channel, lambda ref: True, lambda *sent: None, lambda: None, progress)
     queue.put(Run(REF, 0, KVMemory(LAYOUT, 1), [0], [0], None))
     await until(lambda: channel.sent == 1)

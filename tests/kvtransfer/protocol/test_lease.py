@@ -1,47 +1,50 @@
-"""A peer is fenced for its own silence, never for ours."""
+"""Leases and clocks: a peer is fenced for its own silence, never for a stall of this process."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, Verdict
+from diptych.engine.kv.block_pool import BlockPool
+from kvtransfer.protocol.lease import Lease, LeasePhase, LeaseTimes, RunningTime, Verdict
+from kvtransfer.protocol.messages import FenceWriter, PendingTransfer, SendAbort, SendGrant, WriterId
+from kvtransfer.protocol.receiver import Receiver
 
 TIMES = LeaseTimes()
 
 
 def ticks(lease: Lease, start: float, end: float) -> list[tuple[float, Verdict]]:
-    """Tick every interval; what was found, and when."""
+    """Tick every interval; return the verdicts with their times."""
     found, now = [], start
     while now <= end:
         verdict = lease.tick(now)
-        if verdict is not Verdict.NOTHING:
+        if verdict is not Verdict.NONE:
             found.append((now, verdict))
         now = round(now + TIMES.interval_s, 3)
     return found
 
 
-def test_silence_escalates_once():
-    assert ticks(Lease(0.0, TIMES), 0.25, 9.0) == [(1.0, Verdict.SUSPECT), (2.0, Verdict.GONE)]
+def test_tick_escalates_silence_once():
+    assert ticks(Lease(0.0, TIMES), 0.25, 9.0) == [(1.0, Verdict.SUSPECT), (2.0, Verdict.EXPIRED)]
 
 
-def test_beats_keep_it_alive_and_clear_suspicion():
+def test_heartbeat_clears_suspicion():
     lease = Lease(0.0, TIMES)
     assert ticks(lease, 0.25, 1.5) == [(1.0, Verdict.SUSPECT)]
-    lease.beat(1.6, 1, False)
+    lease.on_heartbeat(1.6, 1, False)
     assert lease.phase is LeasePhase.ALIVE
     assert ticks(lease, 1.75, 2.5) == []
 
 
-def test_our_own_stall_is_not_the_peers_silence():
+def test_tick_discounts_a_stall_of_this_process():
     lease = Lease(0.0, TIMES)
     lease.tick(0.25)
-    assert lease.tick(60.0) is Verdict.NOTHING
-    lease.heard(60.01)
+    assert lease.tick(60.0) is Verdict.NONE
+    lease.on_message(60.01)
     assert ticks(lease, 60.25, 60.75) == []
-    assert [verdict for _, verdict in ticks(lease, 61.0, 65.0)] == [Verdict.SUSPECT, Verdict.GONE]
+    assert [verdict for _, verdict in ticks(lease, 61.0, 65.0)] == [Verdict.SUSPECT, Verdict.EXPIRED]
 
 
-def test_a_broken_stream_has_a_grace():
+def test_tick_grants_a_broken_stream_the_relink_grace():
     lease = Lease(0.0, TIMES)
     lease.tick(0.25)
     lease.link_lost(0.3)
@@ -49,50 +52,69 @@ def test_a_broken_stream_has_a_grace():
     lease.link_up(1.3)
     assert lease.phase is LeasePhase.ALIVE
     lease.link_lost(1.4)
-    assert ticks(lease, 1.5, 3.0) == [(2.5, Verdict.GONE)]
+    assert ticks(lease, 1.5, 3.0) == [(2.5, Verdict.EXPIRED)]
 
 
-def test_a_busy_engine_that_does_not_move_is_gone():
+def test_tick_expires_a_busy_engine_without_progress():
     lease = Lease(0.0, TIMES)
     now = 0.0
     while now < TIMES.stuck_after_s:
-        assert lease.tick(now) is Verdict.NOTHING
-        lease.beat(now, 5, True)
+        assert lease.tick(now) is Verdict.NONE
+        lease.on_heartbeat(now, 5, True)
         now += TIMES.interval_s
-    assert lease.tick(now + TIMES.interval_s) is Verdict.GONE
+    assert lease.tick(now + TIMES.interval_s) is Verdict.EXPIRED
 
 
-def test_an_idle_engine_need_not_move():
+def test_tick_spares_an_idle_engine_without_progress():
     lease = Lease(0.0, TIMES)
     now = 0.0
     while now < 2 * TIMES.stuck_after_s:
-        assert lease.tick(now) is Verdict.NOTHING
-        lease.beat(now, 5, False)
+        assert lease.tick(now) is Verdict.NONE
+        lease.on_heartbeat(now, 5, False)
         now += TIMES.interval_s
 
 
-def test_who_was_fenced_stays_fenced():
+def test_fenced_lease_stays_fenced():
     lease = Lease(0.0, TIMES)
     lease.fence()
-    lease.heard(0.1)
+    lease.on_message(0.1)
     lease.link_lost(0.2)
     lease.link_up(0.3)
     assert lease.phase is LeasePhase.FENCED
     assert ticks(lease, 0.5, 9.0) == []
 
 
-def test_there_is_one_way_back():
+def test_move_out_of_fenced_raises():
     lease = Lease(0.0, TIMES)
     lease.fence()
     with pytest.raises(RuntimeError, match="fenced to alive"):
         lease._move(LeasePhase.ALIVE)
 
 
-def test_a_step_far_past_its_predicted_end_is_as_bad_as_silence():
+def test_tick_expires_a_step_far_past_its_predicted_end():
     lease, now, found = Lease(0.0, TIMES), 0.0, []
     while not found and now < 60:
         now += TIMES.interval_s
-        lease.beat(now, 1, True, late_s=max(now - 5.0, 0.0))
-        if (verdict := lease.tick(now)) is not Verdict.NOTHING:
+        lease.on_heartbeat(now, 1, True, late_s=max(now - 5.0, 0.0))
+        if (verdict := lease.tick(now)) is not Verdict.NONE:
             found.append((now, verdict))
-    assert found == [(5.0 + TIMES.late_after_s, Verdict.GONE)]
+    assert found == [(5.0 + TIMES.late_after_s, Verdict.EXPIRED)]
+
+
+def test_running_time_stands_still_during_a_stall() -> None:
+    time = RunningTime(0.5)
+    assert [time.at(now) for now in (100.0, 100.25, 100.5, 160.0, 160.25)] == [0.0, 0.25, 0.5, 1.0, 1.25]
+
+
+def test_running_time_defers_the_fence_after_a_stall() -> None:
+    time, writer, key = RunningTime(0.5), WriterId("p0", 1), ("r", 1)
+    receiver = Receiver(BlockPool(8), 4, lambda: 0)
+    receiver.link_up(writer, in_place=True)
+    receiver.expect(PendingTransfer(key, 8, []))
+    (grant,) = receiver.ask(writer, key)
+    assert isinstance(grant, SendGrant)
+    assert receiver.cancel(key) == [SendAbort(writer, grant.ref)]
+    done = [action for now in (100.0, 100.25, 131.0) for action in receiver.tick(time.at(now))]
+    assert done == []  # the writer's answer may lie unread
+    later = [action for n in range(125) for action in receiver.tick(time.at(131.0 + 0.25 * n))]
+    assert any(isinstance(action, FenceWriter) for action in later)

@@ -17,7 +17,7 @@ from kvtransfer.protocol.messages import (
     WriterId,
 )
 from kvtransfer.protocol.receiver import Receiver
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 
 WRITER = WriterId("w", 1)
 KEY = ("r", 1)
@@ -35,7 +35,7 @@ def granted(
     return receiver, pool, grant
 
 
-def test_in_place_a_commit_is_the_handoff():
+def test_commit_in_place_hands_off_at_once():
     receiver, pool, grant = granted(in_place=True)
     assert receiver.commit(WRITER, grant.ref, 6, (9,), "note") == [
         Handoff(WRITER, grant.ref, [0, 1, 2], 0, 6, (9,), True, "note")
@@ -43,7 +43,7 @@ def test_in_place_a_commit_is_the_handoff():
     assert pool.available() == 5
 
 
-def test_a_commit_waits_for_blocks_that_are_still_on_their_way():
+def test_commit_waits_for_blocks_in_flight():
     receiver, _, grant = granted(in_place=False)
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
     assert receiver.commit(WRITER, grant.ref, 6, (9,)) == []
@@ -53,7 +53,7 @@ def test_a_commit_waits_for_blocks_that_are_still_on_their_way():
     assert isinstance(done, Handoff)
 
 
-def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
+def test_commit_fails_on_a_digest_mismatch():
     receiver, pool, grant = granted(in_place=False)
     for index in range(3):
         receiver.arrived(WRITER, grant.ref, index, [b"x"])
@@ -64,8 +64,8 @@ def test_a_block_that_differs_from_what_was_pushed_fails_the_attempt():
     assert pool.available() == 8, "the writer promised to stop: nothing is left in quarantine"
 
 
-def test_a_copy_that_never_comes_ends_the_attempt_and_frees_its_blocks():
-    """Its frame named another grant, because a bit of the name was wrong; the client may have no deadline."""
+def test_tick_fails_a_commit_whose_blocks_do_not_arrive():
+    """A damaged bit in a frame's header makes it name another grant; the client may have no deadline."""
     receiver, pool, grant = granted(in_place=False)
     receiver.pushed(WRITER, grant.ref, 0, 3, [b"0", b"1", b"2"])
     receiver.arrived(WRITER, grant.ref, 0, [b"0"])
@@ -83,7 +83,7 @@ def test_a_copy_that_never_comes_ends_the_attempt_and_frees_its_blocks():
 
 
 @pytest.mark.parametrize("pushes", [[], [(0, 2)], [(1, 2)]])
-def test_a_commit_without_all_blocks_is_incomplete(pushes):
+def test_commit_without_all_pushes_fails(pushes):
     receiver, pool, grant = granted(in_place=False)
     for first, count in pushes:
         receiver.pushed(WRITER, grant.ref, first, count, [b"d"] * count)
@@ -93,7 +93,7 @@ def test_a_commit_without_all_blocks_is_incomplete(pushes):
 
 
 @pytest.mark.parametrize(("first", "count", "digests"), [(0, 4, 4), (3, 1, 1), (0, 2, 1)])
-def test_pushes_outside_the_table_revoke_the_grant(first, count, digests):
+def test_pushed_outside_the_table_revokes_the_grant(first, count, digests):
     receiver, pool, grant = granted(in_place=False)
     abort, failed = receiver.pushed(WRITER, grant.ref, first, count, [b"d"] * digests)
     assert abort == SendAbort(WRITER, grant.ref)
@@ -101,7 +101,7 @@ def test_pushes_outside_the_table_revoke_the_grant(first, count, digests):
     assert pool.quarantined() == 3
 
 
-def test_a_commit_that_meets_a_cancelled_grant_ends_its_quarantine():
+def test_commit_of_a_cancelled_grant_ends_its_quarantine():
     receiver, pool, grant = granted(in_place=True)
     assert receiver.cancel(KEY) == [SendAbort(WRITER, grant.ref)]
     assert pool.quarantined() == 3
@@ -109,7 +109,7 @@ def test_a_commit_that_meets_a_cancelled_grant_ends_its_quarantine():
     assert pool.available() == 8
 
 
-def test_stale_data_has_no_destination():
+def test_destinations_of_stale_data_are_none():
     receiver, _, grant = granted(in_place=False)
     assert receiver.destinations(WRITER, grant.ref, range(1, 3)) == list(grant.block_ids[1:3])
     assert receiver.destinations(WRITER, grant.ref, range(2, 4)) is None, "one of them was not granted"
@@ -119,7 +119,7 @@ def test_stale_data_has_no_destination():
     assert receiver.destinations(WRITER, grant.ref, range(2, 3)) is None
 
 
-def test_a_reserve_is_held_but_not_told():
+def test_grant_holds_a_reserve_that_is_not_sent():
     receiver, pool, grant = granted(in_place=True, num_tokens=3, reserve=5)
     assert len(grant.block_ids) == 2
     assert pool.available() == 3
@@ -131,7 +131,7 @@ def test_a_reserve_is_held_but_not_told():
 @pytest.mark.parametrize(
     ("sequences", "running", "held", "is_granted"),
     [
-        (1, 0, 5, True),  # three blocks, and nobody else
+        (1, 0, 5, True),  # three blocks, and no other sequence
         (4, 0, 2, True),  # a block of its own for each of the three others
         (4, 0, 3, False),
         (4, 2, 0, True),
@@ -140,7 +140,7 @@ def test_a_reserve_is_held_but_not_told():
         (9, 1, 1, False),
     ],
 )
-def test_several_sequences_wait_for_a_block_each(sequences, running, held, is_granted):
+def test_ask_of_several_sequences_waits_for_a_block_each(sequences, running, held, is_granted):
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: running)
     pool.allocate(held)
@@ -149,7 +149,7 @@ def test_several_sequences_wait_for_a_block_each(sequences, running, held, is_gr
     assert bool(receiver.ask(WRITER, KEY)) == is_granted
 
 
-def test_a_pinned_prefix_is_let_go_at_once():
+def test_cancel_unpins_the_cached_prefix_at_once():
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     (block,) = pool.allocate(1)
@@ -166,7 +166,7 @@ def test_a_pinned_prefix_is_let_go_at_once():
     assert pool.quarantined() == 2
 
 
-def test_first_come_first_served_even_if_a_later_one_would_fit():
+def test_blocks_freed_serves_first_come_first():
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     held = pool.allocate(4)
@@ -179,7 +179,7 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
     assert [a.ref.key[0] for a in granted_now if isinstance(a, SendGrant)] == ["large", "small"]
 
 
-def test_a_higher_priority_is_served_first():
+def test_blocks_freed_serves_a_higher_priority_first():
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     held = pool.allocate(8)
@@ -192,8 +192,8 @@ def test_a_higher_priority_is_served_first():
     assert granted_now == ["urgent", "first", "second", "low"]
 
 
-def test_what_no_pool_could_hold_is_denied_at_once():
-    """It would stand before everybody else in the queue, for ever."""
+def test_ask_beyond_the_pool_is_denied_at_once():
+    """It would stand before all others in the queue, for ever."""
     pool = BlockPool(8)
     receiver = Receiver(pool, 2, lambda: 0)
     receiver.link_up(WRITER, in_place=True)
@@ -207,9 +207,9 @@ def test_what_no_pool_could_hold_is_denied_at_once():
     assert isinstance(grant, SendGrant)
 
 
-def test_waits_are_escalated_and_free_nothing():
+def test_tick_escalates_waits_and_frees_nothing():
     pool = BlockPool(8)
-    receiver = Receiver(pool, 2, lambda: 0, Patience(early_ask_s=1.0, stopping_s=30.0))
+    receiver = Receiver(pool, 2, lambda: 0, EscalationTimeouts(attach_s=1.0, stop_s=30.0))
     receiver.link_up(WRITER, in_place=True)
     receiver.ask(WRITER, ("early", 1))
     receiver.expect(PendingTransfer(KEY, 6, []))
@@ -228,7 +228,7 @@ def test_waits_are_escalated_and_free_nothing():
     assert pool.available() == 8
 
 
-def test_one_attempt_is_attached_once():
+def test_second_attach_or_ask_is_rejected():
     receiver, _, _ = granted(in_place=True)
     with pytest.raises(ValueError, match="already"):
         receiver.expect(PendingTransfer(KEY, 6, []))
@@ -237,15 +237,15 @@ def test_one_attempt_is_attached_once():
 
 
 @pytest.mark.parametrize("reason", [None, work_pb2.FAILURE_REASON_DRAINING])
-def test_a_writer_that_leaves_is_not_taken_for_this_worker(reason):
-    """The gateway hears it as our own word, and would avoid us: the only decode worker there may be."""
+def test_stopped_writer_is_reported_as_peer_lost(reason):
+    """The gateway takes the decode worker for the sender and would avoid it, perhaps the only one."""
     receiver, pool, grant = granted(in_place=True)
     (failed,) = receiver.stopped(WRITER, grant.ref, reason, "it drains")
     assert failed == Fail(KEY, work_pb2.FAILURE_REASON_PEER_LOST, "it drains")
     assert pool.available() == 8
 
 
-def test_an_ask_that_is_taken_back_is_no_corrupt_handoff():
+def test_withdraw_is_reported_as_peer_lost():
     pool = BlockPool(2)
     receiver = Receiver(pool, 2, lambda: 0)
     receiver.link_up(WRITER, in_place=True)

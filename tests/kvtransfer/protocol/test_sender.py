@@ -31,18 +31,18 @@ def asking() -> Sender:
 def writing() -> Sender:
     sender = asking()
     assert sender.granted(REF, [1, 2], 0) == [GrantReceived(REF, (1, 2), 0)]
-    assert sender.take(KEY)
+    assert sender.start_writing(KEY)
     return sender
 
 
-def test_a_commit_ends_it():
+def test_commit_ends_the_attempt():
     sender = writing()
     assert sender.commit(REF, 6, (9,), "note") == (True, [SendCommit(REF, 6, (9,), "note")])
-    assert sender.held() == []
+    assert sender.held_grants() == []
     assert sender.stop(REF) == []
 
 
-def test_an_abort_is_answered_when_the_owner_has_stopped():
+def test_abort_is_answered_once_the_owner_stops():
     sender = writing()
     assert sender.abort(REF) == [GrantRevoked(REF)]
     assert sender.abort(REF) == []
@@ -50,30 +50,30 @@ def test_an_abort_is_answered_when_the_owner_has_stopped():
     assert sender.stop(REF) == [SendStopped(REF)]
 
 
-def test_a_commit_of_a_revoked_grant_is_its_stop():
+def test_commit_of_a_revoked_grant_sends_stopped():
     sender = writing()
     sender.abort(REF)
     assert sender.commit(REF, 6, (9,)) == (False, [SendStopped(REF)])
 
 
-def test_an_offer_that_nobody_took_goes_back_at_once():
+def test_abort_of_an_untouched_grant_is_answered_at_once():
     sender = asking()
     sender.granted(REF, [1, 2], 0)
     assert sender.abort(REF) == [SendStopped(REF), GrantDenied(KEY, None, "the blocks were taken back")]
-    assert not sender.take(KEY)
+    assert not sender.start_writing(KEY)
 
 
-def test_a_grant_that_crosses_a_withdrawal_goes_back():
+def test_grant_that_crosses_a_withdrawal_is_sent_back():
     sender = asking()
     assert sender.withdraw(KEY) == [SendWithdrawal(KEY)]
     assert sender.granted(REF, [1, 2], 0) == [SendStopped(REF)]
 
 
-def test_a_grant_that_is_not_known_is_not_written():
+def test_abort_of_an_unknown_grant_sends_stopped():
     assert Sender().abort(REF) == [SendStopped(REF)]
 
 
-def test_a_lost_link_voids_everything_until_the_owner_stops():
+def test_link_lost_orphans_grants_until_the_owner_stops():
     sender = writing()
     sender.ask(("other", 1))
     assert sender.link_lost() == [LinkLost((("other", 1),), (REF,))]
@@ -82,7 +82,7 @@ def test_a_lost_link_voids_everything_until_the_owner_stops():
     assert sender.stop(REF) == [SendStopped(REF)]
 
 
-def test_what_stopped_without_a_link_is_said_when_asked():
+def test_stop_without_a_link_is_sent_on_the_next_abort():
     sender = writing()
     sender.link_lost()
     assert sender.stop(REF) == []
@@ -90,7 +90,7 @@ def test_what_stopped_without_a_link_is_said_when_asked():
     assert sender.abort(REF) == [SendStopped(REF)]
 
 
-def test_an_attempt_asks_once():
+def test_second_ask_raises():
     sender = asking()
     with pytest.raises(ValueError, match="already"):
         sender.ask(KEY)

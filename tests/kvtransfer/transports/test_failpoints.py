@@ -1,4 +1,4 @@
-"""Deliberate damage is done where it is said, and a damaged push never becomes a first token."""
+"""Failpoints damage what they name, and a damaged push never becomes a first token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, armed: str) -> None:
         ("handoff.drop_block", [1.0, 2.0, 3.0, 0.0]),
     ],
 )
-def test_blocks_are_damaged_only_on_demand(monkeypatch, armed, expected):
+def test_damage_blocks_needs_an_armed_failpoint(monkeypatch, armed, expected):
     arm(monkeypatch, armed)
     damaged = memory()
     # The last block is reserved for growth: three hold tokens, the first and the third of them are swapped.
@@ -42,7 +42,7 @@ def test_blocks_are_damaged_only_on_demand(monkeypatch, armed, expected):
     assert values(damaged) == expected
 
 
-def test_a_payload_is_damaged_in_one_bit(monkeypatch):
+def test_damage_payload_flips_one_bit(monkeypatch):
     payload = memoryview(bytearray(64))
     assert damage_payload(payload) is payload
     arm(monkeypatch, "handoff.corrupt_push")
@@ -50,7 +50,7 @@ def test_a_payload_is_damaged_in_one_bit(monkeypatch):
     assert not any(payload), "the worker's own block stays as it was"
 
 
-async def test_a_corrupt_push_fails_the_attempt(make_pair, monkeypatch):
+async def test_corrupt_push_fails_the_attempt(make_pair, monkeypatch):
     arm(monkeypatch, "handoff.corrupt_push")
     pair = await make_pair("tcp")
     granted = await pair.grant("r", 10)

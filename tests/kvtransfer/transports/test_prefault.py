@@ -1,4 +1,4 @@
-"""Pages of a pool before they are used: all of them, in every process, unless memory is short."""
+"""Prefault of a pool: all pages are taken, in every process, unless memory is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.transports import prefault as module
-from kvtransfer.transports.prefault import available_memory, populate, whole_memory
+from kvtransfer.transports.prefault import available_memory, populate, total_memory
 
 SIZE = 8 << 20
 
@@ -29,7 +29,7 @@ def taken(fd: int) -> int:
 
 
 def mapped_pages() -> list[int]:
-    """Bytes of each mapping of the file that have a page in this process' tables."""
+    """Return the bytes of each mapping of the file that have a page in this process' tables."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     found = []
     for line in lines:
@@ -44,7 +44,7 @@ def plenty(monkeypatch):
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 40)
 
 
-def test_all_pages_are_taken_and_keep_what_they_hold():
+def test_populate_takes_all_pages_and_keeps_their_bytes():
     fd, mapping = file_and_mapping()
     mapping[5 << 20] = 7
     assert taken(fd) < SIZE
@@ -56,7 +56,7 @@ def test_all_pages_are_taken_and_keep_what_they_hold():
     os.close(fd)
 
 
-def test_a_second_mapping_has_them_in_its_own_tables():
+def test_populate_fills_the_tables_of_a_second_mapping():
     fd, mapping = file_and_mapping()
     populate(mapping, fd).join(30)
     second = mmap.mmap(fd, SIZE, mmap.MAP_SHARED)
@@ -66,14 +66,14 @@ def test_a_second_mapping_has_them_in_its_own_tables():
     os.close(fd)
 
 
-def test_a_small_pool_takes_no_thread():
+def test_populate_of_a_small_pool_needs_no_thread():
     fd, mapping = file_and_mapping(1 << 20)
     assert populate(mapping, fd) is None
     assert taken(fd) == len(mapping)
     os.close(fd)
 
 
-def test_a_pool_that_memory_is_too_short_for_is_left_to_its_use(monkeypatch, caplog):
+def test_populate_leaves_the_pool_when_memory_is_short(monkeypatch, caplog):
     monkeypatch.setattr(module, "available_memory", lambda: SIZE)
     fd, mapping = file_and_mapping()
     with caplog.at_level(logging.WARNING):
@@ -85,7 +85,7 @@ def test_a_pool_that_memory_is_too_short_for_is_left_to_its_use(monkeypatch, cap
     os.close(fd)
 
 
-def test_what_another_process_took_is_not_asked_for_again(monkeypatch):
+def test_populate_discounts_pages_of_another_process(monkeypatch):
     fd, mapping = file_and_mapping()
     populate(mapping, fd).join(30)
     monkeypatch.setattr(module, "available_memory", lambda: 0)
@@ -95,7 +95,7 @@ def test_what_another_process_took_is_not_asked_for_again(monkeypatch):
     os.close(fd)
 
 
-def test_a_kernel_that_cannot_leaves_the_pool_as_it_was(monkeypatch):
+def test_populate_without_kernel_support_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)
     fd, mapping = file_and_mapping()
     populate(mapping, fd).join(30)
@@ -105,7 +105,7 @@ def test_a_kernel_that_cannot_leaves_the_pool_as_it_was(monkeypatch):
     os.close(fd)
 
 
-def test_a_pool_that_is_given_up_is_not_kept_alive(monkeypatch):
+def test_populate_does_not_keep_the_mapping_alive(monkeypatch):
     go_on, slices = threading.Event(), []
     real = module._populate_slice
 
@@ -132,7 +132,7 @@ def test_a_pool_that_is_given_up_is_not_kept_alive(monkeypatch):
     assert mapped_pages() == []
 
 
-def test_available_memory_is_told_and_a_container_may_have_less(monkeypatch, tmp_path):
+def test_available_memory_is_limited_by_the_container(monkeypatch, tmp_path):
     monkeypatch.undo()
     machine = available_memory()
     assert machine is not None
@@ -141,6 +141,6 @@ def test_available_memory_is_told_and_a_container_may_have_less(monkeypatch, tmp
     (tmp_path / "memory.current").write_text("100\n")
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
     assert available_memory() == 200
-    assert whole_memory() == 300
+    assert total_memory() == 300
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 200

@@ -1,4 +1,4 @@
-"""Writers that are killed, stopped or deaf: their blocks come back by proof, and only by proof."""
+"""Writers that are killed, stopped or ignore Abort: their blocks return by proof, and only by proof."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from diptych.runtime.peer_credentials import peer_credentials
 from diptych.worker.v1 import work_pb2
 from kvtransfer.protocol.lease import LeaseTimes
-from kvtransfer.protocol.receiving_attempt import Patience
+from kvtransfer.protocol.transfer_table import EscalationTimeouts
 from kvtransfer.transports.writer_process import WriterProcess
 from tests.kvtransfer.conftest import INCARNATION, until
 
@@ -27,7 +27,7 @@ QUICK = LeaseTimes(interval_s=0.05, suspect_after_s=0.3, fence_after_s=0.6, reli
 
 @asynccontextmanager
 async def writer_process(address: str, transport: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A writer in a process of its own, with its grant."""
+    """Run a writer in a process of its own, with its grant."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -55,7 +55,7 @@ def quick_pair(make_pair: Callable[..., object]) -> Callable[..., object]:
     return lambda transport: make_pair(transport, lease_times=QUICK)
 
 
-async def test_a_killed_writer_returns_its_blocks(quick_pair, transport):
+async def test_killed_writer_returns_its_blocks(quick_pair, transport):
     pair = await quick_pair(transport)
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, transport) as process:
@@ -64,7 +64,7 @@ async def test_a_killed_writer_returns_its_blocks(quick_pair, transport):
     assert pair.decode.failed[0][:2] == (("r", 1), work_pb2.FAILURE_REASON_PEER_LOST)
 
 
-async def test_a_stopped_process_is_fenced_and_can_write_no_more(quick_pair, transport):
+async def test_stopped_process_is_fenced(quick_pair, transport):
     pair = await quick_pair(transport)
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, transport) as process:
@@ -81,7 +81,7 @@ async def test_a_stopped_process_is_fenced_and_can_write_no_more(quick_pair, tra
         pair.decode.pool.release(taken)
 
 
-async def test_a_closed_stream_alone_frees_nothing(make_pair):
+async def test_closed_stream_alone_frees_nothing(make_pair):
     pair = await make_pair("shared_memory")  # with the usual grace of a second
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, "shared_memory") as process:
@@ -97,8 +97,8 @@ async def test_a_closed_stream_alone_frees_nothing(make_pair):
         await until(pair.decode.settled)
 
 
-async def test_a_deaf_writer_is_fenced_in_the_end(make_pair):
-    pair = await make_pair("shared_memory", lease_times=QUICK, patience=Patience(stopping_s=0.3))
+async def test_writer_that_ignores_abort_is_fenced(make_pair):
+    pair = await make_pair("shared_memory", lease_times=QUICK, timeouts=EscalationTimeouts(stop_s=0.3))
     pair.decode.expect("r", 10)
     async with writer_process(pair.decode.address, "shared_memory") as process:
         pair.decode.server.cancel(("r", 1))
@@ -108,7 +108,7 @@ async def test_a_deaf_writer_is_fenced_in_the_end(make_pair):
     assert pair.decode.failed == []
 
 
-async def test_the_pidfd_tells_of_death_once():
+async def test_watch_reports_death_once():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = await asyncio.create_subprocess_exec("sleep", "60")
     with ours, theirs:
@@ -124,5 +124,5 @@ async def test_the_pidfd_tells_of_death_once():
     assert deaths == []
     process.kill()
     await until(lambda: deaths == [1])
-    process.kill()  # nobody is hit
+    process.kill()  # no process is hit
     assert await child.wait() == -signal.SIGKILL

@@ -35,10 +35,11 @@ class GraphRecorder:
     first: later ones then find what they need in the pool.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Capture on `stream`, whose priority the recorded kernels keep, or on one of the recorder's own."""
         # One stream for warm-up and capture: library handles and workspaces belong to a stream, and one that
         # was first made during a capture would break it.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream if stream is not None else torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> Work:

@@ -1,0 +1,199 @@
+"""Streams between a prefill and a decode worker: hello and welcome, then messages both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from diptych.runtime.rpc_streams.connect import open_link
+from diptych.runtime.rpc_streams.method import HANDOFF
+from diptych.runtime.rpc_streams.stream import ClientStream, Stream, StreamLost
+from diptych.runtime.send_queue import SendQueue
+from diptych.worker.v1 import handoff_pb2, work_pb2
+from kvtransfer.drivers.codec import Request, Response
+from kvtransfer.drivers.handshake import Fingerprint, incompatible_field
+from kvtransfer.protocol.errors import HandoffDenied
+from kvtransfer.protocol.messages import WriterId
+from kvtransfer.transports.base import host_id
+
+_CONNECT_S = 3.0
+_INCOMPATIBLE = work_pb2.FailureReason.FAILURE_REASON_INCOMPATIBLE
+_PEER_LOST = work_pb2.FailureReason.FAILURE_REASON_PEER_LOST
+
+
+class PeerLink:
+    """Stream of the prefill worker to a decode worker; the meaning of its messages is decided elsewhere."""
+
+    def __init__(self, stream: ClientStream, welcome: handoff_pb2.HandoffWelcome) -> None:
+        self.welcome = welcome
+        self._stream = stream
+        self._send_queue: SendQueue[Request] = SendQueue()
+        # From the hello on: heartbeats to the peer do not wait until this side reads.
+        self._writing = asyncio.create_task(self._write())
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        writer_id: WriterId,
+        fingerprint: Fingerprint,
+        transports: Sequence[str],
+        device: str = "",
+    ) -> PeerLink:
+        """Connect and exchange hello and welcome.
+
+        Args:
+            device: UUID of the GPU that holds this worker's blocks, empty for host memory.
+
+        Raises:
+            HandoffDenied: the decode worker is not reachable, does not answer or is incompatible.
+        """
+        hello = handoff_pb2.HandoffHello(
+            worker_id=writer_id.worker_id,
+            incarnation=writer_id.incarnation,
+            pid=os.getpid(),
+            fingerprint=fingerprint.to_proto(),
+            transports=transports,
+            host_id=host_id(),
+            device=device,
+        )
+        stream = await _open_stream(address)
+        try:
+            welcome = await _exchange_hello(stream, hello)
+            field = incompatible_field(fingerprint, Fingerprint.from_proto(welcome.fingerprint))
+            if field is not None:
+                raise HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {field}")
+        except BaseException:
+            await stream.close()
+            raise
+        return cls(stream, welcome)
+
+    def start(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
+        """Pass every message to `handle` until the stream ends, then call `ended` once."""
+        self._task = asyncio.create_task(self._run(handle, ended))
+
+    def put(self, request: Request) -> None:
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
+        self._send_queue.put(request)
+
+    def close(self) -> None:
+        """End the stream from this side; `ended` follows."""
+        self._stream.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until the stream has ended, and `ended` was called if the link was started."""
+        self._stream.cancel()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        else:
+            await self._end()
+
+    async def _run(self, handle: Callable[[Response], None], ended: Callable[[], None]) -> None:
+        try:
+            # The link is lost however the stream ends.
+            with contextlib.suppress(StreamLost, asyncio.CancelledError):
+                while (response := await self._stream.read()) is not None:
+                    handle(response)
+        finally:
+            self._send_queue.close()
+            self._stream.cancel()
+            ended()
+            await self._end()
+
+    async def _end(self) -> None:
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        await self._stream.close()
+
+    async def _write(self) -> None:
+        # A stream that cannot be written is broken: the reader sees that too and ends the link.
+        with contextlib.suppress(StreamLost):
+            while requests := await self._send_queue.take():
+                for request in requests:
+                    await self._stream.write(request)
+
+
+async def _open_stream(address: str) -> ClientStream:
+    try:
+        return await open_link(address, HANDOFF)
+    except StreamLost as error:
+        raise _denied(error) from error
+
+
+async def _exchange_hello(stream: Stream, hello: handoff_pb2.HandoffHello) -> handoff_pb2.HandoffWelcome:
+    first: Response | None
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await stream.write(Request(hello=hello))
+            first = await stream.read()
+    except StreamLost as error:
+        raise _denied(error) from error
+    except TimeoutError as error:
+        raise HandoffDenied(_PEER_LOST, "the decode worker does not answer") from error
+    if first is None or first.WhichOneof("message") != "welcome":
+        raise HandoffDenied(_PEER_LOST, "the decode worker did not send welcome")
+    return first.welcome
+
+
+def _denied(error: StreamLost) -> HandoffDenied:
+    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+        return HandoffDenied(_INCOMPATIBLE, f"the decode worker differs in {error.details}")
+    return HandoffDenied(_PEER_LOST, f"the decode worker is not reachable ({error.code.name})")
+
+
+class ServerLink:
+    """Stream of one prefill worker at the decode worker; the meaning of its messages is decided elsewhere."""
+
+    def __init__(self, writer: WriterId, stream: Stream) -> None:
+        self.writer = writer
+        self._stream = stream
+        self._send_queue: SendQueue[Response] = SendQueue()
+        self._task = asyncio.current_task()
+        self._closed = False
+
+    def put(self, response: Response) -> None:
+        """Send a message after those that were put before; it is dropped once the stream is gone."""
+        self._send_queue.put(response)
+
+    def close(self) -> None:
+        """End the stream from this side."""
+        self._closed = True
+        self._send_queue.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def run(self, handle: Callable[[ServerLink, Request], None]) -> None:
+        """Pass every message to `handle` until the stream ends."""
+        writing = asyncio.create_task(self._write())
+        try:
+            with contextlib.suppress(StreamLost):
+                while (request := await self._stream.read()) is not None:
+                    handle(self, request)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            self._send_queue.close()
+            writing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await writing
+
+    async def _write(self) -> None:
+        # A stream that cannot be written is broken: the reader sees that too and ends the link.
+        with contextlib.suppress(StreamLost):
+            while responses := await self._send_queue.take():
+                for response in responses:
+                    await self._stream.write(response)
+
+
+async def read_hello(stream: Stream) -> handoff_pb2.HandoffHello | None:
+    """Read the first message; None if it is not a hello. Raises StreamLost."""
+    first: Request | None = await stream.read()
+    if first is None or first.WhichOneof("message") != "hello":
+        return None
+    return first.hello
