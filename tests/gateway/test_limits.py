@@ -259,14 +259,14 @@ def body(**members: Any) -> dict[str, Any]:
 
 
 def test_prompts_of_a_body() -> None:
-    assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).drafts) == limits.MAX_PROMPTS
+    assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).builders) == limits.MAX_PROMPTS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=["x"] * (limits.MAX_PROMPTS + 1)))
 
 
 def test_ids_of_a_body() -> None:
-    draft = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).drafts[0]
-    assert len(draft.request.token_ids.ids) == limits.MAX_JSON_IDS
+    builder = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).builders[0]
+    assert len(builder.request.token_ids.ids) == limits.MAX_JSON_IDS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=[1] * (limits.MAX_JSON_IDS + 1)))
 

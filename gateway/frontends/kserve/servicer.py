@@ -21,8 +21,7 @@ from diptych.runtime.status import abort
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
-from gateway.frontends.grpc.grpc_call import Context, GrpcCall
-from gateway.frontends.grpc.grpc_service import Body, add_service
+from gateway.frontends.grpc.grpc_service import Body, Context, GrpcCall, add_service
 from gateway.frontends.kserve import answer
 from gateway.frontends.kserve.request import (
     OUTPUTS,

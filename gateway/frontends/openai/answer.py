@@ -1,21 +1,63 @@
-"""Base of both kinds of answers: envelope, numbers of choices, usage, and finish reasons.
+"""Base of both kinds of answers: envelope, numbers of choices, usage, finish reasons, and JSON in pieces.
 
 Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
 from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
 JSON comes in pieces, since choices share what is large: their prompt and its scores.
+
+Large JSON is put together from text, in turns with other work of the event loop: `json.dumps` of all at once
+would keep other requests' tokens for as long as it takes. All of it is ASCII, so that characters are bytes.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.json_text import inside
+from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
+
+BLOCK: Final = 64 * 1024  # bytes that go out in one write, as long as pieces are small
+_IDS_AS_ITEMS: Final = 16  # a token id is written in 60 ns
+
+
+def inside(value: object) -> str:
+    """Return the JSON of a string, a list or an object, without what encloses it."""
+    return json.dumps(value)[1:-1]
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Join the insides of lists to the inside of one list."""
+    return ",".join(filter(None, parts))
+
+
+async def ids_inside(ids: Sequence[int], turns: Yielder) -> str:
+    """Return the inside of a list of token ids."""
+    parts = []
+    for some in slices(ids, PORTION * _IDS_AS_ITEMS):
+        parts.append(inside(list(some)))
+        await turns.done(len(some) // _IDS_AS_ITEMS)
+    return joined(parts)
+
+
+def blocks(wholes: Iterable[Sequence[str]]) -> Iterator[bytes]:
+    """Yield what to write one by one: small texts together, large ones for themselves.
+
+    None of ``wholes``, each of which is given in pieces, is in two of the blocks.
+    """
+    held: list[str] = []
+    size = 0
+    for pieces in wholes:
+        held += pieces
+        size += sum(map(len, pieces))
+        if size >= BLOCK:
+            yield "".join(held).encode()
+            held, size = [], 0
+    if held:
+        yield "".join(held).encode()
+
 
 DONE: Final = "data: [DONE]\n\n"
 # OpenAI has the first two and tool_calls; the others are the words of its neighbours.
@@ -50,7 +92,7 @@ class Answer(ABC):
         self._usage = pb.Usage()
         self._head = self._tail = ""
         # The same for all prompts.
-        self._stop_token_ids = frozenset(asked.drafts[0].request.stopping.stop_token_ids)
+        self._stop_token_ids = frozenset(asked.builders[0].request.stopping.stop_token_ids)
 
     async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
         """Return the server-sent events of a message of the ``prompt``-th prompt; may be none.

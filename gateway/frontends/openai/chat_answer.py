@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer
-from gateway.frontends.openai.json_text import ids_inside, inside
+from gateway.frontends.openai.answer import Answer, ids_inside, inside
 from gateway.frontends.openai.logprobs import chat_logprobs_json
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 

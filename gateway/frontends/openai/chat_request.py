@@ -22,42 +22,44 @@ _TOOL_CHOICES: Final = {
 def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
     """Build the request. Raises InvalidParameter or UnsupportedFeature, with OpenAI's name of the field."""
     body = validate_members(ChatBody, members)
-    draft = RequestBuilder.from_body(body)
-    request = draft.request
-    put_constraint(body, draft)
+    builder = RequestBuilder.from_body(body)
+    request = builder.request
+    put_constraint(body, builder)
     stream, with_usage = read_stream(body)
-    _put_output_limit(body, draft)
-    logprobs = _put_logprobs(body, draft)
+    _put_output_limit(body, builder)
+    logprobs = _put_logprobs(body, builder)
     request.chat.SetInParent()  # also without a message
     for index, turn in enumerate(body.messages):
         _put_turn(f"messages[{index}]", turn, request.chat.messages.add())
     for index, tool in enumerate(body.tools or ()):
         _put_tool(f"tools[{index}]", tool, request.chat)
     _put_tool_choice(body, request.chat)
-    _put_template_options(body, draft)
+    _put_template_options(body, builder)
     if body.return_token_ids:
         request.response.token_ids = True
         request.response.echo_prompt = True
-    return HttpGenerateRequest((draft,), stream, with_usage, logprobs, token_ids=bool(body.return_token_ids))
+    return HttpGenerateRequest(
+        (builder,), stream, with_usage, logprobs, token_ids=bool(body.return_token_ids)
+    )
 
 
-def _put_output_limit(body: ChatMembers, draft: RequestBuilder) -> None:
+def _put_output_limit(body: ChatMembers, builder: RequestBuilder) -> None:
     """Read ``max_tokens`` under the names it goes by, which must agree."""
     newer, older = body.max_completion_tokens, body.max_tokens
     if newer is not None and older is not None and newer != older:
         raise InvalidParameter("max_tokens", "contradicts max_completion_tokens")
     given = newer if older is None else older
     if given is not None:
-        draft.request.stopping.max_tokens = given
-        draft.names["stopping.max_tokens"] = "max_completion_tokens" if older is None else "max_tokens"
+        builder.request.stopping.max_tokens = given
+        builder.names["stopping.max_tokens"] = "max_completion_tokens" if older is None else "max_tokens"
 
 
-def _put_logprobs(body: ChatMembers, draft: RequestBuilder) -> bool:
+def _put_logprobs(body: ChatMembers, builder: RequestBuilder) -> bool:
     if body.top_logprobs and not body.logprobs:
         raise InvalidParameter("top_logprobs", "needs logprobs")
     if body.logprobs:
-        draft.request.response.logprobs = body.top_logprobs or 0
-        draft.names["response.logprobs"] = "top_logprobs"
+        builder.request.response.logprobs = body.top_logprobs or 0
+        builder.names["response.logprobs"] = "top_logprobs"
     return bool(body.logprobs)
 
 
@@ -99,9 +101,9 @@ def _put_tool_choice(body: ChatMembers, chat: pb.ChatPrompt) -> None:
         chat.tool_choice.parallel = False
 
 
-def _put_template_options(body: ChatMembers, draft: RequestBuilder) -> None:
+def _put_template_options(body: ChatMembers, builder: RequestBuilder) -> None:
     """Set what the model's chat template reads besides the messages."""
-    chat = draft.request.chat
+    chat = builder.request.chat
     if body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt
     path = "chat_template_kwargs"
@@ -112,4 +114,4 @@ def _put_template_options(body: ChatMembers, draft: RequestBuilder) -> None:
         chat.template_kwargs[string(path, name)] = plain
     if body.reasoning_effort is not None:
         chat.template_kwargs["reasoning_effort"] = body.reasoning_effort
-        draft.names["chat.template_kwargs.reasoning_effort"] = "reasoning_effort"
+        builder.names["chat.template_kwargs.reasoning_effort"] = "reasoning_effort"

@@ -9,11 +9,9 @@ from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer
-from gateway.frontends.openai.json_text import ids_inside, inside
-from gateway.frontends.openai.logprobs import LISTS, completion_lists, prompt_offsets
+from gateway.frontends.openai.answer import Answer, ids_inside, inside
+from gateway.frontends.openai.logprobs import LISTS, TextOffsets, completion_lists, prompt_offsets
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.utf8_text import Utf8Text
 from gateway.request.validation import skips_special
 
@@ -130,14 +128,14 @@ class CompletionsAnswer(Answer):
     def _prompt_text(self, prompt: int) -> str:
         """Return the text up to where the output's begins; all of it where no output is shown."""
         ids = self._prompt_ids(prompt)
-        text = self._decode(ids) if ids else self._asked.drafts[prompt].request.text
+        text = self._decode(ids) if ids else self._asked.builders[prompt].request.text
         belongs_to_output = self._output_text(prompt).unfinished and not self._asked.prompt_only
         return text[:-1] if belongs_to_output else text  # without the U+FFFD for it
 
     def _prompt_offsets(self, prompt: int, info: pb.PromptInfo) -> TextOffsets:
         if self._prompt_ids(prompt):
             return TextOffsets(self._text_after(()))
-        return prompt_offsets(self._asked.drafts[prompt].request.text, info.logprobs, self._special)
+        return prompt_offsets(self._asked.builders[prompt].request.text, info.logprobs, self._special)
 
     def _output_text(self, prompt: int) -> Utf8Text:
         ids = self._prompt_ids(prompt)
@@ -145,11 +143,11 @@ class CompletionsAnswer(Answer):
 
     def _skips(self, prompt: int) -> bool:
         """Return whether the output's text leaves control tokens out."""
-        return skips_special(self._asked.drafts[prompt].request.response)
+        return skips_special(self._asked.builders[prompt].request.response)
 
     def _prompt_ids(self, prompt: int) -> Sequence[int]:
         """Return the ids of a prompt that came as ids; a text has whole characters only."""
-        return self._asked.drafts[prompt].request.token_ids.ids
+        return self._asked.builders[prompt].request.token_ids.ids
 
 
 def _logprobs(lists: Iterable[Iterable[str]]) -> list[str]:

@@ -23,18 +23,18 @@ _DEFAULT_MAX_TOKENS: Final = 16
 def read_completions(members: dict[str, Any]) -> HttpGenerateRequest:
     """Build the requests. Raises InvalidParameter or UnsupportedFeature, with OpenAI's name of the field."""
     body = validate_members(CompletionsBody, members)
-    draft = RequestBuilder.from_body(body)
-    put_constraint(body, draft)
+    builder = RequestBuilder.from_body(body)
+    put_constraint(body, builder)
     stream, with_usage = read_stream(body)
     echo, max_tokens = bool(body.echo), body.max_tokens
     if max_tokens == 0 and not echo:
         raise InvalidParameter("max_tokens", "must be at least 1 without echo")
-    draft.request.stopping.max_tokens = _DEFAULT_MAX_TOKENS if max_tokens is None else max(max_tokens, 1)
-    _put_response(draft.request.response, body.logprobs, echo)
+    builder.request.stopping.max_tokens = _DEFAULT_MAX_TOKENS if max_tokens is None else max(max_tokens, 1)
+    _put_response(builder.request.response, body.logprobs, echo)
     show_ids = bool(body.return_token_ids)
     if show_ids:
-        draft.request.response.token_ids = True
-    prompts = _split_prompts(body.prompt, draft)
+        builder.request.response.token_ids = True
+    prompts = _split_prompts(body.prompt, builder)
     if show_ids:
         for one in prompts:  # ids are known already; with the prompt the output's text might be another
             one.request.response.echo_prompt |= one.request.WhichOneof("prompt") == "text"
@@ -51,27 +51,29 @@ def _put_response(response: pb.ResponseOptions, logprobs: int | None, echo: bool
             response.prompt_logprobs = logprobs
 
 
-def _split_prompts(prompt: object, draft: RequestBuilder) -> tuple[RequestBuilder, ...]:
+def _split_prompts(prompt: object, builder: RequestBuilder) -> tuple[RequestBuilder, ...]:
     """Read a string, token ids, or a list of either."""
     if prompt is None:
         raise InvalidParameter("prompt", "is required")
     if isinstance(prompt, str):
-        draft.request.text = string("prompt", prompt)
-        return (draft,)
+        builder.request.text = string("prompt", prompt)
+        return (builder,)
     if not isinstance(prompt, list):
         raise InvalidParameter("prompt", "must be a string, token ids, or an array of either")
     if not prompt:
         raise InvalidParameter("prompt", "must not be empty")
     if not isinstance(prompt[0], str | list):
-        draft.request.token_ids.ids.extend(token_ids("prompt", array("prompt", prompt, limits.MAX_JSON_IDS)))
-        return (draft,)
+        builder.request.token_ids.ids.extend(
+            token_ids("prompt", array("prompt", prompt, limits.MAX_JSON_IDS))
+        )
+        return (builder,)
     array("prompt", prompt, limits.MAX_PROMPTS)
-    if len(prompt) > 1 and draft.request.request_id:
+    if len(prompt) > 1 and builder.request.request_id:
         raise InvalidParameter("request_id", "names one request, and there are several prompts")
-    shared = draft.request.SerializeToString()  # quicker to read again than a message is to copy
+    shared = builder.request.SerializeToString()  # quicker to read again than a message is to copy
     if len(prompt) * len(shared) > limits.MAX_COPIED_BYTES:
         raise InvalidParameter("body", "has too much beside so many prompts, each of which is sent with it")
-    return tuple(_one_of_many(index, one, shared, draft.names) for index, one in enumerate(prompt))
+    return tuple(_one_of_many(index, one, shared, builder.names) for index, one in enumerate(prompt))
 
 
 def _one_of_many(index: int, prompt: object, shared: bytes, names: dict[str, str]) -> RequestBuilder:

@@ -23,9 +23,8 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import Charge
 from gateway.call import Call
-from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.answer import Answer, blocks
 from gateway.frontends.openai.errors import error_object, http_error, status_of
-from gateway.frontends.openai.json_text import blocks
 from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"

@@ -64,7 +64,7 @@ class HttpGenerateRequest:
     """HTTP request after parsing.
 
     Args:
-        drafts: one for each prompt, in the client's order.
+        builders: one for each prompt, in the client's order.
         stream: answer with server-sent events.
         with_usage: a last event with the usage (``stream_options.include_usage``).
         logprobs: show them.
@@ -73,7 +73,7 @@ class HttpGenerateRequest:
         token_ids: show them too (an extension of vLLM's).
     """
 
-    drafts: tuple[RequestBuilder, ...]
+    builders: tuple[RequestBuilder, ...]
     stream: bool
     with_usage: bool
     logprobs: bool
@@ -84,7 +84,7 @@ class HttpGenerateRequest:
     @property
     def choices(self) -> int:
         """Choices for each prompt."""
-        sampling = self.drafts[0].request.sampling
+        sampling = self.builders[0].request.sampling
         return sampling.n if sampling.HasField("n") else 1
 
 

@@ -20,17 +20,17 @@ from gateway.request.json_values import array, string
 Put = Callable[[pb.StructuredOutput, str, object], None]
 
 
-def put_constraint(body: CommonMembers, draft: RequestBuilder) -> None:
+def put_constraint(body: CommonMembers, builder: RequestBuilder) -> None:
     """Set at most one constraint. Raises InvalidParameter for two."""
     found: list[str] = []
-    if body.response_format is not None and _put_format(body.response_format, draft):
+    if body.response_format is not None and _put_format(body.response_format, builder):
         found.append("response_format")
     for name, (field, put) in _MEMBERS.items():
-        _put_member(getattr(body, name), name, field, put, draft, found)
+        _put_member(getattr(body, name), name, field, put, builder, found)
     if isinstance(outer := body.structured_outputs, StructuredOutputs):
         for name, (field, put) in _CONSTRAINTS.items():
             value = outer.json_ if name == "json" else getattr(outer, name)
-            _put_member(value, f"structured_outputs.{name}", field, put, draft, found)
+            _put_member(value, f"structured_outputs.{name}", field, put, builder, found)
     if len(found) > 1:
         raise InvalidParameter(found[1], f"excludes {found[0]}")
 
@@ -44,31 +44,31 @@ def dump_schema(path: str, schema: dict[str, object]) -> str:
         raise InvalidParameter(path, "is nested too deeply") from error
 
 
-def _put_format(wanted: ResponseFormat, draft: RequestBuilder) -> bool:
+def _put_format(wanted: ResponseFormat, builder: RequestBuilder) -> bool:
     """Set OpenAI's form; return whether it constrains anything."""
-    output, path = draft.request.structured_output, "response_format.json_schema"
+    output, path = builder.request.structured_output, "response_format.json_schema"
     if wanted.type not in ("text", "json_object", "json_schema"):
         raise UnsupportedFeature("response_format.type", "must be text, json_object or json_schema")
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise InvalidParameter(path, "is required")
         output.json_schema = dump_schema(f"{path}.schema", wanted.json_schema.schema_)
-        draft.names["structured_output.json_schema"] = f"{path}.schema"
+        builder.names["structured_output.json_schema"] = f"{path}.schema"
     elif wanted.json_schema is not None:
         raise InvalidParameter(path, "goes with the type json_schema only")
     elif wanted.type == "json_object":
         output.json_object = True
-        draft.names["structured_output.json_object"] = "response_format"
+        builder.names["structured_output.json_object"] = "response_format"
     return wanted.type != "text"
 
 
 def _put_member(
-    value: object, path: str, field: str, put: Put, draft: RequestBuilder, found: list[str]
+    value: object, path: str, field: str, put: Put, builder: RequestBuilder, found: list[str]
 ) -> None:
     if value is None or value is False:
         return
-    put(draft.request.structured_output, path, value)
-    draft.names[f"structured_output.{field}"] = path
+    put(builder.request.structured_output, path, value)
+    builder.names[f"structured_output.{field}"] = path
     found.append(path)
 
 

@@ -117,23 +117,23 @@ class OpenAIRoutes:
     ) -> web.StreamResponse:
         if asked.stream:
             call.stream = EventStream(request, answer)
-        messages = await (self._one(call, asked) if len(asked.drafts) == 1 else self._several(call, asked))
+        messages = await (self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked))
         if call.stream is not None:
             return await call.stream.end()
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
 
     async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate one answer and return it; nothing is returned for a stream, as in `_several`."""
-        draft = asked.drafts[0]
-        call.names = draft.names
+        builder = asked.builders[0]
+        call.names = builder.names
         if asked.stream:
-            await self._generator.stream(draft.request, call)
+            await self._generator.stream(builder.request, call)
             return []
-        return [await self._generator.whole(draft.request, call)]
+        return [await self._generator.whole(builder.request, call)]
 
     async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate for all prompts at once; the first that fails ends the others."""
-        meter = self._meter(call.caller.meter, len(asked.drafts))
+        meter = self._meter(call.caller.meter, len(asked.builders))
         served = True
         try:
             return await self._parts(call, asked, meter)
@@ -149,21 +149,21 @@ class OpenAIRoutes:
         call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
-            draft = asked.drafts[prompt]
+            builder = asked.builders[prompt]
             part = PromptCall(call, prompt, meter, self._calls.clock())
             try:
                 with self._calls.account(part):
                     if asked.stream:
-                        await self._generator.stream(draft.request, part)
+                        await self._generator.stream(builder.request, part)
                         return None
-                    return await self._generator.whole(draft.request, part)
+                    return await self._generator.whole(builder.request, part)
             except DiptychError:
-                call.names = draft.names
+                call.names = builder.names
                 raise
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.drafts))]
+                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.builders))]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]

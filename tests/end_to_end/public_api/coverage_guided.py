@@ -41,8 +41,8 @@ LONGEST = 2048
 TOKEN_LIMIT = 512
 READERS: dict[Door, Callable[[bytes], list[pb.GenerateRequest]]] = {
     GENERATE: lambda data: [parse_message(pb.GenerateRequest, data)],
-    COMPLETIONS: lambda data: [draft.request for draft in read_completions(parse_body(data)).drafts],
-    CHAT: lambda data: [draft.request for draft in read_chat(parse_body(data)).drafts],
+    COMPLETIONS: lambda data: [builder.request for builder in read_completions(parse_body(data)).builders],
+    CHAT: lambda data: [builder.request for builder in read_chat(parse_body(data)).builders],
     INFER: lambda data: [read_request(parse_message(oip.ModelInferRequest, data), streaming=True).request],
 }
 

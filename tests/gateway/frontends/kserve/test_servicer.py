@@ -14,7 +14,7 @@ from diptych.client.failure import read_failure
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.worker.v1 import decode_pb2, work_pb2
-from gateway.frontends.grpc.grpc_call import Context, GrpcCall
+from gateway.frontends.grpc.grpc_service import Context, GrpcCall
 from gateway.frontends.kserve import servicer as door_module
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import MODEL, asking, outputs, text

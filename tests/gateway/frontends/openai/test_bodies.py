@@ -291,8 +291,8 @@ def test_any_members_are_a_request_or_an_error(members: dict[str, Any], chat: bo
         refused = error.violations
     else:
         refused = ()
-        for draft in asked.drafts:
-            assert pb.GenerateRequest.FromString(draft.request.SerializeToString()) == draft.request
+        for builder in asked.builders:
+            assert pb.GenerateRequest.FromString(builder.request.SerializeToString()) == builder.request
     assert bool(refused) is (asked is None)
 
 

@@ -10,14 +10,12 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import PORTION, Yielder
-from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.answer import BLOCK, Answer, blocks, ids_inside
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.json_text import BLOCK, blocks, ids_inside
-from gateway.frontends.openai.logprobs import chat_logprobs, completion_logprobs
-from gateway.frontends.openai.text_offsets import TextOffsets
+from gateway.frontends.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_answers import CHAT, ENVELOPE, events, message, token
 from tests.gateway.frontends.openai.test_answers import TOKENS as KNOWN

@@ -10,7 +10,7 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.text_offsets import TextOffsets
+from gateway.frontends.openai.logprobs import TextOffsets
 from gateway.model.served_model import ServedModel
 from gateway.output.utf8_text import REPLACEMENT, Utf8Text
 from tests.gateway.frontends.openai.test_answers import ENVELOPE, TOKENS, events, message, sent, token, whole
