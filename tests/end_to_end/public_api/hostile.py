@@ -1,4 +1,4 @@
-"""Requests that nobody would send by mistake, as hypothesis strategies: messages, bytes, JSON.
+"""Requests that no client sends by mistake, as hypothesis strategies: messages, bytes, JSON.
 
 Most of a message is right, so that it comes far: a field or two are out of range, of a wrong kind, or huge.
 """

@@ -40,7 +40,7 @@ def checked(**criteria: Any) -> Stopping:
         ("time_limit", {"time_limit": {"seconds": 2**63 - 1}}),
     ],
 )
-def test_a_bad_field_is_named(path: str, criteria: dict[str, Any]) -> None:
+def test_bad_field_is_named(path: str, criteria: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter) as caught:
         checked(**criteria)
     (violation,) = caught.value.violations

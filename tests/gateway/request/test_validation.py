@@ -219,7 +219,7 @@ def test_stop_strings_are_refused_with_several_beams_only(bundled: ServedModel) 
     assert parsed(bundled, valid(sampling={"beam_width": 2}, stopping=ids)).stop_token_ids == (4,)
 
 
-def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> None:
+def test_harmless_values_of_unsupported_fields_pass(bundled: ServedModel) -> None:
     assert parsed(bundled, valid(sampling={"n": 1, "best_of": 1}, response={"echo_prompt": False}))
 
 
@@ -254,7 +254,7 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
         ),
     ],
 )
-def test_a_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str, Any]) -> None:
+def test_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str, Any]) -> None:
     error = refusal(bundled, valid(**changes))
     assert isinstance(error, InvalidParameter)
     assert field_of(error) == path
@@ -355,7 +355,7 @@ def _deep_template_kwargs(depth: int) -> bytes:
     return _delimited(b"\x2a", _delimited(b"\x12", struct))  # GenerateRequest.chat.template_kwargs
 
 
-def test_bytes_that_are_no_request(bundled: ServedModel) -> None:
+def test_parse_message_refuses_garbage(bundled: ServedModel) -> None:
     deep = chat(("user", "x")).SerializeToString() + _deep_template_kwargs(10_000)
     invalid_utf8 = valid().SerializeToString() + b"\x1a\x02\xff\xfe"
     for data in (b"\xff" * 50, deep, invalid_utf8, b"\x0a\x7f"):

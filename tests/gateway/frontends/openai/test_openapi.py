@@ -14,7 +14,7 @@ from gateway.frontends.openai.bodies import IGNORED, ROWS
 from gateway.frontends.openai.openapi import build_openapi, render_docs
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_bodies import COMPLETIONS, good
-from tests.gateway.frontends.openai.test_routes import door, root
+from tests.gateway.frontends.openai.test_routes import gateway_api, root
 
 BODIES = {COMPLETIONS: "CompletionsBody", "/v1/chat/completions": "ChatBody"}
 
@@ -57,7 +57,10 @@ def test_docs_load_nothing() -> None:
 
 
 async def test_pages_are_served(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession(root(stack)) as session:
+    async with (
+        gateway_api(bundled, redis_url) as (stack, _, _),
+        aiohttp.ClientSession(root(stack)) as session,
+    ):
         async with session.get("/openapi.json") as answer:
             assert (answer.status, answer.content_type) == (200, "application/json")
             assert (await answer.json())["openapi"] == "3.1.0"
