@@ -59,8 +59,8 @@ class Parameter:
         most: longest list; 0 = no limit.
         longest: bytes of a text, or of each text of a list; 0 = no limit.
         fits: integers that the wire field holds.
-        default: words for what an absent value means.
-        note: words after the range.
+        default: meaning of an absent value, for the reference page.
+        note: follows the range.
         own_reader: the OpenAI frontend reads the member in code of its own: it means something else there.
         inverted: the JSON APIs count the other way round.
         duration: the wire field is a Duration, the value seconds.
@@ -214,7 +214,7 @@ class GenerateOptions(TypedDict, total=False):
     time_limit_s: Annotated[float, Parameter(
         "stopping.time_limit", "Seconds after which the output ends as it is; a deadline is the hard limit.",
         above=0.0, high=86400.0, duration=True)]
-    # What is told
+    # What is returned
     logprobs: Annotated[int, Parameter(
         "response.logprobs", "Alternatives beside each token; 0 = the token's own logprob only.",
         OPENAI_VLLM, high=20, own_reader=True, engine="SamplingParams.logprobs")]

@@ -16,7 +16,7 @@ Schema = str | Mapping[str, Any]
 class Message(TypedDict, total=False):
     """Turn of a conversation: {"role": "user", "content": "…"}.
 
-    An assistant's turn may have the tool calls of an earlier answer, a tool's says which one it answers.
+    An assistant's turn may have the tool calls of an earlier answer, a tool's the id of the call it answers.
     """
 
     role: str
@@ -88,7 +88,7 @@ def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRe
 
 
 def _put(request: pb.GenerateRequest, parameter: Parameter, value: Any) -> None:
-    """Set one field. What protobuf says of its value gets the name that the caller knows: it names none."""
+    """Set one field. The error of protobuf, which names no field, gets the name that the caller knows."""
     # A string is a sequence of its characters, which no caller means.
     texts = parameter.type is Texts and isinstance(value, str)
     try:

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 2
 SILENT_SECONDS: Final = 30.0
-"""A child that says nothing for so long is lost; its own limit is on processor time and much lower."""
+"""A child without an answer for so long is lost; its own limit is on processor time and much lower."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class GrammarChild:
     async def ask(self, grammar: Grammar) -> str:
         """Return what is wrong with a grammar, or "".
 
-        Only a child that its own limit has ended tells something of the grammar. Any other may have died of
+        Only a child that its own limit has ended is evidence about the grammar. Any other may have died of
         anything, as of an operator or the kernel being short of memory.
 
         Raises:
-            GrammarNotChecked: two children died of something else, or one after the other said nothing.
+            GrammarNotChecked: two children died of something else, or gave no answer in time.
         """
         question = json.dumps([grammar.kind.value, grammar.text]).encode()
         for _ in range(ATTEMPTS):

@@ -57,7 +57,7 @@ class ParsedRequest:
 
     @property
     def worker_logprobs(self) -> int | None:
-        """Alternatives that the workers tell with each token; None = tokens without scores."""
+        """Alternatives that the workers send with each token; None = tokens without scores."""
         # The best are chosen by the scores of their tokens.
         return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 

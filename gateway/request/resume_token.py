@@ -1,8 +1,8 @@
 """Signed token with which a client continues a broken stream at any gateway of the same secret.
 
-The token says how the request was resolved (its seed, its limit) and binds that to the request by a digest.
+The token holds how the request was resolved (its seed, its limit), bound to the request by a digest.
 The client sends the request again with it and with the ids that it has. It holds no text, no ids and no
-address: a keyed digest, a seed and two numbers say nothing without the key.
+address: a keyed digest, a seed and two numbers mean nothing without the key.
 
     version 2 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
 

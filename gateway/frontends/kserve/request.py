@@ -93,12 +93,12 @@ def with_client_field(error: DiptychError, names: dict[str, str]) -> DiptychErro
     if not error.violations:
         return error
     field, description = error.violations[0].field, error.violations[0].description
-    around = (said for known, said in names.items() if f"{field}.".startswith((f"{known}.", f"{known}[")))
-    if (said := next(around, None)) is None:
+    around = (path for known, path in names.items() if f"{field}.".startswith((f"{known}.", f"{known}[")))
+    if (path := next(around, None)) is None:
         return error
     if isinstance(error, InvalidParameter | UnsupportedFeature):  # whose message has the field too
-        return type(error)(said, description)
-    error.violations = (FieldViolation(said, description),)
+        return type(error)(path, description)
+    error.violations = (FieldViolation(path, description),)
     return error
 
 

@@ -163,7 +163,7 @@ class SharedStream:
     """Writer and end of a stream, shared by its requests.
 
     Attributes:
-        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may say so before
+        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may show it before
             gRPC's does, and such a stream must not end as if all had been answered.
     """
 

@@ -60,7 +60,7 @@ def blocks(wholes: Iterable[Sequence[str]]) -> Iterator[bytes]:
 
 
 DONE: Final = "data: [DONE]\n\n"
-# OpenAI has the first two and tool_calls; the others are the words of its neighbours.
+# OpenAI has the first two and tool_calls; the others are spelled as in vLLM and SGLang.
 _FINISH: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",

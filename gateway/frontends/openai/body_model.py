@@ -1,4 +1,4 @@
-"""Pydantic models of JSON bodies: their base, their types, and their errors in the words of this server.
+"""Pydantic models of JSON bodies: their base, their types, and their errors.
 
 null is the same as absent, as OpenAI's own clients send it. Errors name the member as the client wrote it
 (``messages[0].content``) and never hold its value. Ranges are checked later, by `gateway.request`.
@@ -153,7 +153,7 @@ def at_most(elements: int) -> Any:
 
 
 def either(words: str) -> Discriminator:
-    """Make the discriminator of a union by JSON type, and `words` for what is none of its branches."""
+    """Make the discriminator of a union by JSON type, with the error for a value of no branch."""
     return Discriminator(
         lambda value: _TAGS.get(type(value)),
         custom_error_type=_RULE,

@@ -77,7 +77,7 @@ def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
     elif content is not None:
         message.content = "".join(part.text for part in content)
     elif not message.tool_calls:
-        # Calls may stand alone. Any other turn without words is a mistake, and as such refused by OpenAI.
+        # Calls may stand alone. Any other turn without content is a mistake, which OpenAI refuses too.
         raise InvalidParameter(f"{path}.content", "is required")
 
 

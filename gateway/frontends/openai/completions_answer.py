@@ -84,8 +84,8 @@ class CompletionsAnswer(Answer):
         ids = ""
         if self._asked.token_ids:
             ids = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
-        said = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
-        return f'{{"index":{number},{said},{self._event_ending(output)}{ids}}}'
+        members = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
+        return f'{{"index":{number},{members},{self._event_ending(output)}{ids}}}'
 
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
