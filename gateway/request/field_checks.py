@@ -70,8 +70,8 @@ def id_from_header(header: str, taken: Callable[[str], bool]) -> str:
     """Return the id of a request with this x-request-id header, "" without one.
 
     ``taken`` returns whether a live request has an id. Proxies and frameworks set the header, in forms of
-    their own and the same one for all that one action of a user caused. It is for finding things again, and no
-    reason to refuse them.
+    their own and the same one for all that one action of a user caused. It is for finding requests again, and
+    no reason to refuse them.
     """
     name = _NOT_IN_IDS.sub("_", header[:MAX_REQUEST_ID_CHARS])
     if not name or not taken(name):
