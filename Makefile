@@ -8,7 +8,7 @@
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
-#   make museum     bugs that other servers had, brought into this code one by one: is each caught?
+#   make known-bugs bugs that other servers had, brought into this code one by one: is each caught?
 #   make simulate   the real programs on virtual time under faults: 10,000 seeds (SEEDS=…, ARGS=--output)
 #   make faults     kill, stop and damage real processes; what clients see of it (an hour; ARGS=--output …)
 #   make test-gpu   the tests that need an NVIDIA GPU
@@ -34,7 +34,7 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage museum test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
+.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage known-bugs test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
 
 help:
 	@sed -n '2,17s/^# \{0,1\}//p' Makefile
@@ -97,7 +97,7 @@ fuzz-coverage: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(ATHERIS) "atheris==3.0.0"
 	PYTHONPATH=$(ATHERIS) $(BIN)/python -m tests.end_to_end.public_api.coverage_guided $(CORPUS) --runs $(RUNS) $(ARGS)
 
-museum: install
+known-bugs: install
 	$(BIN)/python -m tests.known_bugs
 
 SEEDS ?= 10000
@@ -123,8 +123,8 @@ $(LM_EVAL_VENV)/bin/lm-eval: | $(BIN)/python
 test-lm-eval: install $(LM_EVAL_VENV)/bin/lm-eval
 	LM_EVAL=$(abspath $(LM_EVAL_VENV)/bin/lm-eval) $(BIN)/python -m pytest tests/end_to_end/test_openai_lm_eval.py $(ARGS)
 
-TEAM := $(addprefix kernels/cpu/,thread_team.cpp epoch.cpp)
-LAUNCHES := $(addprefix kernels/cpu/,launches.cpp step_state.cpp weight_memory.cpp)
+TEAM := $(addprefix kernels/cpu/,thread_team.cpp futex_counter.cpp)
+STEP_QUEUE := $(addprefix kernels/cpu/,step_queue.cpp step_state.cpp weight_memory.cpp)
 THREAD_SANITIZED := $(CXX) -std=c++17 -g -O1 -fsanitize=thread -Ikernels/cpu -pthread
 
 # A build of its own, so that the one in use stays. Python leaks by design: only what is written or read wrongly counts.
@@ -133,8 +133,8 @@ sanitize: install
 	@mkdir -p $(SANITIZED)
 	$(THREAD_SANITIZED) tests/kernels/cpu/team_races.cpp $(TEAM) -o $(SANITIZED)/team_races
 	$(SANITIZED)/team_races
-	$(THREAD_SANITIZED) tests/kernels/cpu/launch_races.cpp $(TEAM) $(LAUNCHES) -o $(SANITIZED)/launch_races
-	$(SANITIZED)/launch_races
+	$(THREAD_SANITIZED) tests/kernels/cpu/step_queue_races.cpp $(TEAM) $(STEP_QUEUE) -o $(SANITIZED)/step_queue_races
+	$(SANITIZED)/step_queue_races
 	DIPTYCH_NATIVE_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext --build-lib $(SANITIZED) \
 		--build-temp $(SANITIZED)/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

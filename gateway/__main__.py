@@ -1,4 +1,4 @@
-"""``python -m gateway``: parse the settings once, serve until told to stop, drain."""
+"""Program ``python -m gateway``: parse the settings, serve until a signal, drain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.program import Gateway, load_model
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a gateway with these flags; returns the exit status."""
+    """Run a gateway with the flags in ``argv``; return the exit status."""
     end_when_told()
     settings = GatewaySettings.from_argv(argv)
 

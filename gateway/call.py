@@ -1,18 +1,18 @@
-"""The seam between the doors and the core: a request as its door gives it, and what every one is counted by.
+"""Contract between the frontends and the core: a `Call` is a request as its frontend received it.
 
-A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). For each request it
+A frontend speaks one protocol (gRPC, OpenAI's HTTP API, KServe's gRPC). For each request it
 
-1. makes a `Call` of its own kind and opens ``with calls.account(call):``, which starts the SERVER span,
-   finds out who calls (``call.caller``), counts the request, and turns whatever goes wrong into a
+1. creates its own kind of `Call` and opens ``with calls.account(call):``, which starts the SERVER span,
+   authenticates the caller (``call.caller``), counts the request, and turns every failure into a
    `DiptychError`;
-2. parses its own wire into ``pb.GenerateRequest`` inside that block, so that a parse error is counted too
+2. parses its wire format into ``pb.GenerateRequest`` inside that block, so that a parse error is counted too
    (raise `InvalidParameter` with the path of the field);
-3. awaits ``generator.stream(request, call)``, which hands each message to ``call.write`` as it comes, or
-   ``generator.whole(request, call)``, which returns the one message and writes nothing;
-4. outside the block catches `DiptychError` and says it in its protocol's words. `error.code` is the
-   canonical code (UNAVAILABLE: nothing was delivered; ABORTED: output was), `error.reason`, `metadata`,
-   `violations` and `retry_after_s` are the details. `call.request_id` names the request, the caller's own
-   or a fresh one; nothing else than a DiptychError or CancelledError leaves the block.
+3. awaits ``generator.stream(request, call)``, which passes each message to ``call.write`` as it comes, or
+   ``generator.collect(request, call)``, which returns the one message and writes nothing;
+4. outside the block catches `DiptychError` and reports it in its own protocol. `error.code` is the canonical
+   code (UNAVAILABLE: nothing was delivered; ABORTED: output was), `error.reason`, `metadata`, `violations`
+   and `retry_after_s` are the details. `call.request_id` is the request's id, the caller's own or a new one.
+   Only DiptychError and CancelledError leave the block.
 
     call = MyCall("POST /v1/completions", received_at=clock(), header_request_id=…, time_left_s=…, trace=…)
     try:
@@ -21,18 +21,19 @@ A door speaks one protocol to the world (gRPC, OpenAI's HTTP, KServe's gRPC). Fo
     except DiptychError as error:
         answer(error)
 
-What `GenerateResponse` messages look like is said in ``gateway/responses.py``. Messages of a stream
-belong to the door once written: the core keeps none of them.
+``gateway/responses.py`` describes the `GenerateResponse` messages. Messages of a stream belong to the
+frontend once written: the core keeps none of them.
 
-**The client leaves**: the door cancels the task that awaits the generator. CancelledError comes out again (do
-not swallow it), and by then both workers were told to drop the request. A ``write`` that finds its connection
-gone raises CancelledError too; a protocol's own exception from there would count as a bug.
+**Cancellation**: when the client disconnects, the frontend cancels the task that awaits the generator.
+CancelledError comes out again (do not swallow it), and by then both workers have been sent a cancellation. A
+``write`` that finds its connection closed raises CancelledError too; a protocol's own exception from there
+would count as a bug.
 
 **Deadlines**: ``time_left_s`` counts from ``received_at``. The core ends the request with `DeadlineExceeded`
 when it passes; a protocol that also cancels the task by itself at that time (gRPC) is fine too.
 
-**Slow readers**: ``write`` may wait; what comes meanwhile is put into one message. A request holds at most
-its own max_tokens.
+**Slow readers**: ``write`` may wait; output that comes meanwhile is put into one message. A request holds at
+most its own max_tokens.
 """
 
 from __future__ import annotations
@@ -51,35 +52,35 @@ from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
 from diptych.runtime.trace_context import NO_TRACE, Headers
 from diptych.v1 import inference_pb2 as pb
-from gateway.access.access import Access
-from gateway.access.caller import Caller, Scope
+from gateway.access.access import Access, Caller
+from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
 from gateway.request.field_checks import id_from_header
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
-"""The server could not serve a request, and nothing of it was delivered."""
-_NO_DEADLINE_S = 30 * 24 * 3600.0  # gRPC says "infinite" as a very large number in some versions
-_CLOCK_SKEW_S = 0.02  # a protocol's own timer fires a few milliseconds off this clock
+"""Codes of a request that the server could not serve and of which nothing was delivered."""
+_NO_DEADLINE_S = 30 * 24 * 3600.0  # some versions of gRPC give "infinite" as a very large number
+_CLOCK_SKEW_S = 0.02  # a protocol's own timer differs from this clock by a few milliseconds
 _log = logging.getLogger(__name__)
 
 
 class Call(ABC):
-    """One request at one door, while it runs. Times are on the gateway's monotonic clock, in seconds.
+    """Request of one frontend, while it runs. Times are on the gateway's monotonic clock, in seconds.
 
     Args:
         method: the SERVER span's name, of few values: "diptych.v1.InferenceService/Generate" or
             "POST /v1/completions".
-        received_at: when it came.
-        header_request_id: x-request-id as the client sent it, or ""; inside `Calls.account` what is made
-            of it.
+        received_at: time of its arrival.
+        header_request_id: x-request-id as the client sent it, or ""; inside `Calls.account` the id made
+            from it.
         time_left_s: until the client's deadline; None without one.
         trace: (traceparent, tracestate) as the client sent them, each possibly "".
         authorization: the credential as the client sent it, or "".
-        caller: who calls, where that is known: a part of another call, or what is open to everybody.
+        caller: the authenticated caller, where it is known: of a part of another call, or of an open method.
     """
 
-    span: ServerSpan  # there once `Calls.account` was entered
-    counts: ClassVar[bool] = True  # as a call that came in; a part of one is counted with the whole
+    span: ServerSpan  # set by `Calls.account`
+    counts: ClassVar[bool] = True  # False for a part of another call, which is counted already
 
     def __init__(
         self,
@@ -104,43 +105,43 @@ class Call(ABC):
 
     @property
     def caller(self) -> Caller:
-        """Inside `Calls.account`."""
+        """The authenticated caller; available inside `Calls.account`."""
         if self._caller is None:
-            raise RuntimeError("nobody has looked who calls")
+            raise RuntimeError("the caller is not authenticated yet")
         return self._caller
 
     @property
-    def charges(self) -> Charge:
-        """What it takes of its key's quotas goes there. Default: to the key's meter."""
-        return self.caller.meter
+    def quota_usage(self) -> Charge:
+        """The quota that this call is charged to; by default its key's."""
+        return self.caller.quota_usage
 
     def admit(self, access: Access, scope: Scope) -> None:
-        """Find out who calls, unless that is known. Raises `Unauthenticated`, `PermissionDenied`."""
+        """Authenticate the caller, unless it is known. Raises `Unauthenticated`, `PermissionDenied`."""
         if self._caller is None:
             self._caller = access.caller(self.authorization, scope)
 
     @abstractmethod
     async def write(self, message: pb.GenerateResponse) -> None:
-        """Send one message of a stream. May wait for a slow client; see the module on one that is gone."""
+        """Send one message of a stream. May wait for a slow client; see the module on disconnects."""
 
     def on_request_id(self, request_id: str) -> None:  # noqa: B027
-        """The request has its name now, before any message: for headers or trailers. Default: nothing."""
+        """Handle the request's id, before any message: for headers or trailers. Default: nothing."""
 
     @property
     def span_attributes(self) -> Attributes | None:
-        """Of the SERVER span at its start; None: those of an RPC."""
+        """Attributes of the SERVER span at its start; None: those of an RPC."""
         return None
 
     def ended(self, metrics: GatewayMetrics, code: grpc.StatusCode, duration_s: float) -> Attributes | None:
-        """Count the call in its protocol's own metric. Returns what the SERVER span says of the answer.
+        """Count the call in its protocol's own metric. Return the SERVER span's attributes of the answer.
 
         Default: ``rpc.server.call.duration``, and None, which is the RPC's status code.
         """
         metrics.call_duration.labels(self.method, code.name).observe(duration_s)
         return None
 
-    def name(self, request_id: str) -> None:
-        """The core tells the request's id."""
+    def set_request_id(self, request_id: str) -> None:
+        """Set the id that the core gave the request."""
         self.request_id = request_id
         self.on_request_id(request_id)
 
@@ -148,18 +149,18 @@ class Call(ABC):
         return None if self.deadline is None else max(self.deadline - now, 0.0)
 
     def why_cancelled(self, now: float) -> grpc.StatusCode:
-        """What a CancelledError in the handler means."""
+        """Return the status of a CancelledError in the handler."""
         passed = self.deadline is not None and now >= self.deadline - _CLOCK_SKEW_S
         return grpc.StatusCode.DEADLINE_EXCEEDED if passed else grpc.StatusCode.CANCELLED
 
 
 class Calls:
-    """What every call has around it, whatever its door.
+    """Authentication, accounting and tracing around every call of a frontend.
 
     Args:
-        access: who has which key.
-        scope: that the callers of this door's services need.
-        alive: whether a live request of the tenant has an id.
+        access: the callers by API key.
+        scope: required of the callers of this frontend's services.
+        alive: returns whether a live request of (tenant, id) exists.
     """
 
     def __init__(
@@ -179,16 +180,16 @@ class Calls:
         self.running = 0
         self._alive = alive
         self._header_ids: set[tuple[str, str]] = set()
-        """(tenant, id) of running calls that have it from a header."""
+        """(tenant, id) of running calls with an id from a header."""
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def idle(self) -> None:
-        """Returns when no call is being answered."""
+        """Wait until no call is running."""
         await self._idle.wait()
 
     def admits(self, call: Call) -> bool:
-        """Whether `account` will let it in: what is refused anyway need not be read first."""
+        """Return whether `account` will admit ``call``: the body of a refused call need not be read."""
         try:
             call.admit(self._access, self._scope)
         except DiptychError:
@@ -197,12 +198,10 @@ class Calls:
 
     @contextmanager
     def account(self, call: Call) -> Iterator[None]:
-        """The SERVER span, the credential and the metrics of ``call``.
+        """Authenticate ``call``, trace it in a SERVER span and count it in the metrics.
 
-        Only DiptychError and CancelledError come out of it.
-
-        Any other exception is a bug: it is logged with its traceback and becomes `Internal`, whose text is
-        fixed.
+        Raises DiptychError and CancelledError only. Any other exception is a bug: it is logged with its
+        traceback and becomes `Internal`, whose text is fixed.
         """
         call.span = self._telemetry.start_server_span(
             call.method,
@@ -239,7 +238,7 @@ class Calls:
 
     @contextmanager
     def _named(self, call: Call) -> Iterator[None]:
-        """An id made of the x-request-id header, for this call alone as long as it runs."""
+        """Give the call an id made from its x-request-id header, unique while it runs."""
         if not call.header_request_id:
             yield
             return

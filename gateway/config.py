@@ -1,4 +1,4 @@
-"""Settings of the gateway: what every program has, and the bounds of its queue."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from diptych.runtime.settings import Port, ProgramSettings
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
-from gateway.session.retry_policy import WAIT_FOR_WORKER_S
+from gateway.session.retry_policy import WORKER_WAIT_S
 
 GRPC_PORT = 50051
 HTTP_PORT = 8000
 
 
 def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
-    """The chosen one, else that after the public one; 0 (any free one) where that is any, or the last."""
+    """Return the admin port: ``chosen``, else the public one + 1; 0 (any) if that is 0 or the last."""
     if chosen is not None:
         return chosen
     return grpc_port + 1 if 0 < grpc_port < 65535 else 0
 
 
 def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | None:
-    """Why these cannot be the ports of one gateway: one of them would get no call.
+    """Return why these cannot be the ports of one gateway, or None.
 
-    A gateway shares its ports with its successor, so that it could share one with itself as well and would
-    hear no error.
+    A gateway can share its ports with its successor. A port shared with itself would raise no error, and one
+    of its servers would get no call.
     """
     admin = admin_port_beside(grpc_port, admin_port)
-    said = (
+    name = (
         "--admin-port"
         if admin_port is not None
         else "the admin port (the gRPC port + 1 unless --admin-port says)"
     )
-    doors = (("--grpc-port", grpc_port), ("--http-port", http_port), (said, admin))
-    for (one, port), (other, its) in itertools.combinations(doors, 2):
-        if port == its != 0:
+    ports = (("--grpc-port", grpc_port), ("--http-port", http_port), (name, admin))
+    for (one, port), (other, other_port) in itertools.combinations(ports, 2):
+        if port == other_port != 0:
             return f"{one} and {other} are both {port}: each needs a port of its own"
     return None
 
 
 class GatewaySettings(ProgramSettings):
-    """The front door: inference by gRPC and by OpenAI's API over HTTP, an admin port for operators."""
+    """Public gateway: inference by gRPC and by OpenAI's API over HTTP, an admin port for operators."""
 
     program: ClassVar[str] = "gateway"
 
@@ -56,14 +56,14 @@ class GatewaySettings(ProgramSettings):
         None, description="gRPC port of the AdminService, for operators; default: the public one + 1; 0 = any"
     )
     api_keys_file: Path | None = Field(
-        None, description="API keys, as `diptych key new` writes them; without it nobody is asked for one"
+        None, description="API keys, as `diptych key new` writes them; without it no key is required"
     )
     tls_cert: Path | None = Field(
         None, description="PEM certificate chain of the gRPC, HTTP and admin ports; read again when renewed"
     )
     tls_key: Path | None = Field(None, validate_default=True, description="PEM key of --tls-cert")
     tls_client_ca: Path | None = Field(
-        None, description="PEM certificates of those who sign clients'; then clients need a certificate"
+        None, description="PEM certificates of the CA of clients; then clients need a certificate"
     )
     max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
         256, description="requests that may be with the workers at once; more wait here"
@@ -95,7 +95,7 @@ class GatewaySettings(ProgramSettings):
     )
 
     recovery_wait_s: Annotated[float, Field(ge=0, le=600)] = Field(
-        WAIT_FOR_WORKER_S,
+        WORKER_WAIT_S,
         description="seconds that a request which lost its worker waits for another one to come",
     )
 
@@ -117,7 +117,7 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _certificate_and_key(cls, key: Path | None, others: ValidationInfo) -> Path | None:
         if "tls_cert" not in others.data:
-            return key  # what is wrong with it has been said
+            return key  # reported already
         certificate = others.data.get("tls_cert")
         if (certificate is None) != (key is None):
             raise ValueError("goes with --tls-cert: give both or neither")
@@ -129,7 +129,7 @@ class GatewaySettings(ProgramSettings):
     @classmethod
     def _clients_need_tls(cls, client_ca: Path | None, others: ValidationInfo) -> Path | None:
         if not {"tls_cert", "tls_key"} <= others.data.keys():
-            return client_ca  # what is wrong with these has been said
+            return client_ca  # reported already
         certificate, key = others.data.get("tls_cert"), others.data.get("tls_key")
         if client_ca is not None and (certificate is None or key is None):
             raise ValueError("goes with --tls-cert and --tls-key")

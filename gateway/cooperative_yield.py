@@ -1,6 +1,6 @@
-"""Long work on the event loop in portions: other requests' tokens wait for one of them and not for all.
+"""Long work on the event loop in portions, so that other requests' tokens wait for one portion only.
 
-Portions are counted in items and not in time, so that the same work has the same turns, whatever the machine.
+Portions are counted in items, not in time: the same work yields at the same places on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PORTION: Final = 1024  # items of one to three microseconds each
 
 
 class Yielder:
-    """Of one piece of work."""
+    """Counter of one piece of work that yields to the event loop after each portion."""
 
     __slots__ = ("_left",)
 
@@ -22,7 +22,7 @@ class Yielder:
         self._left = PORTION
 
     async def done(self, items: int) -> None:
-        """So many more items are done; after each portion of them others have their turn."""
+        """Count ``items`` finished items; yield to the event loop after each portion."""
         self._left -= items
         if self._left <= 0:
             self._left = PORTION
@@ -30,5 +30,5 @@ class Yielder:
 
 
 def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Consecutive parts of at most ``size`` items."""
+    """Yield consecutive slices of at most ``size`` items."""
     return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,8 +1,14 @@
-"""The one core under every door: from a message to its tokens, with everything given back at the end.
+"""Life of a generation request, the same for all frontends.
 
-Validate → try the grammar → take a place in the queue → converse with the workers → write what comes.
-Whatever ends the call, the `finally` closes the conversation, which cancels on both workers, and gives place
-and id back.
+1. **Parse** (`gateway.request_parser`): validate the message and tokenise its prompt, long ones in a thread.
+2. **Charge** (`gateway.access.quota`): requests and prompt tokens of the key's quota.
+3. **Check the grammar** of a constrained request in a child process.
+4. **Queue** (`gateway.admission`): reserve the request id, then wait until the workers have room.
+5. **Drive** (`gateway.session`): `RequestDriver` routes the choices to a prefill and a decode worker each,
+   retries lost attempts, and feeds their tokens to one `OutputStream` per choice (`gateway.output`).
+6. **Write** (`gateway.responses`): one message per piece of output, the last one with usage and timings.
+7. **Release**, whatever ended the call: the `finally` blocks close the driver, which cancels on both workers,
+   give back the place in the queue and the id, settle the quota, and emit spans and metrics.
 """
 
 from __future__ import annotations
@@ -18,41 +24,40 @@ from diptych.runtime.failpoints import reach
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
 from diptych.v1 import inference_pb2 as pb
-from gateway.admission.admission import Ticket
 from gateway.admission.gate import AdmissionGate
-from gateway.attempt.work import Job, TraceParent, work_id
+from gateway.admission.queue import Ticket
+from gateway.attempt.work import Job, TraceParent, new_work_id
 from gateway.call import REJECTIONS, Call
 from gateway.model.served_model import ServedModel
-from gateway.output.detokenizer import Detokenizer, text_after
+from gateway.output.detokenizer import Detokenizer, Utf8Text, text_after
+from gateway.output.logprobs import best_outputs
 from gateway.output.output_stream import OutputStream
-from gateway.output.ranking import best
 from gateway.output.stop_strings import StopStrings
-from gateway.output.utf8_text import Utf8Text
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
 from gateway.request.resume_token import resumable as can_resume
 from gateway.request_parser import RequestParser
 from gateway.request_telemetry import OPERATION_KEY, RequestTelemetry, operation_of
-from gateway.responses import Responses, add_account
+from gateway.responses import Responses, add_usage
+from gateway.session.events import Admitted
 from gateway.session.live_requests import LiveRequests
-from gateway.session.ports import Recovery
 from gateway.session.request_driver import RequestDriver
-from gateway.session.session_events import Admitted
+from gateway.session.retry_policy import RetryLimits
 from gateway.worker_pool.worker_pool import WorkerPool
 
 
 class Generator:
-    """The service's reason to be. One object serves all calls."""
+    """Generator of all requests of a gateway."""
 
     def __init__(
         self,
         model: ServedModel,
-        fleet: WorkerPool,
+        worker_pool: WorkerPool,
         live: LiveRequests,
         gate: AdmissionGate,
-        reader: RequestParser,
+        parser: RequestParser,
         *,
-        recovery: Recovery,
+        retry_limits: RetryLimits,
         tokens: ResumeTokens,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
@@ -60,11 +65,11 @@ class Generator:
     ) -> None:
         self._model = model
         self._responses = Responses(model.tokenizer)
-        self._fleet = fleet
+        self._worker_pool = worker_pool
         self._live = live
         self._gate = gate
-        self._reader = reader
-        self._recovery = recovery
+        self._parser = parser
+        self._retry_limits = retry_limits
         self._tokens = tokens
         self._telemetry = telemetry
         self._metrics = metrics
@@ -73,34 +78,35 @@ class Generator:
         self.draining = False
 
     async def stream(self, request: pb.GenerateRequest, call: Call, *, resumable: bool = False) -> None:
-        """One message per piece to ``call.write``, the last one with usage and timings. ``resumable``: the
-        first one also says how to go on if the stream breaks, where that is possible.
+        """Run ``request``; pass one message per piece to ``call.write``, the last one with usage and timings.
+
+        ``resumable``: the first message has a token to resume a broken stream with, where that is possible.
 
         Raises:
-            DiptychError: what the client did wrong, or what went wrong here; ABORTED once output went out.
-            CancelledError: the client left. Workers are told to stop before it comes out.
+            DiptychError: a fault of the client or the server; ABORTED once output was written.
+            CancelledError: the client disconnected. Workers have been sent a cancellation by then.
         """
         await self._run(request, call, one_message=False, resumable=resumable)
 
-    async def whole(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
-        """The same in one message, which is returned and not written. Raises as `stream`, never ABORTED."""
+    async def collect(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
+        """Run ``request``; return its one message, write nothing. Raises as `stream` does, never ABORTED."""
         return await self._run(request, call, one_message=True)
 
     async def _run(
         self, message: pb.GenerateRequest, call: Call, *, one_message: bool, resumable: bool = False
     ) -> pb.GenerateResponse:
-        report = RequestTelemetry(call, operation_of(message))
+        record = RequestTelemetry(call, operation_of(message))
         error: str | None = None
         try:
             # Read once: a worker that comes or goes meanwhile must not change what was validated.
-            limit = min(self._fleet.roster.token_limit() or self._context, self._context)
-            call.charges.require(1, 0, self._clock())  # who may not begin is owed no tokenising
-            request = await self._reader.read(message, call, report, limit)
+            limit = min(self._worker_pool.registry.token_limit() or self._context, self._context)
+            call.quota_usage.require(1, 0, self._clock())  # before the cost of tokenising
+            request = await self._parser.parse(message, call, record, limit)
             job = self._job(request, call, limit)
             token = self._token(job) if resumable and can_resume(request) else ""
-            with self._metered(job, call, report):
-                await self._reader.try_grammar(request, call, report)
-                return await self._converse(job, call, report, one_message=one_message, resume_token=token)
+            with self._charged(job, call, record):
+                await self._parser.check_grammar(request, call, record)
+                return await self._drive(job, call, record, one_message=one_message, resume_token=token)
         except asyncio.CancelledError:
             error = call.why_cancelled(self._clock()).name
             raise
@@ -111,13 +117,13 @@ class Generator:
             error = "INTERNAL"
             raise
         finally:
-            report.send(self._telemetry, self._metrics, error, self._clock())
+            record.emit(self._telemetry, self._metrics, error, self._clock())
 
     @contextmanager
-    def _metered(self, job: Job, call: Call, report: RequestTelemetry) -> Iterator[None]:
-        """What the request takes of its key's quotas. Raises `QuotaExceeded`."""
-        meter, served = call.charges, True
-        meter.begin(job.prompt_tokens, self._clock())
+    def _charged(self, job: Job, call: Call, record: RequestTelemetry) -> Iterator[None]:
+        """Charge the request to its key's quota; refund it if it was not served. Raises `QuotaExceeded`."""
+        usage, served = call.quota_usage, True
+        usage.begin(job.prompt_tokens, self._clock())
         try:
             yield
         except DiptychError as error:
@@ -125,56 +131,56 @@ class Generator:
             raise
         finally:
             if served:
-                meter.end(_generated(report))
+                usage.end(_generated(record))
             else:
-                meter.refused(job.prompt_tokens)
+                usage.refused(job.prompt_tokens)
 
     def _token(self, job: Job) -> str:
         return self._tokens.issue(job.request, job.max_tokens, job.tenant)
 
-    async def _converse(
-        self, job: Job, call: Call, report: RequestTelemetry, *, one_message: bool, resume_token: str
+    async def _drive(
+        self, job: Job, call: Call, record: RequestTelemetry, *, one_message: bool, resume_token: str
     ) -> pb.GenerateResponse:
         request = job.request
         if self.draining:
             raise Draining()
-        missing = self._fleet.roster.missing_role()
+        missing = self._worker_pool.registry.missing_role()
         if missing is not None:
             raise NoReadyWorker(missing.value)
         self._live.reserve(job.tenant, request.request_id)
         ticket: Ticket | None = None
-        conversation: RequestDriver | None = None
+        driver: RequestDriver | None = None
         try:
-            conversation = self._start(job, chat=report.operation == "chat", one_message=one_message)
-            conversation.resume_token = resume_token
-            conversation.on_first_token = lambda: self._gate.prefilled(_owed(ticket))
-            report.conversation = conversation
-            self._live.add(conversation)
+            driver = self._driver(job, chat=record.operation == "chat", one_message=one_message)
+            driver.resume_token = resume_token
+            driver.on_first_token = lambda: self._gate.prefilled(_required(ticket))
+            record.driver = driver
+            self._live.add(driver)
             reach("gateway.admitted")
             ticket = self._gate.enter(
-                self._fleet.tokens_to_compute(conversation.job),
+                self._worker_pool.tokens_to_compute(driver.job),
                 max_tokens=job.max_tokens - len(request.received),
                 sequences=request.beam_width or request.choices,
                 priority=request.priority,
                 tenant=job.tenant,
                 time_left_s=call.time_left_s(self._clock()),
-                on_admitted=partial(conversation.feed, Admitted()),
+                on_admitted=partial(driver.feed, Admitted()),
             )
-            report.queued = True
-            if self._recovery.budget is not None:
-                self._recovery.budget.arrived(request.choices, self._clock())
-            conversation.start_timers(request.time_limit_s)
-            return await self._answer(conversation, call, one_message=one_message)
+            record.queued = True
+            if self._retry_limits.budget is not None:
+                self._retry_limits.budget.record_arrival(request.choices, self._clock())
+            driver.start_timers(request.time_limit_s)
+            return await self._answer(driver, call, one_message=one_message)
         finally:
-            if conversation is not None:
-                conversation.close()
-            if ticket is not None and conversation is not None:
-                self._gate.leave(ticket, conversation.billed / len(conversation.outputs))
+            if driver is not None:
+                driver.close()
+            if ticket is not None and driver is not None:
+                self._gate.leave(ticket, driver.billed / len(driver.outputs))
             self._live.release(job.tenant, request.request_id)
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
         return Job(
-            work_id=work_id(request.request_id),
+            work_id=new_work_id(request.request_id),
             request=request,
             max_tokens=request.output_budget(limit),
             stop_token_ids=request.worker_stop_ids(self._model.card.eos_token_ids),
@@ -183,19 +189,19 @@ class Generator:
             tenant=call.caller.tenant,
         )
 
-    def _start(self, job: Job, *, chat: bool, one_message: bool) -> RequestDriver:
+    def _driver(self, job: Job, *, chat: bool, one_message: bool) -> RequestDriver:
         request = job.request
         before = () if chat else request.prompt_ids
         text = text_after(self._model.tokenizer, before, prompt_shown=request.echo)
         stop_ids = frozenset(job.stop_token_ids)
         outputs = [self._output(request, stop_ids, text.copy()) for _ in range(request.choices)]
         hold = one_message or request.best_of is not None
-        conversation = RequestDriver(
-            job, outputs, self._fleet, clock=self._clock, hold=hold, recovery=self._recovery
+        driver = RequestDriver(
+            job, outputs, self._worker_pool, clock=self._clock, hold=hold, retry_limits=self._retry_limits
         )
-        if request.received and not conversation.restore(request.received):
+        if request.received and not driver.restore_output(request.received):
             raise InvalidParameter("received_token_ids", "goes on after the end of the output")
-        return conversation
+        return driver
 
     def _output(self, request: ParsedRequest, stop_ids: frozenset[int], text: Utf8Text) -> OutputStream:
         parser = self._model.tools.parser(request.tools)
@@ -216,52 +222,50 @@ class Generator:
             one_call=request.tools is not None and request.tools.single,
         )
 
-    async def _answer(
-        self, conversation: RequestDriver, call: Call, *, one_message: bool
-    ) -> pb.GenerateResponse:
-        """Write pieces until the end; returns the last message (written already, unless ``one_message``)."""
-        outgoing, first = conversation.outgoing, True
+    async def _answer(self, driver: RequestDriver, call: Call, *, one_message: bool) -> pb.GenerateResponse:
+        """Write pieces until the end; return the last message (written already, unless ``one_message``)."""
+        output_buffer, first = driver.output_buffer, True
         while True:
-            await outgoing.ready()
-            if outgoing.error is not None:
-                await self._deliver_rest(conversation, call, first=first)
-            if outgoing.complete:
+            await output_buffer.ready()
+            if output_buffer.error is not None:
+                await self._write_rest_and_raise(driver, call, first=first)
+            if output_buffer.complete:
                 break
-            await call.write(await self._responses.message(conversation, outgoing.take(), first=first))
+            await call.write(await self._responses.message(driver, output_buffer.take(), first=first))
             first = False
-        message = await self._last_message(conversation, first=first)
-        add_account(message, conversation, call.received_at)
+        message = await self._last_message(driver, first=first)
+        add_usage(message, driver, call.received_at)
         if not one_message:
             await call.write(message)
         return message
 
-    async def _last_message(self, conversation: RequestDriver, *, first: bool) -> pb.GenerateResponse:
-        request = conversation.job.request
+    async def _last_message(self, driver: RequestDriver, *, first: bool) -> pb.GenerateResponse:
+        request = driver.job.request
         if request.best_of is None:
-            return await self._responses.message(conversation, conversation.outgoing.take(), first=first)
-        ranked = best([output.logprob for output in conversation.outputs], request.n)
-        return await self._responses.best(conversation, ranked)
+            return await self._responses.message(driver, driver.output_buffer.take(), first=first)
+        ranked = best_outputs([output.logprob for output in driver.outputs], request.n)
+        return await self._responses.best_message(driver, ranked)
 
-    async def _deliver_rest(self, conversation: RequestDriver, call: Call, *, first: bool) -> NoReturn:
-        """The request failed. What was promised as delivered is delivered, unless nothing goes out at all."""
-        outgoing = conversation.outgoing
-        if outgoing.error is None:
+    async def _write_rest_and_raise(self, driver: RequestDriver, call: Call, *, first: bool) -> NoReturn:
+        """Write the output that counts as delivered, unless it was held back; raise the request's error."""
+        output_buffer = driver.output_buffer
+        if output_buffer.error is None:
             raise RuntimeError("the request did not fail")
-        if outgoing.held:
-            if isinstance(outgoing.error, Interrupted):
-                raise outgoing.error.before_output() from outgoing.error  # safe to replay
-            raise outgoing.error
-        pending = [index for index, output in enumerate(conversation.outputs) if output.pending]
+        if output_buffer.held:
+            if isinstance(output_buffer.error, Interrupted):
+                raise output_buffer.error.before_output() from output_buffer.error  # safe to replay
+            raise output_buffer.error
+        pending = [index for index, output in enumerate(driver.outputs) if output.pending]
         if pending:
-            await call.write(await self._responses.message(conversation, pending, first=first))
-        raise outgoing.error
+            await call.write(await self._responses.message(driver, pending, first=first))
+        raise output_buffer.error
 
 
-def _owed(ticket: Ticket | None) -> Ticket:
+def _required(ticket: Ticket | None) -> Ticket:
     if ticket is None:
-        raise RuntimeError("a token came before the request was in the queue")
+        raise RuntimeError("a token came before the request was queued")
     return ticket
 
 
-def _generated(report: RequestTelemetry) -> int:
-    return 0 if report.conversation is None else report.conversation.generated
+def _generated(record: RequestTelemetry) -> int:
+    return 0 if record.driver is None else record.driver.generated

@@ -1,8 +1,8 @@
 """Bounds that the public surface sets on a request; those of a parameter are in `diptych.parameters`.
 
-Each is tested at the limit and one above it. A bound exists because the thing it bounds costs time or
-memory before a request is admitted, or because values beyond it have no meaning to the engine. What
-depends on the model (context, vocabulary) is in its `ModelCard` instead.
+Each is tested at the limit and one above it. A bound exists because the value costs time or memory
+before a request is admitted, or because larger values have no meaning to the engine. Bounds that depend on
+the model (context, vocabulary) are in its `ModelCard`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ INLINE_PARSE_BYTES: Final = 2 * 1024
 # --- JSON over HTTP ------------------------------------------------------------------------------
 MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES  # 413 above this
 MAX_PROMPTS: Final = 128  # of one completions request; each is a request of its own to the workers
-# Python parses a body in one go, and nobody's tokens move meanwhile. Text costs next to nothing, members and
-# elements up to 1 µs each, numbers in lists a tenth of that; commas and colons, those in texts as well, bound
-# how many there are. Lists of prompts in token ids have their commas after digits.
+# Parsing a body blocks the event loop, and with it all other requests' tokens. Text costs next to nothing,
+# members and elements up to 1 µs each, numbers in lists a tenth of that; commas and colons, also those within
+# texts, bound their number. Lists of prompts in token ids have their commas after digits.
 MAX_JSON_COMMAS: Final = 131_072  # that follow no digit
 MAX_JSON_NUMBERS: Final = 524_288  # commas that do
 MAX_JSON_COLONS: Final = 65_536
 MAX_JSON_LIST: Final = 4096  # elements of lists that have no limit of their own below
 MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer context or a larger vocabulary
-# What several prompts share is copied for each. 128 prompts with everything at its limit are 20 MB.
+# Fields that several prompts share are copied for each: 20 MB for 128 prompts with everything at its limit.
 MAX_COPIED_BYTES: Final = 32 * 1024 * 1024
 MAX_TIMEOUT_MS: Final = 24 * 3600 * 1000  # of x-request-timeout-ms
 
@@ -38,7 +38,7 @@ MAX_MESSAGES: Final = 2048
 MAX_MESSAGE_NAME_CHARS: Final = 64
 MAX_RENDERED_CHARS: Final = 4 * MAX_PROMPT_BYTES  # of a rendered chat template
 MAX_RENDER_SECONDS: Final = 2.0
-MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; larger is a wrong file
+MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; a larger one is a mistake
 
 # --- tokenize and detokenize ---------------------------------------------------------------------
 MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context

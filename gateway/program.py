@@ -1,4 +1,4 @@
-"""The gateway put together: what it loads, what it starts, in which order it stops."""
+"""Assembly of the gateway: its components, their start and the order of its shutdown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
 from gateway.access.access import Access
-from gateway.access.caller import Scope
-from gateway.admission.admission import AdmissionQueue, MaxQueueDelay
+from gateway.access.key_file import Scope
 from gateway.admission.gate import AdmissionGate
+from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
@@ -37,25 +37,24 @@ from gateway.model.served_model import ServedModel
 from gateway.request.resume_token import ResumeTokens
 from gateway.request_parser import RequestParser
 from gateway.session.live_requests import LiveRequests
-from gateway.session.ports import Recovery
-from gateway.session.retry_budget import RetryBudget
-from gateway.text_rpcs import TextRpcs
+from gateway.session.retry_policy import RetryBudget, RetryLimits
 from gateway.tokenizer_pool import TokenizerPool
+from gateway.tokenizer_service import TokenizerService
 from gateway.vllm_metrics import VllmMetrics
 from gateway.worker_pool.load_metrics import LoadMetrics
 from gateway.worker_pool.worker_pool import GatewayIdentity, WorkerPool
 
-SHUT_DOWN_S = 0.5  # in which a status still reaches its client
+SHUT_DOWN_S = 0.5  # for the last statuses to reach their clients
 _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway in this process. `Gateway.start`, serve, `close`."""
+    """Gateway of this process: `start`, serve, `drain`, `close`."""
 
     def __init__(
         self, settings: GatewaySettings, model: ServedModel, digest: str, *, incarnation_id: int | None = None
     ) -> None:
-        """``incarnation_id`` sets several gateways in one process apart; default is the process's own."""
+        """Create all components. ``incarnation_id`` tells gateways of one process apart; default: its own."""
         self._settings = settings
         self._model = model
         self._digest = digest
@@ -68,36 +67,36 @@ class Gateway:
             settings.worker_id, incarnation_id or incarnation(), digest, settings.secret_bytes
         )
         self._changed = asyncio.Event()
-        self.fleet = WorkerPool(
+        self.worker_pool = WorkerPool(
             self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
         )
         delay_s = settings.max_queue_delay_s
-        patience = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
+        max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
         self.gate = AdmissionGate(
-            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, patience=patience),
+            AdmissionQueue(settings.max_inflight, settings.max_queued_tokens, max_delay=max_delay),
             time.monotonic,
         )
-        self.texts = TokenizerPool()
+        self.tokenizer_pool = TokenizerPool()
         tokens = ResumeTokens(settings.secret_bytes, digest, wall_clock=time.time)
-        self.reader = RequestParser(model, self.texts, tokens, time.monotonic)
+        self.request_parser = RequestParser(model, self.tokenizer_pool, tokens, time.monotonic)
         self.generator = Generator(
             model,
-            self.fleet,
+            self.worker_pool,
             self.live,
             self.gate,
-            self.reader,
+            self.request_parser,
             tokens=tokens,
-            recovery=Recovery(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
+            retry_limits=RetryLimits(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,
         )
-        self._text = TextRpcs(
+        self._tokenizer_service = TokenizerService(
             model,
             self.live,
-            self.texts,
-            token_limit=self.fleet.roster.token_limit,
-            block_size=self.fleet.roster.block_size,
+            self.tokenizer_pool,
+            token_limit=self.worker_pool.registry.token_limit,
+            block_size=self.worker_pool.registry.block_size,
         )
         self._access = Access(settings.api_keys_file)
         self.calls = self._calls(Scope.INFERENCE)
@@ -106,7 +105,7 @@ class Gateway:
         self._http: HttpEdge | None = None
         self._admin: AdminServicer | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._leaving = False
+        self._shutting_down = False
         self._stopping: asyncio.Task[None] | None = None
         self.grpc_port = 0
         self.http_port = 0
@@ -114,26 +113,28 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """Whether a request that comes now has workers to run on."""
+        """True if a request that comes now has workers to run on."""
         return not self.why_not_ready()
 
     def why_not_ready(self) -> str:
-        """What is missing, in a line; empty while it is ready."""
-        return "it leaves" if self._leaving else self.fleet.roster.why_not_ready()
+        """Return the reason in a line; empty while the gateway is ready."""
+        return "shutting down" if self._shutting_down else self.worker_pool.registry.why_not_ready()
 
     def _gives_work(self, worker_id: str) -> bool:
-        return any(w.record.worker_id == worker_id and w.welcome for w in self.fleet.roster.linked())
+        return any(
+            w.record.worker_id == worker_id and w.accepts_work for w in self.worker_pool.registry.linked()
+        )
 
     async def start(self) -> None:
         """Bind all ports and serve. Raises CannotListen or UnsafeBindError."""
         settings = self._settings
         await self.mirror.start()
-        self.fleet.start()
+        self.worker_pool.start()
         await self._workers_or_timeout(settings.await_workers_s)
         share, tls = settings.share_ports, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self.calls
-        add_inference_service(server, calls, self.generator, self._text)
+        add_inference_service(server, calls, self.generator, self._tokenizer_service)
         KServeServicer(calls, self.generator, self._model.card, lambda: self.ready).register(server)
         self._health = await add_health_and_reflection(server, [SERVICE, KSERVE_SERVICE])
         self.grpc_port = bind(server, settings.host, settings.grpc_port, settings.insecure, _credentials(tls))
@@ -147,7 +148,7 @@ class Gateway:
             gives_work=self._gives_work,
             tls=tls,
             insecure=settings.insecure,
-            door=OpenAIRoutes(calls, self.generator, self._text, self._model, self._digest),
+            api=OpenAIRoutes(calls, self.generator, self._tokenizer_service, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
         )
@@ -167,12 +168,12 @@ class Gateway:
         self._watch = asyncio.create_task(self._watch_readiness(self._health), name="readiness")
 
     async def drain(self) -> None:
-        """Refuse what is new, let what runs finish within the grace, then end it with a status.
+        """Refuse new requests, let the running ones finish within the grace period, then fail the rest.
 
-        Where a successor shares the ports nothing is refused: the listeners close, gRPC clients are told to
-        connect anew, and what still comes over an old connection is served.
+        Where a successor shares the ports nothing is refused: the listeners close, gRPC clients get a GOAWAY,
+        and requests over an old connection are still served.
         """
-        self._leaving = True
+        self._shutting_down = True
         self._changed.set()
         if self._health is not None:
             await self._health.set_ready(False)
@@ -184,13 +185,15 @@ class Gateway:
         try:
             await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
         except TimeoutError:
-            if self.calls.running:  # else it waited for requests that might have come
-                _log.warning("%d calls outlived the grace", self.calls.running)
+            if self.calls.running:  # else it waited for requests that might still come
+                _log.warning("%d calls outlived the grace period", self.calls.running)
                 self.live.shut_down()
 
     async def _all_answered(self) -> None:
-        """Calls and not requests alone: texts and grammars that wait, answers that are being written. Over
-        HTTP whoever had one just now may have sent the next, not knowing yet that the connection ends.
+        """Wait for all calls: also for waiting texts and grammars and for answers being written.
+
+        An HTTP client with a recent answer may have sent its next request before it sees the connection
+        close.
         """
         await self.calls.idle()
         while self._http is not None and (seconds := self._http.next_request_s()) > 0:
@@ -203,25 +206,25 @@ class Gateway:
         if self._server is not None:
             grace = self._settings.drain_grace_s + SHUT_DOWN_S
             self._stopping = asyncio.create_task(self._server.stop(grace), name="stop listening")
-            await asyncio.sleep(0)  # it is under way before anybody looks whether something still runs
+            await asyncio.sleep(0)  # it has begun before the running calls are counted
 
     async def _workers_or_timeout(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.fleet.roster.missing_role() is not None:
+                while self.worker_pool.registry.missing_role() is not None:
                     self._changed.clear()
                     await self._changed.wait()
 
     async def close(self) -> None:
-        """Stop at once; `drain` before it to be polite."""
+        """Stop at once; call `drain` first for a graceful shutdown."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         if self._server is not None:
             await self._server.stop(grace=SHUT_DOWN_S)
-        await self.fleet.close()
-        await self.reader.close()
-        self.texts.close()
+        await self.worker_pool.close()
+        await self.request_parser.close()
+        self.tokenizer_pool.close()
         await self.mirror.close()
         if self._http is not None:
             await self._http.close()
@@ -231,33 +234,33 @@ class Gateway:
 
     def _workers_changed(self) -> None:
         self._changed.set()
-        self.gate.resize(self.fleet.roster.capacity())
+        self.gate.resize(self.worker_pool.registry.capacity())
 
     async def _watch_readiness(self, health: Health) -> None:
-        """Health follows the links: SERVING only while a prefill and a decode worker fit together."""
-        said: str | None = None
+        """Set the health status: SERVING while a matching prefill and decode worker are connected."""
+        logged: str | None = None
         while True:
             self._changed.clear()
             why = self.why_not_ready()
-            now = f"not ready: {why}" if why else "ready"
-            if now != said:
-                said = now
-                _log.info(said)
-                await health.set_ready(said == "ready")
+            status = f"not ready: {why}" if why else "ready"
+            if status != logged:
+                logged = status
+                _log.info(status)
+                await health.set_ready(status == "ready")
             await self._changed.wait()
 
     def _calls(self, scope: Scope) -> Calls:
         return Calls(
-            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.reserved
+            self.telemetry, self.metrics, time.monotonic, self._access, scope, alive=self.live.is_reserved
         )
 
     def _operations(self) -> Operations:
         identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())
         return Operations(
-            self.fleet,
+            self.worker_pool,
             self.gate.queue,
             identity,
-            lambda: (self.ready, self._leaving, self.mirror.connected),
+            lambda: (self.ready, self._shutting_down, self.mirror.connected),
         )
 
     def _bind_gauges(self) -> None:
@@ -266,12 +269,12 @@ class Gateway:
         self.metrics.waiting.set_function(lambda: queue.waiting)
         self.metrics.directory_connected.set_function(lambda: float(self.mirror.connected))
         if self._settings.metrics_compat == "vllm":
-            name, roster = self._model.card.name, self.fleet.roster
-            self.registry.register(VllmMetrics(self.metrics, name, lambda: roster.serving(Role.DECODE)))
-        self.registry.register(LoadMetrics(self.fleet.roster.linked))
+            name, workers = self._model.card.name, self.worker_pool.registry
+            self.registry.register(VllmMetrics(self.metrics, name, lambda: workers.serving(Role.DECODE)))
+        self.registry.register(LoadMetrics(self.worker_pool.registry.linked))
         for role in Role:
             self.metrics.workers.labels(role.value).set_function(
-                lambda role=role: len(self.fleet.roster.serving(role))  # type: ignore[misc]
+                lambda role=role: len(self.worker_pool.registry.serving(role))  # type: ignore[misc]
             )
 
 
@@ -280,7 +283,7 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 
 
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
-    """The model's text side and its digest. Blocks for some tenths of a second. Raises CannotStart."""
+    """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
         path = settings.model_path
         return ServedModel.load(path, settings.model_name), model_digest(path)

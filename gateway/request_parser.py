@@ -1,4 +1,4 @@
-"""Parser of requests: a message is validated and tokenised, and its grammar compiled on trial."""
+"""Parsing of requests: validation, tokenisation, resumption and the check of the grammar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens, refuse_several, resumed
 from gateway.request.validation import parse_request
 from gateway.request_telemetry import RequestTelemetry
-from gateway.session.transitions import State
+from gateway.session.choice_state import State
 from gateway.tokenizer_pool import TokenizerPool
 
 
@@ -24,33 +24,40 @@ class RequestParser:
     """Parser of all requests of a gateway."""
 
     def __init__(
-        self, model: ServedModel, texts: TokenizerPool, tokens: ResumeTokens, clock: Callable[[], float]
+        self,
+        model: ServedModel,
+        tokenizer_pool: TokenizerPool,
+        tokens: ResumeTokens,
+        clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self._texts = texts
+        self._tokenizer_pool = tokenizer_pool
         self._tokens = tokens
         self._clock = clock
         self._grammars = GrammarCheck()
 
     async def close(self) -> None:
-        """End the grammar check, once no call is running."""
+        """Stop the process that compiles grammars; no call may be running."""
         await self._grammars.close()
 
-    async def read(
-        self, message: pb.GenerateRequest, call: Call, report: RequestTelemetry, limit: int
+    async def parse(
+        self, message: pb.GenerateRequest, call: Call, record: RequestTelemetry, limit: int
     ) -> ParsedRequest:
-        """`limit`: prompt and output together, in tokens. Raises DiptychError with the fields at fault."""
+        """Parse ``message``. Raises DiptychError with the fields at fault.
+
+        ``limit``: of prompt and output together, in tokens. Times go into ``record``.
+        """
         started = self._clock()
         parse = partial(self._parse, message, call, token_limit=limit)
-        async with _in_time(call, started):
-            request = await self._texts.read(message, call.caller.tenant, parse)
-        report.tokenized = (started, self._clock())
-        report.model = request.model
-        call.name(request.request_id)
+        async with _deadline(call, started):
+            request = await self._tokenizer_pool.run(message, call.caller.tenant, parse)
+        record.tokenized = (started, self._clock())
+        record.model = request.model
+        call.set_request_id(request.request_id)
         return request
 
-    async def try_grammar(self, request: ParsedRequest, call: Call, report: RequestTelemetry) -> None:
-        """Compile the grammar of a constrained request on trial, within the call's deadline.
+    async def check_grammar(self, request: ParsedRequest, call: Call, record: RequestTelemetry) -> None:
+        """Compile the grammar of a constrained request, within the call's deadline.
 
         Raises what `GrammarCheck.check` raises.
         """
@@ -58,13 +65,13 @@ class RequestParser:
             return
         started = self._clock()
         try:
-            async with _in_time(call, started):
+            async with _deadline(call, started):
                 await request.constraint.verify(self._grammars, call.caller.tenant)
         finally:
-            report.grammar_checked = (started, self._clock())
+            record.grammar_checked = (started, self._clock())
 
     def _parse(self, message: pb.GenerateRequest, call: Call, *, token_limit: int) -> ParsedRequest:
-        """Validate the message; one with a resume token as it was resolved when its stream began."""
+        """Parse ``message``; with a resume token, as it was resolved when its stream began."""
         parse = partial(
             parse_request,
             message,
@@ -83,8 +90,8 @@ class RequestParser:
 
 
 @asynccontextmanager
-async def _in_time(call: Call, now: float) -> AsyncIterator[None]:
-    """Bound a wait by the call's deadline. Raises DeadlineExceeded."""
+async def _deadline(call: Call, now: float) -> AsyncIterator[None]:
+    """Bound a wait for other requests by the call's deadline. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(call.time_left_s(now)):
             yield

@@ -1,7 +1,7 @@
-"""What is known of a generation request when it is over: its spans and its metrics, made in one go.
+"""Spans and metrics of a generation request, emitted at its end.
 
 Nothing here runs while tokens flow. The span of the operation (`chat {model}` or `text_completion {model}`)
-is the parent of what the workers report; its id was derived from the SERVER span before it existed.
+is the parent of the workers' spans; its id is derived from the SERVER span before it exists.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from diptych.runtime.telemetry import AttributeValue, PhaseSpan, Telemetry
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Call
 from gateway.responses import decode_s
+from gateway.session.choice_state import State
 from gateway.session.request_driver import RequestDriver
-from gateway.session.transitions import State
 
 OPERATION_KEY = "operation"
 
 
 @dataclass(slots=True)
 class RequestTelemetry:
-    """Filled while the request runs; ``send`` makes of it what others see.
+    """Record of a request, filled while it runs and emitted at its end.
 
-    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: it
-    was not refused at once.
+    ``tokenized`` and ``grammar_checked`` are (start, end) on the gateway's monotonic clock. ``queued``: the
+    request was not refused on arrival.
     """
 
     call: Call
@@ -32,15 +32,15 @@ class RequestTelemetry:
     model: str = ""
     tokenized: tuple[float, float] | None = None
     grammar_checked: tuple[float, float] | None = None
-    conversation: RequestDriver | None = None
+    driver: RequestDriver | None = None
     queued: bool = False
 
-    def send(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
-        """Make the spans and count the metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
+    def emit(self, telemetry: Telemetry, metrics: GatewayMetrics, error: str | None, now: float) -> None:
+        """Emit spans and update metrics. ``error``: the ErrorInfo reason, or a cancellation's code."""
         if telemetry.enabled:
             telemetry.emit_phases(self.call.span.headers, [self._operation_span(error, now)])
-        if self.conversation is not None:
-            self._count(metrics, self.conversation, error, now)
+        if self.driver is not None:
+            self._count(metrics, self.driver, error, now)
 
     def _operation_span(self, error: str | None, now: float) -> PhaseSpan:
         return PhaseSpan(
@@ -54,20 +54,20 @@ class RequestTelemetry:
         )
 
     def _children(self, error: str | None, now: float) -> list[PhaseSpan]:
-        """The gateway's own phases; a failure lands on the one that was active."""
+        """Return the spans of the gateway's own phases; an error is set on the active one."""
         spans = []
         if self.tokenized is not None:
             spans.append(PhaseSpan("tokenize", *self.tokenized))
         if self.grammar_checked is not None:
             spans.append(PhaseSpan("grammar.check", *self.grammar_checked))
-        if self.conversation is None:
+        if self.driver is None:
             return spans
-        choices = self.conversation.choices
-        failed_in = choices.phase if error is not None else None
-        (_, queued_at), *moved = choices.sessions[0].transitions  # they wait together
+        state = self.driver.state
+        failed_in = state.phase if error is not None else None
+        (_, queued_at), *moved = state.choices[0].transitions  # all choices wait together
         failed = error if failed_in is State.QUEUED else None
         spans.append(PhaseSpan("admission.wait", queued_at, moved[0][1] if moved else now, error=failed))
-        for route in self.conversation.routes:
+        for route in self.driver.routes:
             attributes = {} if route.placement is None else dict(route.placement.attributes)
             failed = error if failed_in is State.ROUTING and route.placement is None else None
             spans.append(PhaseSpan("route", route.start, route.end, attributes=attributes, error=failed))
@@ -80,73 +80,67 @@ class RequestTelemetry:
         }
         if self.model:
             attributes["gen_ai.request.model"] = self.model
-        conversation = self.conversation
-        if conversation is None:
+        driver = self.driver
+        if driver is None:
             return attributes
-        request, phases = conversation.job.request, conversation.phases
+        request, phases = driver.job.request, driver.phases
         attributes |= {
             "gen_ai.response.id": request.request_id,
             "gen_ai.response.model": self.model,
-            "gen_ai.request.max_tokens": conversation.job.max_tokens,
+            "gen_ai.request.max_tokens": driver.job.max_tokens,
             "gen_ai.request.temperature": request.sampling.temperature,
             "gen_ai.request.top_p": request.sampling.top_p,
             "gen_ai.request.top_k": request.sampling.top_k,
             "gen_ai.request.frequency_penalty": request.sampling.frequency_penalty,
             "gen_ai.request.presence_penalty": request.sampling.presence_penalty,
-            "gen_ai.usage.input_tokens": conversation.job.prompt_tokens,
-            "gen_ai.usage.output_tokens": conversation.billed,
-            "gen_ai.usage.cache_read.input_tokens": conversation.cached_tokens or 0,
+            "gen_ai.usage.input_tokens": driver.job.prompt_tokens,
+            "gen_ai.usage.output_tokens": driver.billed,
+            "gen_ai.usage.cache_read.input_tokens": driver.cached_tokens or 0,
             "gen_ai.latency.e2e": now - self.call.received_at,
-            "gen_ai.latency.time_in_queue": conversation.admission_s
-            + phases.prefill_queue
-            + phases.grant_wait,
+            "gen_ai.latency.time_in_queue": driver.admission_s + phases.prefill_queue + phases.grant_wait,
             "gen_ai.latency.time_in_model_prefill": phases.prefill,
-            "gen_ai.latency.time_in_model_decode": decode_s(conversation, phases),
-            "diptych.attempts": conversation.choices.attempts,
-            "diptych.preemptions": conversation.choices.preemptions,
+            "gen_ai.latency.time_in_model_decode": decode_s(driver, phases),
+            "diptych.attempts": driver.state.attempts,
+            "diptych.preemptions": driver.state.preemptions,
         }
-        if conversation.first_token_at is not None:
-            attributes["gen_ai.latency.time_to_first_token"] = (
-                conversation.first_token_at - self.call.received_at
-            )
-        if len(conversation.outputs) > 1:
-            attributes["gen_ai.request.choice.count"] = len(conversation.outputs)
-        if conversation.outgoing.complete:
-            finished = sorted(conversation.outgoing.finished.items())
+        if driver.first_token_at is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = driver.first_token_at - self.call.received_at
+        if len(driver.outputs) > 1:
+            attributes["gen_ai.request.choice.count"] = len(driver.outputs)
+        if driver.output_buffer.complete:
+            finished = sorted(driver.output_buffer.finished.items())
             attributes["gen_ai.response.finish_reasons"] = [reason.value for _, reason in finished]
         return attributes
 
-    def _count(
-        self, metrics: GatewayMetrics, conversation: RequestDriver, error: str | None, now: float
-    ) -> None:
-        generated = conversation.generated
+    def _count(self, metrics: GatewayMetrics, driver: RequestDriver, error: str | None, now: float) -> None:
+        generated = driver.generated
         metrics.request_duration.labels(self.operation, self.model, error or "").observe(
             now - self.call.received_at
         )
-        # Under overload most requests are refused at once; the rate of hits and the waits are of the others.
-        if any(route.placement is not None for route in conversation.routes):
-            metrics.input_tokens.inc(conversation.job.prompt_tokens)
-        metrics.cached_input_tokens.inc(conversation.cached_tokens or 0)
+        # Under overload most requests are refused on arrival; hit rate and waits describe the others.
+        if any(route.placement is not None for route in driver.routes):
+            metrics.input_tokens.inc(driver.job.prompt_tokens)
+        metrics.cached_input_tokens.inc(driver.cached_tokens or 0)
         metrics.output_tokens.inc(generated)
         if self.queued:
-            metrics.phase_duration.labels("admission").observe(conversation.admission_s)
-        first, last = conversation.first_token_at, conversation.last_token_at
+            metrics.phase_duration.labels("admission").observe(driver.admission_s)
+        first, last = driver.first_token_at, driver.last_token_at
         if first is not None and last is not None:
             metrics.time_to_first_token.labels(self.operation, self.model).observe(
                 first - self.call.received_at
             )
-            each = generated / len(conversation.outputs)
-            if each > 1:
-                per_token = (last - first) / (each - 1)
+            per_output = generated / len(driver.outputs)
+            if per_output > 1:
+                per_token = (last - first) / (per_output - 1)
                 metrics.time_per_output_token.labels(self.operation, self.model).observe(per_token)
-        for cause, count in conversation.choices.retries.items():
+        for cause, count in driver.state.retries.items():
             metrics.retries.labels(cause.value).inc(count)
-        for route in conversation.routes:
+        for route in driver.routes:
             if route.placement is not None:
                 metrics.route_decisions.labels(route.placement.policy, route.placement.route.reason).inc()
                 metrics.predicted_hits.inc(route.placement.predicted_tokens)
 
 
 def operation_of(request: pb.GenerateRequest) -> str:
-    """The GenAI operation name."""
+    """Return the GenAI operation name."""
     return "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"

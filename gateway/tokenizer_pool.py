@@ -1,7 +1,7 @@
-"""Threads for texts that would keep the event loop from everybody's tokens.
+"""Threads that tokenise long texts, so that the event loop keeps serving other requests' tokens.
 
-Tokenising costs 0.3 µs a byte, a hostile text three times as much, without Python's lock. Each tenant has one
-text at a time in work: who sends many long ones waits for itself.
+Tokenising takes 0.3 µs per byte, three times as long for a hostile text, without Python's lock. One text per
+tenant is processed at a time: a tenant that sends many long ones delays itself only.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from gateway.limits import INLINE_PARSE_BYTES
 T = TypeVar("T")
 THREADS = 2
 MAX_WAITING = 256
-"""Texts of one tenant that wait for its turn."""
+"""Waiting texts per tenant."""
 
 
 class TokenizerPool:
-    """Where messages are read. To be made where an event loop will run it, and closed at the end."""
+    """Thread pool for work on long messages; its calls run in one event loop. To be closed at the end."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "long-text")
         self._turns: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
         self._closed = False
 
-    async def read(self, message: Message, tenant: str, work: Callable[[], T]) -> T:
-        """What `work` makes of the message: at once if short, else in a thread, in the tenant's turn.
+    async def run(self, message: Message, tenant: str, work: Callable[[], T]) -> T:
+        """Call ``work``, for a long message in a thread in the tenant's turn; return its result.
 
         Raises:
-            QueueFull: too many of this tenant wait.
-            Draining: this is the end.
+            QueueFull: too many messages of this tenant wait.
+            Draining: the pool was closed.
         """
         if message.ByteSize() < INLINE_PARSE_BYTES:
             return work()
@@ -48,18 +48,18 @@ class TokenizerPool:
             turn.lock.release()
             raise Draining()
         working = self._threads.submit(work)
-        # Not when the caller leaves: its thread goes on until the text is read.
-        working.add_done_callback(_releases(turn.lock, asyncio.get_running_loop()))
+        # A cancelled caller keeps the turn: its thread runs until the work is done.
+        working.add_done_callback(_releaser(turn.lock, asyncio.get_running_loop()))
         return await asyncio.wrap_future(working)
 
     def close(self) -> None:
-        """No call is running any more."""
+        """Stop the threads; no call may be running."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Turn:
-    """One tenant's, held by each that waits for it."""
+    """Turn of one tenant, kept alive by the calls that wait for it."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -75,7 +75,7 @@ class _Turn:
             self._waiting -= 1
 
 
-def _releases(lock: asyncio.Lock, loop: asyncio.AbstractEventLoop) -> Callable[[Future[T]], None]:
+def _releaser(lock: asyncio.Lock, loop: asyncio.AbstractEventLoop) -> Callable[[Future[T]], None]:
     def release(_: Future[T]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(lock.release)

@@ -1,23 +1,110 @@
-"""The calls that need no worker: Tokenize, Detokenize, and the names in ListModels and GetModel.
+"""Calls that need no worker: Tokenize, Detokenize, ListModels, GetModel and CancelRequest.
 
-Messages in, plain values out; the service makes the responses. Errors as in `gateway.request.validation`.
+Free of any protocol, like `gateway.generate`: a frontend parses its wire format and catches `DiptychError`.
+Errors are those of `gateway.request.validation`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+from diptych.parameters import OFF, PARAMETERS, SAMPLING_NUMBERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.model.served_model import ServedModel
+from gateway.call import Call
+from gateway.cooperative_yield import PORTION, Yielder, slices
+from gateway.model.served_model import ModelCard, ServedModel
 from gateway.request import field_checks
+from gateway.request.structured_output import STRUCTURED_OUTPUTS
 from gateway.request.validate_prompt import chat_parts, chat_tools, check_text, given_ids
 from gateway.request.validation import skips_special
+from gateway.session.live_requests import LiveRequests
+from gateway.tokenizer_pool import TokenizerPool
+
+
+class TokenizerService:
+    """Service of the calls that need no worker; one object serves all calls.
+
+    Args:
+        token_limit: returns the workers' current bound of prompt and output together; None without workers.
+        block_size: returns the tokens per KV block of the workers, likewise.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        live: LiveRequests,
+        pool: TokenizerPool,
+        *,
+        token_limit: Callable[[], int | None],
+        block_size: Callable[[], int | None],
+    ) -> None:
+        self._model = model
+        self._live = live
+        self._pool = pool
+        self._token_limit = token_limit
+        self._block_size = block_size
+
+    async def tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        work = partial(tokenize, request, self._model)
+        found = await self._pool.run(request, call.caller.tenant, work)
+        return await tokenize_response(found, self._model.card.max_context)
+
+    async def detokenize(self, request: pb.DetokenizeRequest, call: Call) -> pb.DetokenizeResponse:
+        work = partial(detokenize, request, self._model)
+        text = await self._pool.run(request, call.caller.tenant, work)
+        return pb.DetokenizeResponse(text=text)
+
+    async def list_models(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+        check_list_models(request)
+        return pb.ListModelsResponse(models=[self.describe()])
+
+    async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
+        field_checks.model_name(request.model, self._model.card)
+        return pb.GetModelResponse(model=self.describe())
+
+    async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
+        """Cancel a live request. An unknown id is no error: the request may have just ended."""
+        request_id = field_checks.existing_request_id(request.request_id)
+        was_running = self._live.cancel_request(call.caller.tenant, request_id)
+        return pb.CancelRequestResponse(was_running=was_running)
+
+    def describe(self) -> pb.Model:
+        """Return the served model as the public API shows it."""
+        card = self._model.card
+        limit = min(self._token_limit() or card.max_context, card.max_context)
+        model = pb.Model(
+            name=card.name,
+            aliases=card.aliases,
+            max_context_length=card.max_context,
+            max_output_tokens=limit - 1,  # after the shortest prompt
+            vocab_size=card.vocab_size,
+            eos_token_ids=card.eos_token_ids,
+            capabilities=pb.Capabilities(
+                max_logprobs=int(PARAMETERS["logprobs"].high or 0),
+                max_n=int(PARAMETERS["n"].high or 0),
+                structured_outputs=STRUCTURED_OUTPUTS if card.eos_token_ids else (),
+                priority=True,
+                cache_salt=True,
+                chat=card.has_chat_template,
+            ),
+            tokenizer_digest=card.tokenizer_digest,
+            default_sampling=_default_sampling(card),
+        )
+        block_size = self._block_size()
+        if block_size is not None:
+            model.kv_block_size = block_size
+        return model
 
 
 class Tokenized(NamedTuple):
-    """``tokens`` and ``offsets`` are empty unless asked for; an offset is [start, end) in characters."""
+    """Tokens of a prompt. ``tokens`` and ``offsets`` are empty unless the request wants them.
+
+    An offset is [start, end) in characters.
+    """
 
     ids: list[int]
     tokens: list[str]
@@ -25,7 +112,7 @@ class Tokenized(NamedTuple):
 
 
 def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
-    """The ids that a generation request with the same prompt would run on."""
+    """Return the ids that a generation request with the same prompt would run on."""
     field_checks.model_name(request.model, model.card)
     kind = request.WhichOneof("prompt")
     if kind == "text":
@@ -42,7 +129,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
 
 
 def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
-    """No ids are no text, which is no error."""
+    """Return the text of the request's ids; empty without ids."""
     field_checks.model_name(request.model, model.card)
     if len(request.token_ids) > limits.MAX_DETOKENIZE_IDS:
         raise InvalidParameter("token_ids", f"must have at most {limits.MAX_DETOKENIZE_IDS} ids")
@@ -54,7 +141,7 @@ def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
 
 
 def check_list_models(request: pb.ListModelsRequest) -> None:
-    """One page holds every model, so no page token was ever given out."""
+    """Validate paging. One page holds every model: no page token is ever issued."""
     if request.page_size < 0:
         raise InvalidParameter("page_size", "must not be negative")
     if request.page_token:
@@ -70,3 +157,21 @@ def _tokenize_text(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized
         found.tokens if request.return_tokens else [],
         found.offsets if request.return_offsets else [],
     )
+
+
+async def tokenize_response(found: Tokenized, max_context: int) -> pb.TokenizeResponse:
+    """Return the response, yielding to other requests between portions of the offsets."""
+    response = pb.TokenizeResponse(token_ids=found.ids, tokens=found.tokens, max_context_length=max_context)
+    yielder = Yielder()
+    for some in slices(found.offsets, PORTION):
+        for start, end in some:
+            response.offsets.add(start=start, end=end)
+        await yielder.done(len(some))
+    return response
+
+
+def _default_sampling(card: ModelCard) -> pb.SamplingParams:
+    """Return the sampling parameters of a request without any; a seed is random."""
+    names = SAMPLING_NUMBERS.keys() - {"seed"}
+    values = {name: getattr(card.defaults, name, OFF[name]) for name in names}
+    return pb.SamplingParams(**values, n=1)

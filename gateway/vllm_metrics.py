@@ -1,8 +1,8 @@
-"""The gateway's figures once more under vLLM's names, for dashboards and inference gateways that know these.
+"""Metrics of the gateway under vLLM's names, for dashboards and inference gateways that read those.
 
-Only what means the same is offered (docs.vllm.ai, "Production Metrics"): the whole system is the one engine
-described, running are requests that are with the workers, waiting those that the gateway still holds. There
-is no `vllm:inter_token_latency_seconds`, for nothing is recorded per token; the mean of each request is, as
+Only metrics of the same meaning are exported (docs.vllm.ai, "Production Metrics"): the whole system is one
+engine; running requests are those with the workers, waiting ones those still in the gateway. There is no
+`vllm:inter_token_latency_seconds`: nothing is recorded per token. The mean of each request is exported as
 `vllm:request_time_per_output_token_seconds`.
 """
 
@@ -18,18 +18,18 @@ from prometheus_client.registry import Collector
 
 from diptych.runtime.metrics import GatewayMetrics
 from gateway.attempt.types import Cause
-from gateway.worker_pool.worker import Worker
+from gateway.worker_pool.registry import Worker
 
 Labels = tuple[tuple[str, str], ...]
 
 
 class VllmMetrics(Collector):
-    """Reads the gateway's collectors whenever it is scraped; keeps nothing itself."""
+    """Collector that reads the gateway's own metrics at each scrape."""
 
     def __init__(
         self, metrics: GatewayMetrics, model: str, decode_workers: Callable[[], Sequence[Worker]]
     ) -> None:
-        """``model`` is the value of the label ``model_name``; ``decode_workers``: those that are linked."""
+        """``model`` is the value of the label ``model_name``; ``decode_workers`` returns those connected."""
         self._labels = {"model_name": model, "engine": "0"}
         self._decode_workers = decode_workers
         self._sources: dict[str, MetricWrapperBase] = {
@@ -46,7 +46,7 @@ class VllmMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """All families, each with the label of the model alone."""
+        """Yield all metric families, labelled with the model only."""
         usage = GaugeMetricFamily(
             "vllm:kv_cache_usage_perc", "Share of all KV blocks in use, 0 to 1", labels=list(self._labels)
         )
@@ -57,11 +57,11 @@ class VllmMetrics(Collector):
                 yield self._renamed(family, name)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing beforehand: a registry would else collect from gauges that are not bound yet."""
+        """Return no descriptions: otherwise a registry would collect from gauges that are not bound yet."""
         return ()
 
     def _renamed(self, family: Metric, name: str) -> Metric:
-        """`family` under another name, its samples summed over all labels but a histogram's own."""
+        """Return `family` under another name, its samples summed over all labels but a histogram's own."""
         sums: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         for sample in family.samples:
             bucket = tuple((label, value) for label, value in sample.labels.items() if label == "le")
@@ -73,7 +73,7 @@ class VllmMetrics(Collector):
 
 
 def kv_cache_usage(workers: Sequence[Worker]) -> float:
-    """The share of the decode workers' blocks that requests hold, as last reported; 0 without workers."""
+    """Return the fraction of the decode workers' blocks in use, as last reported; 0 without workers."""
     total = sum(worker.load.total_blocks for worker in workers)
     free = sum(worker.load.free_blocks for worker in workers)
     return (total - free) / total if total else 0.0

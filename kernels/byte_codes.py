@@ -1,4 +1,4 @@
-"""Byte matrices that are written in four bits: the numbers of int8 in the bytes of a GGUF file's blocks.
+"""Byte matrices stored in four bits: the numbers of int8 in the bytes of a GGUF file's blocks.
 
 In Q4_0 and Q4_1 a group of 32 weights has at most sixteen values, which lie evenly: `scale * code + least`.
 Rounded to the steps of a segment (kernels/byte_linear.py) they are sixteen bytes, and lie evenly but for that
@@ -7,8 +7,8 @@ steps of 1/256:
 
     byte = floor((code * slope + intercept) / 256)
 
-This is a way of writing bytes, not other numbers: who waits for memory reads five bits for each, and unfolds
-them where they are needed.
+The numbers are those of the bytes: a memory-bound product reads five bits for each, and unfolds them where
+they are needed.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ class CodedBytes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(rows, columns)`."""
+        """Size `(rows, columns)`."""
         return self.scales.shape[0], self.columns
 
     def contiguous(self) -> CodedBytes:
-        """The same matrix with its numbers row after row."""
+        """Return the matrix with its numbers row after row."""
         return CodedBytes(
             self.columns, self.codes.contiguous(), self.slopes.contiguous(), self.scales.contiguous()
         )
 
 
 def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
-    """The bytes nearest to the numbers of `matrix`, but for slopes that are rounded to 1/256 of a step.
+    """Return the bytes nearest to the numbers of `matrix`, but for slopes that are rounded to 1/256 of a
+    step.
 
     None for a format whose groups have more than sixteen values.
     """
@@ -77,7 +78,7 @@ def code_matrix(matrix: BlockMatrix) -> CodedBytes | None:
 
 
 def as_bytes(matrix: CodedBytes) -> ByteMatrix:
-    """The numbers that are written there."""
+    """Return the matrix with a byte a number, int8 `[rows, columns]`."""
     slope, intercept = matrix.slopes.int().unsqueeze(-2).unbind(-1)
     codes = torch.cat([matrix.codes & 15, matrix.codes >> 4], dim=-1).int()
     values = (codes * slope + intercept).to(torch.int16) >> 8
@@ -87,7 +88,7 @@ def as_bytes(matrix: CodedBytes) -> ByteMatrix:
 def _peaks(
     matrix: BlockMatrix, scale: torch.Tensor, least: torch.Tensor, codes: torch.Tensor
 ) -> torch.Tensor:
-    """As `peaks_of_segments` of the numbers: a group's greatest is that of its first or of its last code."""
+    """Return `peaks_of_segments` of the numbers: a group's greatest has its first or its last code."""
     if matrix.columns % GROUP:
         return peaks_of_segments(quantised_linear.dequantise(matrix))
     halves = codes & 15, codes >> 4
@@ -100,5 +101,5 @@ def _peaks(
 
 
 def _modulo(whole: torch.Tensor) -> torch.Tensor:
-    """float64 whole numbers to int16, modulo 2^16."""
+    """Convert float64 whole numbers to int16, modulo 2^16."""
     return torch.remainder(whole + 2**15, 2**16).sub(2**15).to(torch.int16)

@@ -1,9 +1,9 @@
-"""Keys and values of one sequence between memories that arrange them differently: another block size, another
-order of axes, another part of the KV heads.
+"""Conversion of a sequence's keys and values between memories of different layouts.
 
-A memory is seen through `KVView`: strided tensors whose axes have one meaning whatever lies where, so that a
-layout is its strides, and converting is index arithmetic. Its digest is that of kernels/copy_blocks.py with
-the logical place of each number for its address: both ends find the same, however each arranges its blocks.
+Another block size, another order of axes, another part of the KV heads. A memory is seen through `KVView`:
+strided tensors whose axes have one meaning whatever lies where, so that a layout is its strides, and
+converting is index arithmetic. Its digest is that of kernels/copy_blocks.py with the logical place of each
+number for its address: both ends find the same, however each arranges its blocks.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ class HeadRange:
 
 
 def block_major(blocks: torch.Tensor, head_dim: int) -> KVView:
-    """The layout of kernels/paged_attention.py: `[num_blocks, layers, 2, kv_heads, head_dim * size]`."""
+    """View `blocks [num_blocks, layers, 2, kv_heads, head_dim * size]`, the layout of
+    kernels/paged_attention.py.
+    """
     count, layers, _, heads, width = blocks.shape
     keys = blocks[:, :, 0].view(count, layers, heads, head_dim, width // head_dim).transpose(-1, -2)
     return KVView(keys, blocks[:, :, 1].view(count, layers, heads, width // head_dim, head_dim))
 
 
 def token_major(blocks: torch.Tensor) -> KVView:
-    """`blocks [num_blocks, layers, 2, size, kv_heads, head_dim]`: each token's heads beside one another."""
+    """View `blocks [num_blocks, layers, 2, size, kv_heads, head_dim]`: each token's heads are neighbours."""
     keys, values = blocks.transpose(3, 4).unbind(2)
     return KVView(keys, values)
 
 
 def common_heads(kv_heads: int, source: tuple[int, int], target: tuple[int, int]) -> HeadRange | None:
-    """What a rank of one tensor-parallel group has for a rank of another; each is (rank, ranks).
+    """Return the heads that a rank of one tensor-parallel group has for a rank of another; each is (rank,
+    ranks).
 
     Heads are dealt in order, as many to each rank. None where the two have nothing in common. Raises
     ValueError where the heads cannot be dealt so.
@@ -102,8 +105,10 @@ def logical_digests(
     unit: int,
     binding: torch.Tensor,
 ) -> torch.Tensor:
-    """int64 `[ceil(tokens / unit)]`: a digest of every `unit` tokens of a sequence, which at one of the two
-    ends is the block size, under its `binding` (kernels.copy_blocks.bind).
+    """Return int64 `[ceil(tokens / unit)]`: a digest of every `unit` tokens of a sequence.
+
+    `unit` is the block size of one of the two ends; `ids [n]` are the sequence's blocks; `binding [n]` is
+    that of `kernels.copy_blocks.bind`.
     """
     parts = torch.stack(
         _gathered(view, ids, first_head, heads, tokens), dim=2
@@ -126,7 +131,7 @@ def check(
     heads: HeadRange,
     tokens: int,
 ) -> None:
-    """Raises ValueError for what `convert_blocks` refuses."""
+    """Raise ValueError for what `convert_blocks` refuses."""
     kinds = [(v.keys.shape[1], v.keys.shape[4], v.keys.dtype) for v in (source, target)]
     if kinds[0] != kinds[1]:
         ours, theirs = (f"{layers} layers of {dim} x {dtype}" for layers, dim, dtype in kinds)
@@ -144,7 +149,7 @@ def check(
 def _gathered(
     view: KVView, ids: torch.Tensor, first_head: int, heads: int, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a sequence as whole numbers, `[tokens, layers, heads, head_dim]` each."""
+    """Return keys and values of a sequence as whole numbers, `[tokens, layers, heads, head_dim]` each."""
     at = torch.arange(tokens, device=ids.device)
     blocks, lanes = ids.long()[at // view.block_size], at % view.block_size
     own = slice(first_head, first_head + heads)

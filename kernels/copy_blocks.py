@@ -2,8 +2,8 @@
 
 The digest tells a block that arrived whole from one that did not, or that is not the one meant: every 64-bit
 word is mixed with its place and with the block's binding, and the results are added modulo 2**64, so that any
-order of work gives the same sum. It guards against faults, not against forgers. Blocks whose bytes no eight
-divide are cut into words of four, two or one bytes.
+order of work gives the same sum. It guards against faults, not against forgers. Blocks whose size is no
+multiple of eight bytes are cut into words of four, two or one.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ SECOND = 0x94D049BB133111EB
 
 
 def signed(number: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Return the int64 with the bits of an unsigned 64-bit number."""
     number &= (1 << 64) - 1
     return number - (1 << 64) if number >> 63 else number
 
 
 def block_words(blocks: torch.Tensor) -> torch.Tensor:
-    """`blocks [num_blocks, ...]` as integers, the widest that fit: `[num_blocks, words]`, sharing memory."""
+    """View `blocks [num_blocks, ...]` as integers, the widest that fit: `[num_blocks, words]`, sharing
+    memory.
+    """
     flat = blocks.flatten(1)
     width = next(width for width in WORDS if flat.shape[1] * flat.element_size() % width == 0)
     return flat.view(torch.uint8).view(WORDS[width])
 
 
 def bind(slot: int, generation: int, indices: Integers) -> Integers:
-    """The binding, int64 `[n]`, of blocks `indices` (int64 `[n]`) of the table of one grant."""
+    """Return the binding, int64 `[n]`, of blocks `indices` (int64 `[n]`) of the table of one grant."""
     keyed = (indices + 1) * signed(GOLDEN) + signed(slot * FIRST + generation * SECOND)
     return mixed(keyed)
 
 
 def block_digests(blocks: torch.Tensor, ids: torch.Tensor, binding: torch.Tensor) -> torch.Tensor:
-    """int64 `[n]`: the digest of block `ids[i]` under `binding[i]`."""
+    """Return int64 `[n]`: the digest of block `ids[i]` of `blocks [num_blocks, ...]` under `binding[i]`."""
     words = block_words(blocks)[ids].long()
     places = (torch.arange(words.shape[1], device=words.device) + 1) * signed(GOLDEN)
     return mixed(words ^ (binding[:, None] + places)).sum(dim=1)
@@ -59,7 +61,7 @@ def copy_blocks(
 
 
 def mixed(x: Integers) -> Integers:
-    """Two rounds of multiplying and folding, in wrapping 64-bit arithmetic."""
+    """Mix int64 `x [...]` by two rounds of multiplying and folding, in wrapping 64-bit arithmetic."""
     x = x * signed(FIRST)
     x = x ^ ((x >> 32) & 0xFFFFFFFF)
     x = x * signed(SECOND)

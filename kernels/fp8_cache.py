@@ -1,4 +1,4 @@
-"""Keys and values in eight bits (E4M3: Micikevicius et al. 2022, "FP8 formats for deep learning").
+"""KV cache in eight bits (E4M3: Micikevicius et al. 2022, "FP8 formats for deep learning").
 
 A cache of such numbers has scales, float32 `[layers, 2 (keys, values), kv_heads]`: what is meant is the
 number times the scale of its layer and head. Every operator that reads or writes a cache takes them; without
@@ -14,7 +14,8 @@ LARGEST = 448.0
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`x [tokens, kv_heads, head_dim]` as the cache holds it, `scale [kv_heads]`. What is beyond E4M3's
-    largest number is cut off there: it has no infinity, and NaN would spread.
+    """Quantise `x [tokens, kv_heads, head_dim]` to E4M3 by `scale [kv_heads]`.
+
+    Numbers beyond E4M3's largest are cut off there: it has no infinity, and NaN would spread.
     """
     return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(DTYPE)

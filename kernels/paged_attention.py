@@ -1,4 +1,4 @@
-"""Attention over keys and values that lie in blocks, and the write that puts them there.
+"""Attention over keys and values in paged blocks, and the write of both.
 
 `blocks` is a whole KV memory `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`: keys as
 `[head_dim, block_size]` (transposed), values as `[block_size, head_dim]`. Position p of a sequence lies in
@@ -46,12 +46,12 @@ def paged_attention(
     window: int | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...` of one
-    sequence.
+    """Compute causal attention of `query [tokens, heads, head_dim]` at positions `start, start + 1, ...`.
 
-    Every query head h reads KV head `h // (heads / kv_heads)`; keys and values of all positions up to the
-    last query are in `blocks` already. With a `window`, a token sees that many last tokens, itself included.
-    `scales` are those of a cache in FP8. Scores and sums are float32. Returns `[tokens, heads, head_dim]`.
+    All tokens are of one sequence. Every query head h reads KV head `h // (heads / kv_heads)`; keys and
+    values of all positions up to the last query are in `blocks` already, by `table [n]`. With a `window`, a
+    token sees that many last tokens, itself included. `scales` are those of a cache in FP8. Scores and sums
+    are float32. Returns `[tokens, heads, head_dim]`.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = blocks.shape[-2]

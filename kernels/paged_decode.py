@@ -1,4 +1,4 @@
-"""Attention of many sequences with one new token each, in one go: the decode half of paged attention.
+"""Attention of many sequences with one new token each: the decode half of paged attention.
 
 The layout is that of kernels/paged_attention.py, whose functions mean the same, a sequence at a time.
 """
@@ -20,7 +20,9 @@ def write_kv_rows(
     scales: torch.Tensor | None = None,
 ) -> None:
     """Store `keys` and `values [rows, kv_heads, head_dim]` at block `ids[row]`, lane `lanes[row]` (int64
-    both). `scales` are those of a cache in FP8 (fp8_cache.py).
+    both).
+
+    `scales` are those of a cache in FP8 (fp8_cache.py).
     """
     if scales is not None:
         keys, values = quantise(keys, scales[layer, 0]), quantise(values, scales[layer, 1])
@@ -39,8 +41,7 @@ def paged_decode(
     window: int | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions of its
-    sequence.
+    """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
     `tables` is int64 `[rows, n]`, padded with any valid block: what lies beyond a length is not read into the
     result, whatever it holds. `scales` are those of a cache in FP8. Scores and sums are float32. Returns

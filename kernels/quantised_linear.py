@@ -51,16 +51,16 @@ class BlockMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(rows, columns)`."""
+        """Size `(rows, columns)`."""
         return self.blocks.shape[0], self.columns
 
     def contiguous(self) -> BlockMatrix:
-        """The same matrix with its bytes row after row."""
+        """Return the matrix with its bytes row after row."""
         return BlockMatrix(self.format, self.columns, self.blocks.contiguous())
 
 
 def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
-    """`matrix [rows, columns]` in blocks of q8_0: 32 whole numbers of -127 .. 127 and their scale."""
+    """Quantise `matrix [rows, columns]` to q8_0: blocks of 32 numbers of -127 .. 127 and their scale."""
     rows, columns = matrix.shape
     groups = functional.pad(matrix.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
     # The scale is rounded to fp16 first, so that the numbers are the nearest to what will be computed with.
@@ -72,7 +72,7 @@ def quantise_matrix(matrix: torch.Tensor) -> BlockMatrix:
 
 
 def dequantise(matrix: BlockMatrix) -> torch.Tensor:
-    """The float32 numbers `[rows, columns]` that the blocks stand for, exactly."""
+    """Return the float32 numbers `[rows, columns]` that the blocks stand for, exactly."""
     if matrix.format == "q8_0":
         blocks = _in_blocks(matrix)
         values = _halves_as_floats(blocks[..., :2]) * blocks[..., 2:].view(torch.int8).float()
@@ -87,7 +87,7 @@ def dequantise(matrix: BlockMatrix) -> torch.Tensor:
 
 
 def codes_of(matrix: BlockMatrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The parts of a matrix in q4_0 or q4_1, whose numbers are `scale * code + least`.
+    """Return scale, codes and least of a matrix in q4_0 or q4_1, whose numbers are `scale * code + least`.
 
     Scale and least are float32 `[rows, groups, 1]`, codes those of the file, uint8 `[rows, groups, 16]`.
     """
@@ -103,17 +103,20 @@ def _in_blocks(matrix: BlockMatrix) -> torch.Tensor:
 
 
 def _halves_as_floats(two_bytes: torch.Tensor) -> torch.Tensor:
-    """Half precision out of `[..., 2]` bytes: float32 `[..., 1]`."""
+    """Read half precision out of `[..., 2]` bytes: float32 `[..., 1]`."""
     return two_bytes.contiguous().view(torch.float16).float()
 
 
 def _halves(packed: torch.Tensor) -> torch.Tensor:
-    """Float32 `[..., 32]` of `packed [..., 16]`: first all low halves of the bytes, then all high ones."""
+    """Unpack `packed [..., 16]` to float32 `[..., 32]`: first all low halves of the bytes, then all high
+    ones.
+    """
     return torch.cat([packed & 15, packed >> 4], dim=-1).float()
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [rows, columns]` as whole numbers, int32 `[rows, groups, 32]`, and float32 scales of each group.
+    """Quantise `x [rows, columns]` to whole numbers, int32 `[rows, groups, 32]`, and float32 scales of each
+    group.
 
     Numbers have 8 bits, those of fine groups 16: a first byte of the rounded number and a second one of what
     that left over. The last group is padded with zeros. A group with an infinity or a NaN has the scale NaN.
@@ -132,10 +135,11 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantised_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x [rows, columns]`, quantised in groups, times the transpose of the dequantised `weight`: float32.
+    """Multiply `x [rows, columns]`, quantised in groups, with the transpose of `weight [out, columns]`:
+    float32.
 
-    The meaning. Kernels keep the blocks and sum the whole numbers of each group exactly, which differs from
-    this in the rounding of float32 sums only.
+    The reference: `weight` is dequantised, `bias` is `[out]`. Kernels keep the blocks and sum the whole
+    numbers of each group exactly, which differs from this in the rounding of float32 sums only.
     """
     values, scales = quantise_rows(x)
     rounded = (values.float() * scales).reshape(x.shape[0], -1)[:, : x.shape[1]]

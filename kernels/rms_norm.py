@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x [..., n]` divided by its root mean square over n, times `weight [n]`.
+    """Divide `x [..., n]` by its root mean square over n, and multiply by `weight [n]`.
 
     The mean is taken in float32 whatever the dtype: squares of bfloat16 have three significant digits.
     """

@@ -7,6 +7,6 @@ from torch.nn import functional
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of `gate_up [tokens, 2 * n]`, the gate in the first half: `[tokens, n]`."""
+    """Return `silu(gate) * up` of `gate_up [tokens, 2 * n]`, the gate in the first half: `[tokens, n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

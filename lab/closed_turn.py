@@ -1,4 +1,4 @@
-"""One turn of a running system: a closed loop of clients with the same lengths."""
+"""Turn of a running system: a closed loop of clients with the same lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Size:
-    """Of one turn: ``clients`` in a closed loop, each of them with so many requests."""
+    """Size of a turn: ``clients`` in a closed loop, each of them with so many requests."""
 
     clients: int = 16
     per_client: int = 4
@@ -40,7 +40,7 @@ async def closed_turn(system: RunningServer, size: Size, seed: int) -> Run:
 
 
 def tell_round(done: int, rounds: int) -> None:
-    """How far a measurement by turns is, on a line of its own that is written over."""
+    """Print how far a measurement by turns is, on a line of its own that is written over."""
     print(f"\rround {done} of {rounds}", end="" if done < rounds else "\n", file=sys.stderr, flush=True)
 
 

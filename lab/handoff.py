@@ -1,4 +1,4 @@
-"""What a handoff costs, by transport: from "the prompt is computed" to "its blocks are verified".
+"""Cost of a handoff by transport: from "the prompt is computed" to "its blocks are verified".
 
     python -m lab.handoff [--rounds 40] [--tokens 512 --tokens 2000]
 
@@ -56,7 +56,7 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """What both processes have in common."""
+    """Settings that both processes have in common."""
 
     shape: str
     device: str
@@ -64,12 +64,12 @@ class Setting:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the blocks."""
+        """Layout of the blocks."""
         return SHAPES[self.shape]
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """As of two workers with such a model."""
+        """Fingerprint of two workers with such a model."""
         layout = self.layout
         shape = (layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
         return Fingerprint(self.shape, "bf16", "bfloat16", layout.name, *shape, 1)
@@ -88,7 +88,7 @@ class Setting:
 
 
 async def decode_end(transport: str, setting: Setting) -> None:
-    """The decode process: grants whatever is asked for, and says when it has it."""
+    """Run the decode process: grant whatever is asked for, and report each arrival."""
     pool = BlockPool(setting.blocks)
     # A pool that was in use: consecutive blocks of a prompt are anywhere.
     taken = pool.allocate(setting.blocks)
@@ -129,7 +129,7 @@ async def decode_end(transport: str, setting: Setting) -> None:
 
 
 class Pair:
-    """This process' end, and the decode process."""
+    """Prefill end in this process, and the decode process."""
 
     def __init__(self, process: asyncio.subprocess.Process, peer: Peer) -> None:
         self._process, self._peer = process, peer
@@ -137,7 +137,7 @@ class Pair:
 
     @classmethod
     async def start(cls, stack: AsyncExitStack, transport: str, setting: Setting) -> Pair:
-        """A pair over one transport; it ends with the stack."""
+        """Start a pair over one transport; it ends with the stack."""
         command = [*module_command("lab.handoff"), "--serve", transport]
         command += ["--shape", setting.shape, "--device", setting.device, "--blocks", str(setting.blocks)]
         process = await asyncio.create_subprocess_exec(
@@ -220,7 +220,7 @@ async def measure(
 
 
 def table(taken: Times, layout: KVLayout) -> str:
-    """As Markdown."""
+    """Render the results as Markdown."""
     lines = ["| transport | prompt | MB | p50 ms | p90 ms | GB/s at p50 |", "|---|---|---|---|---|---|"]
     for (name, tokens), times in taken.items():
         size = layout.blocks_for(tokens) * layout.bytes_per_block

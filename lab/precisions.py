@@ -15,7 +15,7 @@ PRECISIONS: tuple[DType, ...] = ON_CPU
 
 
 def load_precision(path: Path, name: DType) -> Model:
-    """The model as a worker with `--dtype name` computes it. Raises as `load_model` does."""
+    """Load the model as a worker with `--dtype name` computes it. Raises as `load_model` does."""
     return load_model(path, name)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def median_and_range(values: Sequence[float], digits: int) -> str:
-    """As `12.5 (11.0–14.1)`: the median, the smallest and the largest."""
+    """Format as `12.5 (11.0–14.1)`: the median, the smallest and the largest."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def stolen_in_turns(shares: Sequence[float]) -> str:
-    """To stand below a table; a share of the cores' time for each turn."""
+    """Say below a table what share of the cores' time was stolen in each turn."""
     return f"{statistics.median(shares):.1%} of the cores' time stolen by the hypervisor (median of turns)"

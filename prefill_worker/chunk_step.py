@@ -10,7 +10,7 @@ import torch
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.beam_search import beam_candidates
 from diptych.engine.runner import Runner
-from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, score_tokens
+from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample, token_logprobs
 from diptych.engine.step_output import can_sample_on_device
 from diptych.runtime.failpoints import failpoint
 from diptych.worker.v1 import work_pb2
@@ -109,7 +109,7 @@ def _read(request: PrefillRequest, chunk: Chunk, logits: torch.Tensor) -> Comput
     if count := _tokens_to_score(request, chunk):
         judged = request.token_ids[request.computed + 1 : request.computed + 1 + count]
         try:
-            scored = score_tokens(logits, judged, request.attempt.prompt_logprobs or 0)
+            scored = token_logprobs(logits, judged, request.attempt.prompt_logprobs or 0)
         except ValueError as error:
             return SampleFailure(str(error))
         scores = tuple(score_message(score) for score in scored)

@@ -45,7 +45,10 @@ def check_file(path: Path, root: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        text, function = ast.get_docstring(node) or "", isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        text, function = (
+            ast.get_docstring(node) or "",
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef),
+        )
         where = f"{name}:{getattr(node, 'lineno', 1)}"
         if FIRST_WORDS.match(text) or (function and not _is_property(node) and FUNCTION_WORDS.match(text)):
             yield f"{where}: begin with a {'verb' if function else 'noun'}, not {text.splitlines()[0][:50]!r}"

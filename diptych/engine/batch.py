@@ -1,4 +1,4 @@
-"""What one engine step computes: rows of decode and chunks of prefill, freely mixed.
+"""The batch of one engine step: decode rows and prefill chunks, freely mixed.
 
 Computed tokens catch up with existing ones: a decode row is a chunk of one token, a prefill chunk one of
 many. Nothing else tells them apart.
@@ -17,7 +17,7 @@ from diptych.engine.kv.kv_memory import KVMemory
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """One sequence's share of a step: compute `token_ids` at positions `start, start + 1, ...`.
+    """A sequence's share of a step: compute `token_ids` at positions `start, start + 1, ...`.
 
     Position p lives in `memory` at block `block_table[p // block_size]`, lane `p % block_size`. Keys and
     values of positions below `start` must be there already; those of this step are written by the step.
@@ -33,7 +33,7 @@ class SequenceStep:
     trailing: int = 1
     """Where logits are wanted, after how many of the last tokens of `token_ids`."""
     follows: int | None = None
-    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose drawn
+    """Of a step that is launched ahead (`Runner.launch`): the row of the step launched before whose sampled
     token is this step's one token. What stands in `token_ids` is not looked at then.
     """
 
@@ -44,7 +44,8 @@ class SequenceStep:
 
 
 class AbortWords:
-    """One word a sequence of a step; another thread sets it, the step reads it between layers.
+    """Abort flags of a step, one int32 a sequence: another thread sets them, the step reads them between
+    layers.
 
     A sequence whose word is set writes no more keys and values from the next layer on; when all are set the
     step ends. A store of one aligned int32 is atomic on every machine that we run on, so that no lock is
@@ -59,11 +60,11 @@ class AbortWords:
         self.words[index] = 1
 
     def is_aborted(self, index: int) -> bool:
-        """Whether the sequence at `index` was told to stop."""
+        """Return whether the sequence at `index` was aborted."""
         return bool(self.words[index])
 
     def all_aborted(self) -> bool:
-        """Whether nothing of the step is wanted any more."""
+        """Return whether every sequence of the step was aborted."""
         return bool(self.words.all())
 
 

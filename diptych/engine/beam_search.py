@@ -1,6 +1,6 @@
 """Beam search over tokens: which beams go on, which hypotheses are kept, when nothing better can come.
 
-Decisions only: whoever drives it computes the model and moves the keys and values. Equal to transformers'
+Decisions only: the caller computes the model and moves the keys and values. Equal to transformers'
 `generate(num_beams=width, do_sample=False)` with its defaults, a length penalty of 1 and early_stopping False
 (beam search as in Sutskever et al. 2014; scores normalised by length as in Wu et al. 2016):
 
@@ -9,8 +9,8 @@ Decisions only: whoever drives it computes the model and moves the keys and valu
 - One that stops is kept as a hypothesis if it is among the first `width` of them. Its score is the sum of its
   log-probabilities over its length, the stop token counted; the best `width` hypotheses stay.
 - The first `width` that do not stop are the live beams of the next step.
-- It is over when `width` hypotheses are there and the best live beam, taken at its present length, is no
-  better than the worst of them, or when `max_tokens` have come: the first `width` continuations are
+- The search is over when `width` hypotheses are there and the best live beam, taken at its present length, is
+  no better than the worst of them, or when `max_tokens` have come: the first `width` continuations are
   hypotheses then.
 """
 
@@ -27,7 +27,7 @@ from diptych.engine.sampling import Candidate, SampleFailure, SampleRow, TokenLo
 
 
 def candidates_wanted(width: int, stop_ids: Collection[int]) -> int:
-    """Among how many candidates of each live beam are those that decide a step."""
+    """Return how many candidates of each live beam a step has to look at."""
     return max(2, 1 + len(stop_ids)) * width
 
 
@@ -50,7 +50,10 @@ def deciding(token_ids: Sequence[int], width: int, stop_ids: Collection[int]) ->
 def beam_candidates(
     logits: torch.Tensor, rows: Sequence[SampleRow], width: int, stop_ids: frozenset[int]
 ) -> list[list[Candidate] | SampleFailure]:
-    """What decides the next step, of each beam. Arguments as of `diptych.engine.sampling.candidates`."""
+    """Return the candidates of each beam that decide the next step.
+
+    Arguments as of `diptych.engine.sampling.candidates`.
+    """
     few = partial(deciding, width=width, stop_ids=stop_ids)
     return candidates(logits, rows, candidates_wanted(width, stop_ids), few)
 
@@ -73,7 +76,7 @@ class Beam:
     """One a token; None where the candidates came without."""
 
     def then(self, candidate: Candidate) -> Beam:
-        """The beam with one token more."""
+        """Return the beam with one token more."""
         return Beam(
             (*self.token_ids, candidate.token_id),
             self.total + candidate.logprob,
@@ -87,11 +90,12 @@ class Beam:
 
 
 class BeamSearch:
-    """One search. Feed `first` with the candidates after the prompt, then `advance` with those of the live
-    beams, until `done`; `result` has the answers.
+    """State of one beam search.
 
-    Candidates come likeliest first: `candidates_wanted` of each beam, or as many as the rules allow, or of
-    these the `deciding` ones. That stop tokens must not come yet (min_tokens) is such a rule.
+    Feed `first` with the candidates after the prompt, then `advance` with those of the live beams, until
+    `done`; `result` has the answers. Candidates come likeliest first: `candidates_wanted` of each beam, or as
+    many as the logits processors allow, or of these the `deciding` ones. Stop tokens that must not come yet
+    (min_tokens) are left out of them.
     """
 
     def __init__(self, width: int, *, stop_ids: Collection[int], max_tokens: int) -> None:
@@ -114,11 +118,11 @@ class BeamSearch:
         return not self._live
 
     def first(self, candidates: Sequence[Candidate]) -> list[Fork]:
-        """The first step, from the candidates after the prompt. Every fork's parent is 0."""
+        """Take the first step, from the candidates after the prompt. Every fork's parent is 0."""
         return self.advance([candidates])
 
     def advance(self, candidates: Sequence[Sequence[Candidate]]) -> list[Fork]:
-        """One step, from the candidates of each live beam; none of a beam that cannot go on.
+        """Take one step, from the candidates of each live beam; none of a beam that cannot go on.
 
         Returns the live beams of the next step as forks of those before, best first: at most `width`, and
         none when the search is over.
@@ -141,15 +145,16 @@ class BeamSearch:
         return [Fork(parent, beam.token_ids[-1]) for parent, beam in going]
 
     def result(self, count: int) -> list[Beam]:
-        """The best `count` hypotheses, best first.
+        """Return the best `count` hypotheses, best first.
 
-        Where the rules allow fewer answers than that, the last is repeated; nothing comes if they allow none.
+        Where the logits processors allow fewer answers than that, the last is repeated; where they allow
+        none, the list is empty.
         """
         best = self._hypotheses[:count]
         return best + best[-1:] * (count - len(best))
 
     def _ranked(self, candidates: Sequence[Sequence[Candidate]]) -> list[tuple[float, int, Candidate]]:
-        """The likeliest continuations: total, place of the parent, token; likeliest first."""
+        """Return the likeliest continuations, likeliest first: total, place of the parent, token."""
         ranked = [
             (self._live[parent].total + candidate.logprob, parent, candidate)
             for parent, of_one in enumerate(candidates)

@@ -1,4 +1,4 @@
-"""Where a model is computed, and how much memory a KV pool may take there."""
+"""Choice of the device, and the memory that a KV pool may take there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ CONTEXT_BYTES = 600 << 20
 """What a process takes of a GPU before its first tensor: the CUDA context, kernels, library handles."""
 _FEW_BYTES = 256 << 20
 """Left free for small temporaries and the allocator's rounding."""
-_BYTES_A_RECORDING = 6 << 20
-"""A recorded decode step: some four hundred kernel nodes and its share of the graphs' memory."""
+_BYTES_A_GRAPH = 6 << 20
+"""A captured decode step: some four hundred kernel nodes and its share of the graphs' memory."""
 
 
 class DeviceUnavailable(RuntimeError):
@@ -40,7 +40,7 @@ def pool_bytes(
 
     Not above 0 where nothing is left.
     """
-    reserve = _FEW_BYTES + _BYTES_A_RECORDING * recordings + temporaries
+    reserve = _FEW_BYTES + _BYTES_A_GRAPH * recordings + temporaries
     return min(int(utilization * total) - used, free) - reserve
 
 

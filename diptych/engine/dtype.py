@@ -1,15 +1,21 @@
-"""How a model's numbers are kept and multiplied: what `--dtype` chooses.
+"""Precision of a model, which `--dtype` chooses, and of its KV cache (`--kv-cache-dtype`).
 
 fp32   everything float32: the oracle that the others are judged by
 fp16   as bf16, in float16; on GPUs only
 bf16   weights, inputs of products, keys and values bfloat16; sums float32
 int8   matrices with 8 bits a number and a scale for at most 576 of them; inputs of products likewise, but for
-       the four widest lines of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys and
-       values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps of
-       one row, on some CPUs of up to four (kernels/byte_codes.py)
+       the four outlier columns of each segment, which have 16 bits (kernels/byte_linear.py); embedding, keys
+       and values bfloat16, all else float32. What a GGUF file has in 4 bits is kept in these, too, for steps
+       of one row, on some CPUs of up to four (kernels/byte_codes.py)
 gguf   matrices in the blocks of the GGUF file as they are (Q4_0, Q4_1, Q8_0), codes of four bits of a folder
        of GPTQ, AWQ or compressed-tensors as Q4_1, others as Q8_0; inputs of products in groups of 32, with
        8 bits or 16; the rest as in int8 (kernels/quantised_linear.py)
+
+Keys and values are kept in the precision's own dtype (`auto`) or in `fp8`: E4M3, half the bytes of bf16, with
+a scale for each layer, its keys or values, and KV head (kernels/fp8_cache.py). The scales are the
+checkpoint's (`k_scale` and `v_scale`, one a layer or one a head) where it has them, else 1: E4M3 is a
+floating-point format, so that a scale moves its range, 2**-9 to 448, and not its precision. Nothing is
+calibrated when a model is loaded: two workers with one model's files have the same scales.
 """
 
 from __future__ import annotations
@@ -19,14 +25,18 @@ from typing import Literal
 
 import torch
 
+from diptych.engine.models.shape import ModelShape
+from kernels import fp8_cache
+
 Precision = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
+KVCacheDtype = Literal["auto", "fp8"]
 
 PLAIN: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-"""Those that store every number in one dtype."""
+"""Precisions that store every number in one dtype."""
 
 ON_CPU: tuple[Precision, ...] = ("fp32", "bf16", "int8", "gguf")
 ON_GPU: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
@@ -38,7 +48,7 @@ _SMALL_FILE = 1 << 30
 
 
 def stored_dtype(precision: Precision) -> torch.dtype:
-    """Of keys, values and embedding."""
+    """Return the torch dtype of keys, values and embedding in `precision`."""
     return PLAIN.get(precision, torch.bfloat16)
 
 
@@ -50,15 +60,16 @@ def choose_precision(
     on_gpu: bool = False,
     file_bytes: int = 0,
 ) -> Precision:
-    """What `auto` means: the fastest precision whose perplexity is within 1% of the file's own numbers'.
+    """Return what `auto` means: the fastest precision whose perplexity is within 1% of the file's own
+    numbers'.
 
     Matrices in quantised blocks are computed in int8 where the CPU has dot products of bytes: with them
     prompts and steps of several streams are 1.1 to 1.8 times as fast as in the file's own blocks. These take
     a third of the memory, which counts for a large file, and are faster where such instructions are missing:
-    gguf. What rounding costs is far below what the file's rounding has cost already in both
-    (python -m lab.quality). A file of full numbers is computed in bf16, which changes least, where the
-    CPU multiplies it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native
-    step torch would only imitate the blocks. A GPU computes in bf16, whatever the file.
+    gguf. What rounding costs is far below what the file's rounding has cost already in both (python -m
+    lab.quality). A file of full numbers is computed in bf16, which changes least, where the CPU multiplies
+    it; elsewhere in fp32, which is faster than bf16 that is widened first. Without the native step torch
+    would only imitate the blocks. A GPU computes in bf16, whatever the file.
     """
     if on_gpu:
         return "bf16"
@@ -66,3 +77,15 @@ def choose_precision(
         small = file_bytes <= _SMALL_FILE
         return "int8" if small and _BYTE_FEATURES.intersection(cpu_features) else "gguf"
     return "bf16" if _BF16_FEATURES.intersection(cpu_features) else "fp32"
+
+
+def kept_dtype(choice: KVCacheDtype, precision: Precision) -> torch.dtype:
+    """Return the torch dtype of keys and values in their blocks."""
+    return fp8_cache.DTYPE if choice == "fp8" else stored_dtype(precision)
+
+
+def kept_scales(choice: KVCacheDtype, shape: ModelShape, found: torch.Tensor | None) -> torch.Tensor | None:
+    """Return float32 `[layers, 2, kv_heads]`: `found` in the checkpoint, or 1. None: nothing is scaled."""
+    if choice != "fp8":
+        return None
+    return found if found is not None else torch.ones(shape.num_layers, 2, shape.num_kv_heads)

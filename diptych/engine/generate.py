@@ -12,7 +12,7 @@ from dataclasses import replace
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.engine.prompt_logprobs import all_logits
+from diptych.engine.prompt_logprobs import prompt_logits
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import (
     Sampled,
@@ -22,7 +22,7 @@ from diptych.engine.sampling import (
     TokenLogprob,
     choice_seed,
     sample,
-    score_tokens,
+    token_logprobs,
 )
 
 
@@ -46,10 +46,11 @@ def generate(
     chunk: int = 512,
     min_tokens: int = 0,
 ) -> list[int]:
-    """The tokens that follow `prompt_ids`: at most `max_tokens`, ending with a stop token if one came.
+    """Generate the tokens that follow `prompt_ids`: at most `max_tokens`, ending with a stop token if one
+    came.
 
-    The prompt is computed in chunks of `chunk` tokens. Blocks are taken from `pool` (which keeps the books of
-    `memory`) for the longest possible answer, and returned. Raises OutOfBlocks or GenerationFailed.
+    The prompt is computed in chunks of `chunk` tokens. Blocks are taken from `pool` (which counts the blocks
+    of `memory`) for the longest possible answer, and returned. Raises OutOfBlocks or GenerationFailed.
     """
     (choice,) = generate_choices(
         runner,
@@ -109,18 +110,18 @@ def generate_choices(
     return answers
 
 
-def prompt_scores(
+def prompt_token_logprobs(
     runner: Runner, memory: KVMemory, pool: BlockPool, prompt_ids: Sequence[int], count: int
 ) -> list[TokenLogprob]:
-    """The scores of the prompt's tokens from the second on, each with `count` alternatives.
+    """Return the log-probabilities of the prompt's tokens from the second on, each with `count` alternatives.
 
     Raises OutOfBlocks, or ValueError for logits that are not finite.
     """
     with _held(memory, pool, len(prompt_ids)) as blocks:
         return [
             score
-            for start, logits in all_logits(runner, memory, blocks, prompt_ids)
-            for score in score_tokens(logits, prompt_ids[start + 1 : start + 1 + len(logits)], count)
+            for start, logits in prompt_logits(runner, memory, blocks, prompt_ids)
+            for score in token_logprobs(logits, prompt_ids[start + 1 : start + 1 + len(logits)], count)
         ]
 
 

@@ -29,10 +29,10 @@ def generate_beams(
     stop_ids: Collection[int] = (),
     min_tokens: int = 0,
 ) -> list[Beam]:
-    """The best `count` answers that `width` beams find, best first.
+    """Return the best `count` answers that `width` beams find, best first.
 
-    Of `params` the rules count (biases, penalties, forbidden tokens), and whether there are scores. Raises
-    OutOfBlocks, or GenerationFailed where the rules leave no answer or logits are not finite.
+    Of `params` the logits processors count (biases, penalties, forbidden tokens), and `logprobs`. Raises
+    OutOfBlocks, or GenerationFailed where every token is forbidden or logits are not finite.
     """
     search = BeamSearch(width, stop_ids=stop_ids, max_tokens=max_tokens)
     per_beam = memory.layout.blocks_for(len(prompt_ids) + max_tokens)
@@ -67,7 +67,7 @@ def generate_beams(
 
 
 def _going_on(found: Sequence[list[Candidate] | SampleFailure]) -> list[list[Candidate]]:
-    """Candidates of each beam; none of one that the rules let go nowhere."""
+    """Candidates of each beam; none of one that has no token to go on with."""
     going: list[list[Candidate]] = []
     for of_one in found:
         if isinstance(of_one, SampleFailure) and not of_one.by_request:

@@ -11,8 +11,7 @@ import torch
 
 from diptych.engine.backend import Backend
 from diptych.engine.backends.torch.backend import TorchBackend
-from diptych.engine.dtype import ON_CPU, ON_GPU, PLAIN, Precision
-from diptych.engine.kv.kv_dtype import KVCacheDtype, kept_dtype, kept_scales
+from diptych.engine.dtype import ON_CPU, ON_GPU, PLAIN, KVCacheDtype, Precision, kept_dtype, kept_scales
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape, UnsupportedModel
 from diptych.engine.weights import Weights
@@ -39,7 +38,7 @@ class Model:
     device: torch.device = _CPU
 
     def kv_layout(self, block_size: int) -> KVLayout:
-        """How blocks of `block_size` tokens of this model look."""
+        """Return the layout of blocks of `block_size` tokens of this model."""
         shape = self.shape
         return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
 
@@ -51,7 +50,7 @@ class Model:
 
 
 def native_step_works() -> bool:
-    """Whether this installation has the native step."""
+    """Return whether this installation has the native step."""
     from kernels.cpu import library
 
     try:

@@ -1,4 +1,4 @@
-"""How likely a model finds a given text: log-probabilities at every position, not only after the last.
+"""Log-probabilities of a given text at every position, not only after the last.
 
 A chunk of a prompt gives logits after each of its tokens (`SequenceStep.trailing`); those after token i
 judge token i + 1. Nothing is sampled.
@@ -22,27 +22,28 @@ CHUNK = 128
 """Tokens whose logits are held at once: 25 MB of float32 with a vocabulary of 49,152."""
 
 
-def score(
+def prompt_logprobs(
     runner: Runner, memory: KVMemory, block_table: Sequence[int], token_ids: Sequence[int], chunk: int = CHUNK
 ) -> Scores:
-    """log p(token i + 1 | tokens 0 .. i), natural, for each i: `[len(token_ids) - 1]`.
+    """Return log p(token i + 1 | tokens 0 .. i), natural, for each i: `[len(token_ids) - 1]`.
 
     The text is computed from position 0 into the blocks of `block_table`. Raises BatchError if they do not
     hold it or a token is outside of the vocabulary. NaN where the logits are not finite.
     """
     parts = [
-        log_probabilities(logits, token_ids[start + 1 : start + 1 + len(logits)])
-        for start, logits in all_logits(runner, memory, block_table, token_ids, chunk)
+        target_logprobs(logits, token_ids[start + 1 : start + 1 + len(logits)])
+        for start, logits in prompt_logits(runner, memory, block_table, token_ids, chunk)
     ]
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
-def all_logits(
+def prompt_logits(
     runner: Runner, memory: KVMemory, block_table: Sequence[int], token_ids: Sequence[int], chunk: int = CHUNK
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Chunk by chunk: the position of its first token, and float32 logits `[tokens, vocab]` after each token.
+    """Yield chunk by chunk the position of its first token, and float32 logits `[tokens, vocab]` after each
+    token.
 
-    Raises as `score` does; ValueError for a chunk below one token.
+    Raises as `prompt_logprobs` does; ValueError for a chunk below one token.
     """
     if chunk < 1:
         raise ValueError("a chunk has at least one token")
@@ -52,13 +53,14 @@ def all_logits(
         yield start, runner.step([step])
 
 
-def log_probabilities(logits: torch.Tensor, token_ids: Sequence[int]) -> Scores:
-    """log p of token_ids[i] under logits[i], `[len(token_ids)]`; further rows of `logits` are not looked at.
+def target_logprobs(logits: torch.Tensor, token_ids: Sequence[int]) -> Scores:
+    """Return log p of token_ids[i] under logits[i], `[len(token_ids)]`; further rows of `logits` are not
+    read.
 
-    `logits` is float32 `[at least len(token_ids), vocab]` on the CPU, and is not changed. The same sum as a
-    sampled token's log-probability has (diptych/engine/sampling.py). Rows that are not finite give NaN.
+    `logits` is float32 `[at least len(token_ids), vocab]` on the CPU, and is not changed. The sum is the one
+    of a sampled token's log-probability (diptych/engine/sampling). Rows that are not finite give NaN.
     """
-    # numpy as in diptych/engine/sampling.py: torch would wake threads that spin on the cores of other workers.
+    # numpy as in sampling/sample.py: torch would wake threads that spin on the cores of other workers.
     rows: Scores = logits.detach().numpy()[: len(token_ids)]
     chosen = rows[np.arange(len(rows)), np.asarray(token_ids, dtype=np.int64)]
     highest = rows.max(axis=-1)

@@ -43,7 +43,7 @@ _TEXT = "text/plain"
 
 _log = logging.getLogger(__name__)
 
-Door = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+HttpApi = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpEdge:
@@ -53,7 +53,7 @@ class HttpEdge:
         self,
         registry: CollectorRegistry,
         ready: Callable[[], bool],
-        door: Door | None,
+        api: HttpApi | None,
         *,
         why_not_ready: Callable[[], str],
         alive: Callable[[], bool],
@@ -65,7 +65,7 @@ class HttpEdge:
         self._why_not_ready = why_not_ready
         self._alive = alive
         self._gives_work = gives_work
-        self._door = door
+        self._api = api
         self._certificates = certificates
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
@@ -87,7 +87,7 @@ class HttpEdge:
         gives_work: Callable[[str], bool] | None = None,
         tls: TlsFiles | None = None,
         insecure: bool = False,
-        door: Door | None = None,
+        api: HttpApi | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
     ) -> "HttpEdge":
@@ -106,7 +106,7 @@ class HttpEdge:
         edge = cls(
             registry,
             ready,
-            door,
+            api,
             why_not_ready=why_not_ready,
             alive=alive,
             gives_work=gives_work,
@@ -175,10 +175,10 @@ class HttpEdge:
                 return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n", later)
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
-            if self._door is not None:
+            if self._api is not None:
                 self._asked += 1
                 try:
-                    return await self._door(request)
+                    return await self._api(request)
                 finally:
                     self._asked -= 1
                     self._answered_at = asyncio.get_running_loop().time()
@@ -241,7 +241,7 @@ class _Request(web.BaseRequest):
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: Door, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
+    def __init__(self, handler: HttpApi, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
         super().__init__(
             handler,
             request_factory=self._request,

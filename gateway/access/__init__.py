@@ -1,1 +1,1 @@
-"""Who calls: API keys, what each may do, and how much of it."""
+"""API keys: authentication, scopes, and quotas of each key."""

@@ -1,60 +1,76 @@
-"""From an ``authorization`` header to a `Caller`: the one place where credentials are looked at."""
+"""Authentication: the `Caller` behind an ``authorization`` header. No other module reads credentials.
+
+A tenant comes from the credential alone: no field of a request names one.
+"""
 
 from __future__ import annotations
 
 import hmac
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from diptych.runtime.errors import PermissionDenied, Unauthenticated
 from diptych.runtime.file_watch import FileWatch
-from gateway.access.caller import Caller, Scope, anonymous
-from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, digest_of, read_key_file
+from gateway.access.key_file import BadKeyFile, KeyEntry, NoKeys, Scope, digest_of, read_key_file
 from gateway.access.quota import QuotaUsage
 
+DEFAULT_TENANT: Final = ""  # of all callers of a gateway without API keys
 _SCHEME = "bearer"  # RFC 6750; schemes are written in any case
 _INDEX_BYTES = 4
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Caller:
+    """An authenticated caller. A running request keeps its own when the key is removed from the file."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+    quota_usage: QuotaUsage = field(repr=False)
+
+
+def anonymous() -> Caller:
+    """Return the caller of a gateway without API keys: every scope, no quota."""
+    return Caller(DEFAULT_TENANT, frozenset(Scope), QuotaUsage("anonymous"))
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownKey:
     digest: bytes
     caller: Caller
 
 
 class Access:
-    """Knows the callers by their keys, as the file has them now.
+    """Lookup of callers by API key, after the key file as it is now.
 
-    The file is looked at once a second at most, when somebody calls. One that has become bad or is gone may
-    be half written: the keys of before stay, also those taken out of it, and the log says so until it is
-    read. One that has no key left is meant so: then nobody can call.
+    A call checks the file for a change, once a second at most. A file that became bad or disappeared may be
+    half written: the keys read before stay valid, also those removed since, and the log says so until the
+    file can be read. A file without any key is meant so: every call is refused.
 
     Args:
-        path: of the keys; None: no keys are asked for and everybody is one tenant.
+        path: the key file; None: no keys are required and every caller is `anonymous`.
 
     Raises:
-        BadKeyFile: at the start only.
+        BadKeyFile: from the constructor only.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._anybody = anonymous()
-        self._meters: dict[
-            str, QuotaUsage
-        ] = {}  # by name: a quota is not used up anew when the file is read again
-        self._known: dict[bytes, list[_Known]] = {}
+        self._anonymous = anonymous()
+        self._usages: dict[str, QuotaUsage] = {}  # by key name: reading the file again resets no quota
+        self._known: dict[bytes, list[_KnownKey]] = {}
         self._watch: FileWatch | None = None
         if path is not None:
             self._watch = FileWatch(path)
-            self._take(read_key_file(path))
+            self._set_keys(read_key_file(path))
 
     def caller(self, authorization: str, scope: Scope) -> Caller:
-        """Raises `Unauthenticated`, `PermissionDenied`."""
+        """Return the caller that ``authorization`` names. Raises `Unauthenticated`, `PermissionDenied`."""
         if self._watch is None:
-            return self._anybody
+            return self._anonymous
         self._refresh(self._watch)
         scheme, _, key = authorization.partition(" ")
         if not key or scheme.lower() != _SCHEME:
@@ -67,7 +83,7 @@ class Access:
         return caller
 
     def _find(self, digest: bytes) -> Caller | None:
-        # The index may be timed: who learns the first bytes of a digest knows nothing of a key.
+        # The lookup by prefix may be timed: the first bytes of a digest reveal nothing about a key.
         for known in self._known.get(digest[:_INDEX_BYTES], ()):
             if hmac.compare_digest(known.digest, digest):
                 return known.caller
@@ -77,24 +93,24 @@ class Access:
         if self._path is None or not watch.changed():
             return
         try:
-            self._take(read_key_file(self._path))
-            _log.info("the API keys were read again: %d", len(self._meters))
+            self._set_keys(read_key_file(self._path))
+            _log.info("the API keys were read again: %d", len(self._usages))
         except NoKeys:
-            self._known = {}  # what was used of the quotas stays known
+            self._known = {}  # quota usage is kept
             _log.warning("%s has no key any more: every call that needs one is refused", self._path)
         except BadKeyFile as error:
             if watch.failed(str(error)):
                 _log.error("the API keys stay as they were, also those taken out since: %s", error)
 
-    def _take(self, entries: Sequence[KeyEntry]) -> None:
-        known: dict[bytes, list[_Known]] = {}
-        meters = {}
+    def _set_keys(self, entries: Sequence[KeyEntry]) -> None:
+        known: dict[bytes, list[_KnownKey]] = {}
+        usages = {}
         for entry in entries:
-            meter = self._meters.get(entry.name)
-            if meter is None or meter.quota != entry.quota:
-                meter = QuotaUsage(entry.name, entry.quota)
-            meters[entry.name] = meter
+            usage = self._usages.get(entry.name)
+            if usage is None or usage.quota != entry.quota:
+                usage = QuotaUsage(entry.name, entry.quota)
+            usages[entry.name] = usage
             digest = bytes.fromhex(entry.sha256)
-            caller = Caller(entry.tenant, frozenset(entry.scopes), meter)
-            known.setdefault(digest[:_INDEX_BYTES], []).append(_Known(digest, caller))
-        self._known, self._meters = known, meters
+            caller = Caller(entry.tenant, frozenset(entry.scopes), usage)
+            known.setdefault(digest[:_INDEX_BYTES], []).append(_KnownKey(digest, caller))
+        self._known, self._usages = known, usages

@@ -3,40 +3,47 @@
     {"name": "billing-1", "tenant": "billing", "sha256": "9f86…", "scopes": ["inference"],
      "requests_per_minute": 600, "tokens_per_minute": 100000, "concurrent_requests": 16}
 
-(in one line). The last three may be absent. The file has no key, only its SHA-256 (FIPS 180-4): a key has 256
-random bits, so that no salt and no slow hash is needed to keep it from being guessed.
+(in one line). The last three may be absent. The file holds no key, only its SHA-256 (FIPS 180-4): a key has
+256 random bits, so that neither a salt nor a slow hash is needed against guessing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diptych.runtime.file_watch import readable_by_all
-from gateway.access.caller import Scope
 from gateway.access.quota import Quota
 
-KEY_PREFIX: Final = "dk-"  # so that scanners for leaked secrets can know one
+KEY_PREFIX: Final = "dk-"  # so that scanners for leaked secrets recognise a key
 _KEY_BYTES: Final = 32
 _NAME: Final = r"^[A-Za-z0-9._-]{1,64}$"
 MAX_COUNT: Final = 2**40
 _Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
+class Scope(StrEnum):
+    """A permission of a key. None includes another one."""
+
+    INFERENCE = "inference"  # the public services: generate, tokenise, list models, cancel
+    ADMIN = "admin"  # diptych.v1.AdminService
+
+
 class BadKeyFile(ValueError):
-    """The file cannot be used; says which line and why, and never what the line holds."""
+    """The file cannot be used. The text names the line and the reason, never the line's content."""
 
 
 class NoKeys(BadKeyFile):
-    """Nothing is wrong with the file, but it has no key."""
+    """A valid file without any key."""
 
 
 class KeyEntry(BaseModel):
-    """One line of the file."""
+    """Line of the file: one key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, strict=True)
 
@@ -54,20 +61,20 @@ class KeyEntry(BaseModel):
 
 
 def fresh_key() -> str:
-    """A new key, of 256 random bits."""
+    """Return a new key of 256 random bits."""
     return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
 
 
 def digest_of(key: str) -> bytes:
-    """What the file has of a key."""
+    """Return the SHA-256 of a key, 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def read_key_file(path: Path) -> tuple[KeyEntry, ...]:
-    """Raises `BadKeyFile`."""
+    """Return the keys of the file at ``path``. Raises `BadKeyFile`."""
     try:
         if readable_by_all(path):
-            raise BadKeyFile(f"{path} can be read by everybody on this machine: chmod o-r {path}")
+            raise BadKeyFile(f"{path} can be read by every user of this machine: chmod o-r {path}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -76,7 +83,12 @@ def read_key_file(path: Path) -> tuple[KeyEntry, ...]:
 
 
 def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
-    """Raises `BadKeyFile` for a bad line and for two keys of one name or one digest, `NoKeys` for none."""
+    """Return the keys in ``text``, the content of ``source``.
+
+    Raises:
+        BadKeyFile: a line is bad, or two keys have the same name or digest.
+        NoKeys: there is none.
+    """
     entries: list[KeyEntry] = []
     names: set[str] = set()
     digests: set[str] = set()
@@ -90,7 +102,7 @@ def parse_keys(text: str, source: str) -> tuple[KeyEntry, ...]:
         digests.add(entry.sha256)
         entries.append(entry)
     if not entries:
-        raise NoKeys(f"{source} has no key: nobody could call (diptych key new makes one)")
+        raise NoKeys(f"{source} has no key: every call would be refused (diptych key new makes one)")
     return tuple(entries)
 
 

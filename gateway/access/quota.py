@@ -1,8 +1,9 @@
-"""What one key has used of its quotas: requests and tokens a minute, and requests at the same time.
+"""Quotas of an API key: requests and tokens per minute, and concurrent requests.
 
-Requests and tokens are token buckets: each holds a minute's worth, fills steadily, may be overdrawn by what
-was not known before. Prompt tokens are taken when a request begins, output tokens when it ends. Cached prompt
-tokens count as others do. Pure; times are seconds of a monotonic clock. Each gateway counts by itself.
+Requests and tokens per minute are token buckets: each holds a minute's worth, refills steadily, and may be
+overdrawn by amounts that were not known beforehand. Prompt tokens are charged when a request begins, output
+tokens when it ends. Cached prompt tokens count like others. Pure; times are seconds of a monotonic clock.
+Each gateway counts by itself.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Protocol
 from diptych.runtime.errors import QuotaExceeded
 
 MINUTE_S = 60.0
-BUSY_RETRY_S = 1.0  # the hint while too many requests run: when one of them ends is not known
+BUSY_RETRY_S = 1.0  # the retry hint while too many requests run: when one of them ends is not known
 SHORTEST_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """None: without a bound."""
+    """Limits of one key; None: unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -27,13 +28,13 @@ class Quota:
 
     @property
     def most_together(self) -> int | None:
-        """Requests that can ever begin at once."""
+        """The number of requests that can ever begin at once."""
         bounds = (self.requests_per_minute, self.concurrent_requests)
         return min((bound for bound in bounds if bound is not None), default=None)
 
 
 class _Bucket:
-    """Starts full."""
+    """A token bucket, full at first."""
 
     def __init__(self, per_minute: int) -> None:
         self._size = float(per_minute)
@@ -41,7 +42,7 @@ class _Bucket:
         self._at: float | None = None
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Until ``amount`` may be taken; of more than there ever is, until the bucket is full."""
+        """Return the seconds until ``amount`` is available; above the size, until the bucket is full."""
         if self._at is not None:
             filled = max(now - self._at, 0.0) * self._size / MINUTE_S
             self._level = min(self._level + filled, self._size)
@@ -57,7 +58,7 @@ class _Bucket:
 
 
 class Charge(Protocol):
-    """What one request does to its key's quotas: see `QuotaUsage`."""
+    """The charge of one request to its key's quota; see `QuotaUsage`."""
 
     def require(self, requests: int, prompt_tokens: int, now: float) -> None: ...
     def begin(self, prompt_tokens: int, now: float) -> None: ...
@@ -66,10 +67,11 @@ class Charge(Protocol):
 
 
 class QuotaUsage:
-    """Of one key.
+    """Usage of one key's quota.
 
     Args:
-        name: of the key, which clients are told with a refusal.
+        name: the key's name, which a refusal shows to the client.
+        quota: the key's limits; None: none.
     """
 
     def __init__(self, name: str, quota: Quota | None = None) -> None:
@@ -80,12 +82,15 @@ class QuotaUsage:
         self.running = 0
 
     def begin(self, prompt_tokens: int, now: float) -> None:
-        """A request begins; `end` is owed. Raises `QuotaExceeded`, and then nothing was counted."""
+        """Charge a request that begins; `end` or `refused` must follow.
+
+        Raises `QuotaExceeded`; nothing is charged then.
+        """
         self.require(1, prompt_tokens, now)
         self.take(1, prompt_tokens)
 
     def require(self, requests: int, prompt_tokens: int, now: float) -> None:
-        """So many requests, of so many prompt tokens together, may begin now. Raises `QuotaExceeded`."""
+        """Check that ``requests`` with ``prompt_tokens`` in total may begin now. Raises `QuotaExceeded`."""
         most = self.quota.concurrent_requests
         if most is not None and self.running + requests > most:
             raise QuotaExceeded(self.name, f"{most} requests at the same time", BUSY_RETRY_S)
@@ -95,7 +100,7 @@ class QuotaUsage:
             raise self._exceeded(f"{self.quota.tokens_per_minute} tokens a minute", wait_s)
 
     def take(self, requests: int, prompt_tokens: int) -> None:
-        """So many begin, whatever there is left; `end` is owed for each."""
+        """Charge requests that begin, whatever is left; `end` or `refused` must follow for each."""
         if self._requests is not None:
             self._requests.take(requests)
         if self._tokens is not None:
@@ -103,18 +108,18 @@ class QuotaUsage:
         self.running += requests
 
     def end(self, output_tokens: int) -> None:
-        """It is over, however."""
+        """Charge the output of a request that ended, for whatever reason."""
         self.running -= 1
         if self._tokens is not None:
             self._tokens.take(output_tokens)
 
     def refused(self, prompt_tokens: int) -> None:
-        """Instead of `end`: the server could not serve it, which the key does not pay for."""
+        """Refund a request that the server could not serve; called in place of `end`."""
         self.running -= 1
         self.give_back(1, prompt_tokens)
 
     def give_back(self, requests: int, tokens: int) -> None:
-        """Of requests that have ended."""
+        """Refund requests that have ended."""
         if self._requests is not None:
             self._requests.give_back(requests)
         if self._tokens is not None:
@@ -122,3 +127,47 @@ class QuotaUsage:
 
     def _exceeded(self, quota: str, wait_s: float) -> QuotaExceeded:
         return QuotaExceeded(self.name, quota, max(wait_s, SHORTEST_RETRY_S))
+
+
+class BatchQuota:
+    """Usage by one call of several prompts, admitted as a whole and paid as a whole or not at all.
+
+    Stands in for the key's `QuotaUsage` for each of the prompts, whose lengths are not known beforehand. All
+    requests are charged at once, so that no prompt finds a quota used up by another one or by a request that
+    came meanwhile; their tokens may overdraw what is left of the minute.
+
+    Raises:
+        QuotaExceeded: not so many requests may begin, or no token is left. Nothing was charged.
+    """
+
+    def __init__(self, usage: QuotaUsage, prompts: int, now: float) -> None:
+        usage.require(prompts, 0, now)
+        self._usage = usage
+        self._to_begin = prompts
+        self._paid_requests = 0
+        self._paid_tokens = 0
+        usage.take(prompts, 0)
+
+    def require(self, requests: int, prompt_tokens: int, now: float) -> None:
+        """Accept: the whole batch was admitted before."""
+
+    def begin(self, prompt_tokens: int, now: float) -> None:
+        self._to_begin -= 1
+        self._usage.take(0, prompt_tokens)
+        self._paid_tokens += prompt_tokens
+
+    def end(self, output_tokens: int) -> None:
+        self._usage.end(output_tokens)
+        self._paid_requests += 1
+        self._paid_tokens += output_tokens
+
+    def refused(self, prompt_tokens: int) -> None:
+        self._usage.refused(prompt_tokens)
+        self._paid_tokens -= prompt_tokens
+
+    def close(self, *, served: bool) -> None:
+        """Settle the batch after its last prompt. ``served``: the call got more than a refusal."""
+        for _ in range(self._to_begin):
+            self._usage.refused(0)
+        if not served:
+            self._usage.give_back(self._paid_requests, self._paid_tokens)

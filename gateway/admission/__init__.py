@@ -1,1 +1,1 @@
-"""Who runs, who waits, who is refused."""
+"""Admission control: queueing, fairness between tenants, and refusal under overload."""

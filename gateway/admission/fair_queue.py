@@ -1,8 +1,9 @@
-"""Who comes next among those that wait: tenants take turns by cost; of one tenant higher priority first.
+"""Fairness between tenants: the order of waiting requests, and each tenant's share of a full queue.
 
-Deficit round robin (Shreedhar and Varghese, 1995): each turn a tenant is credited a quantum of tokens, and
-its next request goes when the credit covers it. So a tenant with long prompts, many requests or high
-priorities delays itself only: whoever else waits gets the same tokens a second. Pure; costs are in tokens.
+`FairQueue` is deficit round robin (Shreedhar and Varghese, 1995): each turn a tenant is credited a quantum of
+tokens, and its next request goes when the credit covers it. A tenant with long prompts, many requests or high
+priorities therefore delays itself only: all others get the same tokens per second. Pure; costs are in prompt
+tokens.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ QUANTUM = 512.0
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
-    """One tenant's requests, and the tokens it may still spend in this turn."""
+class _TenantQueue(Generic[T]):
+    """Requests of one tenant, and the tokens it may still spend in this turn."""
 
     heap: list[tuple[int, int, T]] = field(default_factory=list)
-    cost: float = 0.0  # of all that wait here
+    cost: float = 0.0  # of all waiting requests
     credit: float = 0.0
 
 
 class FairQueue(Generic[T]):
-    """Items are told apart by identity or equality, as their hash says; each is in the queue once."""
+    """Deficit round robin over tenants; of one tenant higher priority first, then arrival.
+
+    Items are hashable and each is in the queue once.
+    """
 
     def __init__(self, quantum: float = QUANTUM) -> None:
         self._quantum = quantum
-        self._lines: OrderedDict[str, _Line[T]] = OrderedDict()  # the first one's turn it is
+        self._tenants: OrderedDict[str, _TenantQueue[T]] = OrderedDict()  # in order of their turns
         self._waiting: dict[T, tuple[str, float]] = {}  # tenant and cost
         self._arrivals = 0
 
@@ -42,63 +46,106 @@ class FairQueue(Generic[T]):
         return item in self._waiting
 
     def push(self, item: T, *, tenant: str, priority: int, cost: float) -> None:
-        line = self._lines.setdefault(tenant, _Line())
-        heapq.heappush(line.heap, (-priority, self._arrivals, item))
-        line.cost += cost
+        own = self._tenants.setdefault(tenant, _TenantQueue())
+        heapq.heappush(own.heap, (-priority, self._arrivals, item))
+        own.cost += cost
         self._arrivals += 1
         self._waiting[item] = tenant, cost
 
     def head(self) -> T | None:
-        """Who is next; the same one until it is popped or discarded, or a tenant's own order changes."""
-        while self._lines:
-            tenant, line = next(iter(self._lines.items()))
-            item = self._first(line)
+        """Return the next item, or None in an empty queue.
+
+        Repeated calls return the same one until it is popped or discarded, or its tenant's order changes.
+        """
+        while self._tenants:
+            tenant, own = next(iter(self._tenants.items()))
+            item = self._first(own)
             if item is None:
-                del self._lines[tenant]  # and its credit: who waits for nothing saves nothing
+                del self._tenants[tenant]  # and its credit: an idle tenant saves none
                 continue
             cost = self._waiting[item][1]
-            if len(self._lines) == 1:
-                line.credit = max(line.credit, cost)
-            if line.credit >= cost:
+            if len(self._tenants) == 1:
+                own.credit = max(own.credit, cost)
+            if own.credit >= cost:
                 return item
-            line.credit += self._quantum
-            if line.credit < cost:
-                self._lines.move_to_end(tenant)
+            own.credit += self._quantum
+            if own.credit < cost:
+                self._tenants.move_to_end(tenant)
         return None
 
     def pop(self) -> T:
-        """Take the head out. Raises LookupError when nothing waits."""
+        """Remove and return the head. Raises LookupError when the queue is empty."""
         item = self.head()
         if item is None:
-            raise LookupError("nobody waits")
+            raise LookupError("the queue is empty")
         tenant, cost = self._waiting[item]
-        self._lines[tenant].credit -= cost
-        if len(self._lines) > 1 and self._lines[tenant].credit <= 0:
-            self._lines.move_to_end(tenant)
+        self._tenants[tenant].credit -= cost
+        if len(self._tenants) > 1 and self._tenants[tenant].credit <= 0:
+            self._tenants.move_to_end(tenant)
         self.discard(item)
         return item
 
     def discard(self, item: T) -> None:
-        """It does not wait any more; nothing happens if it did not."""
+        """Remove ``item``, if it is in the queue."""
         tenant, cost = self._waiting.pop(item, ("", 0.0))
-        if tenant in self._lines and cost:
-            line = self._lines[tenant]
-            line.cost -= cost
-            if self._first(line) is None:
-                del self._lines[tenant]
+        if tenant in self._tenants and cost:
+            own = self._tenants[tenant]
+            own.cost -= cost
+            if self._first(own) is None:
+                del self._tenants[tenant]
 
     def cost_before(self, tenant: str, cost: float) -> float:
-        """About what is served before a new request of this cost: its tenant's own line, and as much of each
-        other's as their turns allow meanwhile.
+        """Estimate the cost served before a new request of ``tenant`` with ``cost``.
+
+        That is all of the tenant's own, and of each other tenant's as much as its turns allow meanwhile.
         """
-        own = self._lines[tenant].cost if tenant in self._lines else 0.0
-        others = (line.cost for name, line in self._lines.items() if name != tenant)
+        own = self._tenants[tenant].cost if tenant in self._tenants else 0.0
+        others = (other.cost for name, other in self._tenants.items() if name != tenant)
         return own + sum(min(theirs, own + cost) for theirs in others)
 
-    def _first(self, line: _Line[T]) -> T | None:
-        while line.heap:
-            item = line.heap[0][2]
+    def _first(self, own: _TenantQueue[T]) -> T | None:
+        while own.heap:
+            item = own.heap[0][2]
             if item in self._waiting:
                 return item
-            heapq.heappop(line.heap)
+            heapq.heappop(own.heap)
         return None
+
+
+class FairShares:
+    """Prompt tokens that each tenant holds in a bounded queue, and the rule for adding to a full one.
+
+    A tenant may fill the queue while it is alone. When the queue is full, a tenant with less than an equal
+    share may still add a request and one with more may not: a flood does not lock other tenants out. The
+    overshoot is gone before a tenant above its share may add again.
+
+    Args:
+        size: of the queue in tokens. It never holds more than twice as many, except for one request in an
+            empty queue, which is always accepted.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: dict[str, int] = {}  # by tenant; never 0
+        self.total = 0
+
+    def fits(self, tenant: str, tokens: int) -> bool:
+        """Return whether ``tenant`` may add ``tokens``. Its first request may be longer than its share."""
+        wanted = self.total + tokens
+        if not self.total or wanted <= self._size:
+            return True
+        if wanted > 2 * self._size:
+            return False
+        held = self._held.get(tenant, 0)
+        tenants = len(self._held) + (not held)
+        return not held or held + tokens <= self._size / tenants
+
+    def take(self, tenant: str, tokens: int) -> None:
+        self._held[tenant] = self._held.get(tenant, 0) + tokens
+        self.total += tokens
+
+    def give_back(self, tenant: str, tokens: int) -> None:
+        self._held[tenant] -= tokens
+        self.total -= tokens
+        if not self._held[tenant]:
+            del self._held[tenant]

@@ -1,33 +1,21 @@
-"""`AdmissionQueue` with a clock and a call for each request whose turn has come."""
+"""`AdmissionQueue` with a clock, and a callback for each request that is admitted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from gateway.access.caller import DEFAULT_TENANT
-from gateway.admission.admission import AdmissionQueue, Ticket
-
-
-class Capacity(NamedTuple):
-    """What the workers can take at once.
-
-    ``kv_tokens`` is what all decode workers can hold, in blocks of ``block_size`` tokens; None = not known.
-    """
-
-    sequences: int
-    prefill_workers: int
-    kv_tokens: int | None = None
-    block_size: int = 1
+from gateway.access.access import DEFAULT_TENANT
+from gateway.admission.capacity import Capacity
+from gateway.admission.queue import AdmissionQueue, Ticket
 
 
 class AdmissionGate:
-    """One for all requests of a gateway."""
+    """Admission of all requests of one gateway."""
 
     def __init__(self, queue: AdmissionQueue, clock: Callable[[], float]) -> None:
         self.queue = queue
         self._clock = clock
-        self._calls: dict[Ticket, Callable[[], None]] = {}
+        self._on_admitted: dict[Ticket, Callable[[], None]] = {}
 
     def enter(
         self,
@@ -40,8 +28,11 @@ class AdmissionGate:
         time_left_s: float | None,
         on_admitted: Callable[[], None],
     ) -> Ticket:
-        """As `AdmissionQueue.offer`. ``on_admitted`` is called once, now or later; `leave` is owed."""
-        ticket = self.queue.offer(
+        """Enqueue a request, as `AdmissionQueue.enqueue` does; `leave` must follow.
+
+        ``on_admitted`` is called once, now or later, unless `leave` comes first.
+        """
+        ticket = self.queue.enqueue(
             prompt_tokens,
             max_tokens=max_tokens,
             sequences=sequences,
@@ -53,23 +44,23 @@ class AdmissionGate:
         if ticket.admitted:
             on_admitted()
         else:
-            self._calls[ticket] = on_admitted
-        self._call(self.queue.woken())
+            self._on_admitted[ticket] = on_admitted
+        self._call_back(self.queue.newly_admitted())
         return ticket
 
     def prefilled(self, ticket: Ticket) -> None:
-        self._call(self.queue.prefilled(ticket, self._clock()))
+        self._call_back(self.queue.prefilled(ticket, self._clock()))
 
     def leave(self, ticket: Ticket, output_tokens: float) -> None:
-        """Give the place back; whoever comes next is called. ``output_tokens``: of one output, on average."""
-        self._calls.pop(ticket, None)
-        self._call(self.queue.leave(ticket, self._clock(), output_tokens))
+        """Give the place back. ``output_tokens``: of one output, on average."""
+        self._on_admitted.pop(ticket, None)
+        self._call_back(self.queue.leave(ticket, self._clock(), output_tokens))
 
     def resize(self, capacity: Capacity) -> None:
-        """As `AdmissionQueue.resize`."""
+        """Set the capacity of the workers."""
         self.queue.kv.resize(capacity.kv_tokens, capacity.block_size)
-        self._call(self.queue.resize(capacity.sequences, capacity.prefill_workers, self._clock()))
+        self._call_back(self.queue.resize(capacity.sequences, capacity.prefill_workers, self._clock()))
 
-    def _call(self, admitted: list[Ticket]) -> None:
+    def _call_back(self, admitted: list[Ticket]) -> None:
         for ticket in admitted:
-            self._calls.pop(ticket)()
+            self._on_admitted.pop(ticket)()

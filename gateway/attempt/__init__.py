@@ -1,1 +1,1 @@
-"""One attempt at a request, as gateway and workers speak of it: what is asked, and what is answered."""
+"""The attempts at a request: the work for both workers, and the events and phase times they report."""

@@ -1,4 +1,4 @@
-"""The phases of one attempt as its workers measured them: seconds, summed over attempts for the client."""
+"""The phase times of attempts as the workers measured them, summed over attempts for the client."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from diptych.worker.v1 import work_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds per phase, as in ``diptych.worker.v1.PhaseTimes``, and what was moved and found."""
+class PhaseTimes:
+    """Seconds in each phase, as in ``diptych.worker.v1.PhaseTimes``, with bytes moved and steps taken."""
 
     prefill_queue: float = 0.0
     grant_wait: float = 0.0
@@ -22,46 +22,49 @@ class Phases:
     kv_bytes_transferred: int = 0
     prefill_steps: int = 0
 
-    def __add__(self, other: Phases) -> Phases:
-        return Phases(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-class PhaseBook:
-    """What the workers reported of a request's attempts, choice by choice."""
+class PhaseReports:
+    """The workers' reports on the attempts at one request, by attempt and choice."""
 
     def __init__(self) -> None:
-        self._reports: dict[tuple[int, int], Phases] = {}
+        self._reports: dict[tuple[int, int], PhaseTimes] = {}
 
-    def note(self, attempt: int, choice: int, phases: Phases, *, early: bool = False) -> None:
-        """A later report of the same choice replaces an earlier one. ``early``: the prefill worker's, which
-        comes on a link of its own and knows less than any other, whenever it comes.
+    def record(self, attempt: int, choice: int, times: PhaseTimes, *, early: bool = False) -> None:
+        """Record a report in place of an earlier one on the same choice.
+
+        ``early`` marks the prefill worker's report. It comes on another link and knows less than any other,
+        so it replaces none, whenever it comes.
         """
         if early:
-            self._reports.setdefault((attempt, choice), phases)
+            self._reports.setdefault((attempt, choice), times)
         else:
-            self._reports[attempt, choice] = phases
+            self._reports[attempt, choice] = times
 
-    def of(self, choice: int, attempts: Iterable[int]) -> Phases:
-        """Of one choice over its attempts. Where nothing was reported of it, another choice of the same
-        attempt tells all but the decode phase.
+    def total(self, choice: int, attempts: Iterable[int]) -> PhaseTimes:
+        """Sum the times of one choice over its attempts.
+
+        An attempt without a report on this choice counts with another choice's, but for the decode phase.
         """
-        return sum((self._one(attempt, choice) for attempt in attempts), Phases())
+        return sum((self._times(attempt, choice) for attempt in attempts), PhaseTimes())
 
-    def _one(self, attempt: int, choice: int) -> Phases:
+    def _times(self, attempt: int, choice: int) -> PhaseTimes:
         own = self._reports.get((attempt, choice))
         if own is not None:
             return own
-        other = next((p for (number, _), p in self._reports.items() if number == attempt), Phases())
+        other = next((p for (number, _), p in self._reports.items() if number == attempt), PhaseTimes())
         return replace(other, decode=0.0)
 
 
-def read_phases(times: work_pb2.PhaseTimes) -> Phases:
-    """Protobuf → seconds. An absent duration is 0: the phase never ran."""
+def read_phase_times(times: work_pb2.PhaseTimes) -> PhaseTimes:
+    """Convert protobuf durations to seconds; an absent one is 0, for the phase never ran."""
 
     def seconds(name: str) -> float:
         return getattr(times, name).ToNanoseconds() / 1e9 if times.HasField(name) else 0.0
 
-    return Phases(
+    return PhaseTimes(
         prefill_queue=seconds("prefill_queue"),
         grant_wait=seconds("grant_wait"),
         prefill=seconds("prefill"),

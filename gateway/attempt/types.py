@@ -1,9 +1,10 @@
-"""The words for what happens to an attempt at a request: plain values, no protobuf."""
+"""The types of an attempt at a request, and the events that its workers report: no protobuf, no clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Role(Enum):
@@ -14,23 +15,23 @@ class Role(Enum):
 
 
 class Cause(Enum):
-    """Why an attempt ended without finishing the request."""
+    """The reason for which an attempt ended without finishing the request."""
 
     INTERNAL = "internal"
     KV_TRANSFER_FAILED = "kv_transfer_failed"
-    PEER_LOST = "peer_lost"  # one worker says that the other one is gone
-    WORKER_LOST = "worker_lost"  # this gateway lost its link to a worker
+    PEER_LOST = "peer_lost"  # reported by the other worker of the pair
+    WORKER_LOST = "worker_lost"  # this gateway lost its link to the worker
     DRAINING = "draining"
-    NEVER_FITS = "never_fits"
+    EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
     DEADLINE = "deadline"
     INCOMPATIBLE = "incompatible"
-    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules leave no token
-    ROW_FAILED = "row_failed"  # the worker could not compute a token of it: an error, or logits not finite
+    NO_VALID_TOKEN = "no_valid_token"  # the request's own rules leave no token
+    COMPUTE_FAILED = "compute_failed"  # the worker could not compute a token: an error, or logits not finite
     PREEMPTED = "preempted"  # the decode worker ran out of blocks
 
 
 class FinishReason(Enum):
-    """How a request ends well (status OK)."""
+    """The ways in which a request ends with status OK."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,9 +40,60 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScore:
-    """What the model thought of a token; natural logarithms, see ``diptych.worker.v1.Score``."""
+class TokenLogprob:
+    """The log-probability of a token and its rank; natural logarithms, see ``diptych.worker.v1.Score``."""
 
     logprob: float
     rank: int  # 1 = the likeliest
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+class TokensArrived(NamedTuple):
+    """Tokens of a choice's output from ``position`` on. Positions count over all attempts.
+
+    ``logprobs``: one for each token, or none at all. ``early``: from the prefill worker, before the decode
+    worker has taken over. (A NamedTuple: it is made for every token, four times as fast as a frozen
+    dataclass.)
+    """
+
+    attempt: int
+    position: int
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    early: bool = False
+
+    def __repr__(self) -> str:
+        return f"TokensArrived({self.attempt}, {self.position}, {len(self.token_ids)} ids, {self.choice})"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCommitted:
+    """The prefill worker's terminal message: the decode worker has all KV blocks."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    """The decode worker's terminal message on a choice that is complete."""
+
+    attempt: int
+    reason: FinishReason
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """The terminal message of the worker in ``role``: it cannot complete this attempt, or preempted it.
+
+    A decode worker sends one for each choice; a prefill worker (``choice`` None) one for the whole attempt.
+    """
+
+    attempt: int
+    role: Role
+    cause: Cause
+    choice: int | None = None
+
+
+AttemptEvent = TokensArrived | PrefillCommitted | DecodeFinished | AttemptFailed

@@ -1,4 +1,4 @@
-"""What the workers are told about a request, as protobuf: one `Work` per attempt, the same for both roles."""
+"""The `Work` message for the two workers of an attempt: one per attempt, the same for both roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from diptych.parameters import SAMPLING_NUMBERS
 from diptych.runtime.grammar.grammar import Kind
 from diptych.worker.v1 import work_pb2
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 from gateway.request.parsed_request import ParsedRequest
 
 _KINDS = {
@@ -16,21 +16,21 @@ _KINDS = {
     Kind.REGEX: work_pb2.Grammar.KIND_REGEX,
     Kind.LARK: work_pb2.Grammar.KIND_LARK,
 }
-WORTH_TELLING_S = 0.01  # of a wait
+MIN_REPORTED_WAIT_S = 0.01
 
 
-def work_id(request_id: str) -> str:
-    """The name of a request between gateway and workers: the client's id and a nonce.
+def new_work_id(request_id: str) -> str:
+    """Return an id of a request for gateway and workers: the client's id and a nonce.
 
-    A client may use its id again the moment a request is over, and two gateways may get the same one; what
-    still arrives for the older request must not be taken for the newer one's.
+    A client may use its id again the moment a request is over, and two gateways may get the same one; a late
+    message about the older request must not be taken for one about the newer.
     """
     return f"{request_id}~{secrets.token_hex(6)}"
 
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """W3C trace context under which the workers put their spans; empty strings when nothing is traced."""
+    """W3C trace context of the workers' spans; empty strings when nothing is traced."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -38,7 +38,7 @@ class TraceParent:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What stays the same over all attempts at a request."""
+    """The part of a request that is the same for all its attempts."""
 
     work_id: str
     request: ParsedRequest = field(repr=False)
@@ -46,7 +46,7 @@ class Job:
     stop_token_ids: tuple[int, ...]  # end of sequence included unless ignored
     deadline: float | None  # on the gateway's monotonic clock
     trace: TraceParent
-    tenant: str = DEFAULT_TENANT  # whose request it is, and whose cached prefixes it may find
+    tenant: str = DEFAULT_TENANT  # it finds this tenant's cached prefixes only
 
     @property
     def prompt_tokens(self) -> int:
@@ -65,14 +65,15 @@ class Attempt:
     token_ids: tuple[int, ...] = field(repr=False)
     reserve_worst_case: bool
     choices: tuple[int, ...] = (0,)  # of the request that it computes, in order
-    uncached: bool = False  # nothing is read from the prefix cache: what is in it is under suspicion
+    uncached: bool = False  # nothing is read from the prefix cache, which may hold the fault
 
 
 def build_work(
     job: Job, attempt: Attempt, cache_namespace: bytes, now: float, waited_s: float = 0.0
 ) -> work_pb2.Work:
-    """The message for ``attempt``. With it go what is left of the deadline at ``now``, and ``waited_s``, the
-    time that the request spent in the queue here.
+    """Return the message for ``attempt``, with the time left of the deadline at ``now``.
+
+    ``waited_s``: seconds that the request spent in this gateway's queue.
     """
     request, sampling = job.request, job.request.sampling
     work = work_pb2.Work(
@@ -105,7 +106,7 @@ def build_work(
     )
     if job.deadline is not None:
         work.time_left.FromNanoseconds(round(max(job.deadline - now, 0.0) * 1e9))
-    if waited_s >= WORTH_TELLING_S:
+    if waited_s >= MIN_REPORTED_WAIT_S:
         work.waited.FromNanoseconds(round(waited_s * 1e9))
     return work
 

@@ -1,1 +1,1 @@
-"""The text side of a model: card, tokenizer, chat template."""
+"""Text side of a model: card, tokenizer, chat template."""

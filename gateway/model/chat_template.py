@@ -1,10 +1,10 @@
-"""The model's chat template: messages in, control tokens and plain text out.
+"""Chat template of the model: messages in, control tokens and plain text out.
 
 Templates are Jinja2 programs that come with the model, so they are the operator's and not a caller's. They
-still run in Jinja's sandbox (no attributes that lead out, nothing mutable is changed, ``range`` is bounded)
-with a cap on the size of what they write and on the time between two writes. What a caller controls is the
-text of the messages, their number and their roles; the first passes through defused
-(`diptych.runtime.tokenizer.control_tokens`), the other two are bounded by `gateway.limits`.
+still run in Jinja's sandbox (no attributes that lead out, no changes of mutable values, a bounded ``range``)
+with a bound on the size of the rendered text and on the rendering time. A caller controls the text of the
+messages, their number and their roles; the text is defused (`diptych.runtime.tokenizer.control_tokens`), the
+other two are bounded by `gateway.limits`.
 
 The environment is that of transformers' ``apply_chat_template`` (``utils/chat_template_utils.py``): same
 white-space rules, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``, loop controls and
@@ -33,16 +33,16 @@ from gateway.tools.tool import Tool, ToolCall
 
 
 class UnusableTemplate(StartupError, ValueError):
-    """The model's chat template is too large or no valid Jinja2."""
+    """Chat template that is too large or no valid Jinja2."""
 
 
 class RenderRefused(Exception):
-    """The template raised, or wrote too much or for too long. Its text is the reason, without any content."""
+    """Rendering failed or exceeded a bound. The text is the reason, without any content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. What the caller did not give is empty."""
+    """Message of a conversation. Fields that the caller omitted are empty."""
 
     role: str
     content: str
@@ -52,7 +52,7 @@ class Message:
 
 
 class ChatTemplate:
-    """A compiled template. Rendering keeps no state, so one object serves all requests."""
+    """Compiled chat template. Rendering keeps no state: one object serves all requests."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class ChatTemplate:
         Args:
             source: Jinja2 text.
             control_tokens: of the model's tokenizer.
-            names: special tokens that the template may name (``bos_token``, ``eos_token``, …).
-            now: for templates that write today's date.
-            with_tools: what is rendered instead where tools are given or were called.
+            names: special tokens that the template may use (``bos_token``, ``eos_token``, …).
+            now: clock for templates that write today's date.
+            with_tools: the template used instead where tools are given or were called.
         """
         if len(source) > limits.MAX_TEMPLATE_BYTES:
             raise UnusableTemplate(f"the chat template has {len(source)} characters")
@@ -86,11 +86,11 @@ class ChatTemplate:
 
     @property
     def tool_source(self) -> str:
-        """Of what is rendered where there are tools."""
+        """Source of the template that renders tools."""
         return self._source if self._with_tools is None else self._with_tools.tool_source
 
     def reads_variable(self, name: str) -> bool:
-        """Whether the template looks at a top-level variable (a template keyword argument)."""
+        """Return whether the template reads a top-level variable (a template keyword argument)."""
         return name in self._variables or (
             self._with_tools is not None and self._with_tools.reads_variable(name)
         )
@@ -103,7 +103,7 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> tuple[ControlToken | str, ...]:
-        """The prompt as control tokens and plain text, for `Tokenizer.encode_parts`.
+        """Return the prompt as control tokens and plain text, for `Tokenizer.encode_parts`.
 
         Raises `RenderRefused`.
         """
@@ -137,7 +137,7 @@ class ChatTemplate:
         return fields
 
     def _defused_value(self, value: object) -> object:
-        """As `defuse`, for all text inside lists and objects, names of fields included."""
+        """Defuse all text inside lists and objects, names of members included."""
         if isinstance(value, str):
             return self._control_tokens.defuse(value)
         if isinstance(value, Mapping):
@@ -154,7 +154,7 @@ class ChatTemplate:
                 size += len(piece)
                 if size > limits.MAX_RENDERED_CHARS or time.monotonic() > stop_at:
                     raise RenderRefused("it writes too much")
-        # By the template on purpose, by the sandbox, or by an operation on a message it did not expect.
+        # Raised by the template on purpose, by the sandbox, or by an operation on an unexpected message.
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -192,7 +192,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what to train on; here it is its content."""
+    """Block ``{% generation %}…{% endgeneration %}``, which marks text for training; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it as an instance attribute)
 

@@ -1,19 +1,91 @@
-"""A model as the gateway has it: its card, its tokenizer and its chat template, but no weights."""
+"""Text side of a served model: card, tokenizer and chat template, no weights."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from gateway.model.chat_template import ChatTemplate
-from gateway.model.model_card import ModelCard
 from gateway.model.tool_support import ToolSupport
+
+# "Model.Q4_1.gguf" is served as "Model": the quantisation is no part of a model's name.
+_QUANTISATION: Final = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16|MXFP4)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Defaults of sampling fields. Greedy unless the model's generation_config.json has ``do_sample``."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, object]) -> SamplingDefaults:
+        """Read the defaults; values that no request may have (NaN, text, out of range) are ignored.
+
+        As in transformers the temperature is ignored without ``do_sample: true``.
+        """
+        samples = config.get("do_sample") is True
+        top_k = config.get("top_k")
+        return cls(
+            temperature=_number(config, "temperature", 0.0, math.inf, 1.0) if samples else 0.0,
+            top_p=_number(config, "top_p", 0.0, 1.0, 1.0) or 1.0,
+            top_k=top_k if isinstance(top_k, int) and top_k > 0 else 0,
+            min_p=_number(config, "min_p", 0.0, 1.0, 0.0),
+            repetition_penalty=_number(config, "repetition_penalty", 0.0, math.inf, 1.0) or 1.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """Description of a served model. ``max_context`` counts prompt and output tokens together."""
+
+    name: str
+    aliases: tuple[str, ...]
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    tokenizer_digest: str  # sha256, hex
+    has_chat_template: bool
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer, path: Path, name: str | None = None) -> ModelCard:
+        """Describe the model at ``path``.
+
+        Args:
+            tokenizer: of this model.
+            path: gives the name if ``name`` is None: the folder's, or the file's without its quantisation.
+            name: the name that requests use; with it the file's name is no alias.
+        """
+        stem = path.stem if path.is_file() else path.name
+        plain = _QUANTISATION.sub("", stem) or stem
+        return cls(
+            name=name or plain,
+            aliases=() if name or plain == stem else (stem,),
+            max_context=tokenizer.max_context,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            defaults=SamplingDefaults.from_generation_config(tokenizer.generation_defaults),
+            tokenizer_digest=tokenizer.digest,
+            has_chat_template=tokenizer.chat_template is not None,
+        )
+
+    def answers_to(self, name: str) -> bool:
+        return name == self.name or name in self.aliases
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Immutable; safe to use from several threads."""
+    """Served model without its weights. Immutable; safe to use from several threads."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -22,7 +94,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, path: Path, name: str | None = None) -> ServedModel:
-        """From a GGUF file or a Hugging Face folder; ``name`` replaces the one derived from the path.
+        """Load a GGUF file or a Hugging Face folder; ``name`` replaces the name derived from the path.
 
         Raises `UnusableTokenizer`, `UnusableTemplate` or `OSError`.
         """
@@ -39,3 +111,10 @@ def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
         return None
     with_tools = None if tool_source is None else ChatTemplate(tool_source, control, names)
     return ChatTemplate(source, control, names, with_tools=with_tools)
+
+
+def _number(config: Mapping[str, object], key: str, lowest: float, highest: float, default: float) -> float:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return default
+    return float(value) if lowest <= value <= highest else default

@@ -1,7 +1,7 @@
-"""What a model's chat template does with tools, found out by trying.
+"""Tool support of a model's chat template, found by rendering probes.
 
-Many templates ignore what they do not know; a request whose tools never reach the model must be refused, not
-answered. Each feature is rendered once, with names that occur nowhere else, and looked for in the result.
+Many templates ignore unknown variables; a request whose tools never reach the model must be refused, not
+answered. Each feature is rendered once, with names that occur nowhere else, and searched for in the result.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ _ANSWER: Final = Message("tool", _RESULT, _TOOL, tool_call_id=_ID)
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """What may be asked of one model."""
+    """Tool features of one model."""
 
-    tools: bool = False  # the template writes the tools out
-    calls: bool = False  # it writes an assistant's calls out
-    turns: bool = False  # it writes a tool's answers out
-    form: ToolFormat | None = None  # in which calls are written, if it is known
-    shown: frozenset[int] = frozenset()  # control tokens that spell the form's markers
-    prompt_suffix: tuple[ControlToken | str, ...] = ()  # where calls are required, what begins them
+    tools: bool = False  # the template renders tools
+    calls: bool = False  # it renders an assistant's calls
+    turns: bool = False  # it renders a tool's answers
+    call_format: ToolFormat | None = None  # of calls, if it is supported
+    shown: frozenset[int] = frozenset()  # control tokens that spell the format's markers
+    prompt_suffix: tuple[ControlToken | str, ...] = ()  # appended to the prompt where calls are required
 
     @classmethod
     def of(cls, template: ChatTemplate, tokenizer: Tokenizer) -> ToolSupport:
-        """Two small renderings tell."""
-        form = format_of(template.tool_source)
-        markers = form.markers if form is not None else ()
+        """Probe ``template`` with two small renderings."""
+        call_format = format_of(template.tool_source)
+        markers = call_format.markers if call_format is not None else ()
         control = {token.text: token for marker in markers if (token := _control(marker, tokenizer))}
-        suffix = form.prompt_suffix if form is not None else ""
+        suffix = call_format.prompt_suffix if call_format is not None else ""
         turns = _rendered(template, [_USER, _CALL, _ANSWER], [_PROBE])
         return cls(
             tools=_TOOL in _rendered(template, [_USER], [_PROBE]),
             calls=_ARGUMENT in turns,
             turns=_RESULT in turns,
-            form=form,
+            call_format=call_format,
             shown=frozenset(token.token_id for token in control.values()),
             prompt_suffix=(control.get(suffix, suffix),) if suffix else (),
         )
 
     def parser(self, tools: Toolbox | None) -> ToolCallParser | None:
-        """A fresh parser for an output that may call these tools; None if there is nothing to look for."""
-        if tools is None or self.form is None or tools.mode is Mode.NONE:
+        """Return a new parser of an output that may call ``tools``, or None if no call is to be parsed."""
+        if tools is None or self.call_format is None or tools.mode is Mode.NONE:
             return None
-        return self.form.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
+        return self.call_format.parser_for(begun=tools.forced, names=[tool.name for tool in tools.callable])
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -1,1 +1,1 @@
-"""From token ids to what a client reads."""
+"""Output of a choice: from token ids to the text, tool calls and log-probabilities of its client."""

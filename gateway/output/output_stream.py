@@ -1,12 +1,12 @@
-"""Output tokens of one choice → its client's pieces: text, calls, ids, stops, coalescing, the bill.
+"""Output of one choice: tokens in; text, tool calls, ids and scores out, with stops, coalescing and billing.
 
-What stops the output:
+An output is stopped by
 
-- A stop string, found here. What the workers produced beyond the token that completed it is neither shown nor
-  billed. Nothing of the match is shown unless the client wants it.
-- The end of the only call that there may be, likewise.
-- A stop token id (end of sequence included), found by the worker, always the last token. Its id is shown and
-  billed, as other engines do, its text only with ``include_stop_in_output`` (and then still subject to
+- a stop string, found here. Tokens after the one that completed it are neither shown nor billed. The match is
+  shown only if the client wants it.
+- the end of the only tool call that is allowed, likewise.
+- a stop token id (end of sequence included), found by the worker, always the last token. Its id is shown and
+  billed, as in other engines, its text only with ``include_stop_in_output`` (and then still subject to
   ``skip_special_tokens``).
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.stop_strings import StopStrings
 from gateway.tools.parser import FirstCall, Parsed, ToolCallParser
@@ -24,37 +24,37 @@ from gateway.tools.tool import ToolCall
 
 
 class Delta(NamedTuple):
-    """What is new since the last piece. ``tokens`` counts it even when ids are not wanted.
+    """New output since the last piece. ``tokens`` counts the tokens even when the client wants no ids.
 
-    ``scores`` are of the same tokens as ``token_ids``, one each, or none at all.
+    ``scores`` belong to ``token_ids``, one each, or are empty.
     """
 
     text: str = ""
     token_ids: Sequence[int] = ()
     tokens: int = 0
-    scores: Sequence[tuple[int, TokenScore]] = ()  # (token id, score)
-    tool_calls: Sequence[ToolCall] = ()  # what the model wrote for them is not in ``text``
+    scores: Sequence[tuple[int, TokenLogprob]] = ()  # (token id, score)
+    tool_calls: Sequence[ToolCall] = ()  # the text that the model wrote for them is not in ``text``
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What ended the output: one of the two is set."""
+    """Stop string or stop token that ended the output; one of the two is set."""
 
     text: str | None = field(default=None, repr=False)
     token_id: int | None = None
 
 
 class OutputStream:
-    """The output of one choice.
+    """Output of one choice.
 
     Args:
         detokenizer: a fresh one; None when the client wants no text and set no stop strings.
         stops: the client's stop strings; None when it set none.
         stop_ids: the ids at which workers stop.
         include_stop: show what stopped the output.
-        min_tokens: a stop string that is complete before there are this many is text like any other.
+        min_tokens: a stop string that is complete before so many tokens is ordinary text.
         interval: tokens per piece, at least 1. The first token and the last piece go at once.
-        want_scores: pieces carry what the model thought of their tokens, if the worker says it.
+        want_scores: pieces carry the scores of their tokens, if the worker sends them.
         calls: a fresh parser of tool calls; None when the client offered no tools.
         one_call: the output ends with its first call.
     """
@@ -87,20 +87,20 @@ class OutputStream:
         self._one_call = one_call
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._scores: list[tuple[int, TokenScore]] = []
+        self._scores: list[tuple[int, TokenLogprob]] = []
         self._tool_calls: list[ToolCall] = []
         self.pending = 0  # tokens since the last piece was taken
         self.billed = 0
-        self.logprob = 0.0  # of all billed tokens together, where the worker gives scores
+        self.logprob = 0.0  # sum over all billed tokens, where the worker sends scores
         self.stop_match: StopMatch | None = None
         self.called = False  # whether the output has called a tool
 
-    def push(self, token_ids: Sequence[int], scores: Sequence[TokenScore] = ()) -> bool:
-        """Take new tokens in, with a score each or none.
+    def push(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob] = ()) -> bool:
+        """Add new tokens, with a score each or none.
 
-        True: it is `over` after ``billed`` tokens; the rest of them was dropped.
+        Returns True if the output is `over` after ``billed`` tokens; the rest was dropped.
         """
-        # With nothing to find between two tokens they are detokenised in one go.
+        # Without anything that can end the output between two tokens all are detokenised at once.
         if self._stops is None and not self._one_call:
             self._push_all(token_ids, scores)
             return False
@@ -112,20 +112,20 @@ class OutputStream:
 
     @property
     def due(self) -> bool:
-        """Whether a piece should go out now."""
+        """True if a piece is to be sent now."""
         if not self.pending or (self.pending < self._interval and self.billed != self.pending):
             return False
-        # Half a character, or a possible stop string, is no news to a client that wants text alone.
+        # Half a character, or a possible stop string, is nothing to send to a client that wants text only.
         return self._want_token_ids or bool(self._text) or bool(self._scores) or bool(self._tool_calls)
 
     @property
     def over(self) -> bool:
-        """Whether what it says has ended it: a stop string, or the one call that there may be."""
+        """True if its text ended the output: a stop string, or the only tool call that is allowed."""
         return self._stopped_by_text or (self._one_call and self.called)
 
     @property
     def stopped(self) -> bool:
-        """Whether it has ended before its length, by what it says or with a stop token."""
+        """True if the output ended before its length, by its text or with a stop token."""
         return self.over or self.stop_match is not None
 
     @property
@@ -133,22 +133,25 @@ class OutputStream:
         return self.stop_match is not None and self.stop_match.text is not None
 
     def restore(self, token_ids: Sequence[int]) -> bool:
-        """Take in what the client has already; it does not come again. False: the output ended before."""
+        """Add tokens that the client has already, which are not sent again.
+
+        Returns False if the output ended before the last of them.
+        """
         stopped = self.push(token_ids) and self.billed < len(token_ids)
         self.take()
         return not stopped and self._stop_ids.isdisjoint(token_ids[:-1])
 
     def finish(self) -> None:
-        """No token follows: what was held back is in the last piece, unless a stop string swallowed it."""
+        """End the output: text held back goes into the last piece, unless a stop string matched."""
         if self._detokenizer is not None and not self.over:
-            self._text_found(self._detokenizer.flush())
+            self._add_text(self._detokenizer.flush())
             if self._stops is not None and not self.over:
                 self._show(self._stops.flush())
         if self._calls is not None:
             self._show_parsed(self._calls.finish())
 
     def take(self) -> Delta:
-        """All that is new, due or not; possibly nothing."""
+        """Return all that is new, due or not; possibly nothing."""
         delta = Delta(
             "".join(self._text) if self._want_text else "",
             self._token_ids if self._want_token_ids else (),
@@ -160,7 +163,7 @@ class OutputStream:
         self.pending = 0
         return delta
 
-    def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> None:
+    def _push_all(self, token_ids: Sequence[int], scores: Sequence[TokenLogprob]) -> None:
         self._token_ids.extend(token_ids)
         self.pending += len(token_ids)
         self.billed += len(token_ids)
@@ -174,20 +177,20 @@ class OutputStream:
                 token_ids = token_ids[:-1]
         if self._detokenizer is None or not token_ids:
             return
-        self._text_found(self._detokenizer.push(token_ids))
+        self._add_text(self._detokenizer.push(token_ids))
 
-    def _text_found(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._stops is None:
             self._show(text)
             return
-        # They see the early text too: what begins in it may end later.
+        # Early text is searched too: a match that begins in it may end later.
         result = self._stops.push(text, early=self.billed < self._min_tokens)
         self._show(result.text_to_emit)
         if result.matched is not None:
             self.stop_match = StopMatch(text=result.matched)
 
     def _show(self, text: str) -> None:
-        """The client is to see this text, or the calls in it."""
+        """Add text for the client, or the tool calls in it."""
         if not text:
             return
         if self._calls is None:

@@ -1,12 +1,12 @@
 """Stop strings in a text that comes in pieces.
 
-The match is the one that is complete first; of several complete at the same character, the longest. That
-depends on the text alone, not on how it was cut into pieces. Text that may still turn out to be the
-beginning of a match is held back, unless the match is to be shown anyway.
+The match is the one that is complete first; of several complete at the same character, the longest. It
+depends on the text alone, not on the cuts between pieces. Text that may be the beginning of a match is held
+back, unless the match is to be shown.
 
 Each stop string is a Knuth–Morris–Pratt automaton: its state is how many of its characters the end of the
 text already matches, so a character costs O(1) amortised per stop string, however long or self-similar. Its
-table is made once for all outputs of a request, and for all prompts of a list.
+table is built once for all outputs of a request, and for all prompts of a batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-_TABLES: Final = 64  # that are kept: of four requests with as many stop strings as there may be
+_TABLES: Final = 64  # kept tables: of four requests with the maximum number of stop strings
 
 
 class StopResult(NamedTuple):
@@ -26,7 +26,7 @@ class StopResult(NamedTuple):
 
 
 class StopStrings:
-    """Watches one output. After a match every further `push` gives nothing more than the same match."""
+    """Search for stop strings in one output. After a match each further `push` returns that match only."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         if not all(stops):
@@ -38,9 +38,9 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str, *, early: bool = False) -> StopResult:
-        """Takes the next piece of text. See `StopResult`; ``text_to_emit`` may be empty.
+        """Add the next piece of text; ``text_to_emit`` of the result may be empty.
 
-        ``early``: what is complete within this piece is no match yet; what only begins in it may become one.
+        ``early``: a stop string that ends within this piece is no match; one that begins in it may be.
         """
         if self._matched is not None:
             return StopResult("", self._matched)
@@ -59,7 +59,7 @@ class StopStrings:
         return StopResult(seen[:cut], None)
 
     def flush(self) -> str:
-        """The output ended without a match: what was held back."""
+        """Return the text held back, at the end of an output without a match."""
         held, self._held = self._held, ""
         return held
 
@@ -71,7 +71,7 @@ class StopStrings:
 
 
 class _Automaton:
-    """``state`` = length of the longest beginning of ``stop`` that the text ends with."""
+    """Automaton of one stop string; ``state``: length of its longest prefix that the text ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -79,7 +79,7 @@ class _Automaton:
         self._fallback = _fallbacks(stop)
 
     def advance(self, char: str) -> bool:
-        """Whether ``char`` completes the stop string."""
+        """Return whether ``char`` completes the stop string."""
         state = self.state
         while state and self.stop[state] != char:
             state = self._fallback[state]
@@ -94,7 +94,7 @@ class _Automaton:
 
 @lru_cache(_TABLES)
 def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each matched length, the next shorter one to try: the longest proper border of that prefix."""
+    """Return for each matched length the next shorter to try: the longest proper border of that prefix."""
     borders = [0] * (len(stop) + 1)
     length = 0
     for index in range(1, len(stop)):

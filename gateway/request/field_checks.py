@@ -10,7 +10,7 @@ from typing import Any, Final
 from diptych.parameters import PARAMETERS, Parameter
 from diptych.runtime.errors import InvalidParameter, UnknownModel
 from gateway import limits
-from gateway.model.model_card import ModelCard
+from gateway.model.served_model import ModelCard
 
 MAX_REQUEST_ID_CHARS: Final = PARAMETERS["request_id"].longest
 _REQUEST_ID: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}")

@@ -28,7 +28,7 @@ from diptych.runtime.errors import Draining, GrammarNotChecked, QueueFull
 from diptych.runtime.grammar.check import LENGTH
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar
 from diptych.runtime.python_module import module_command
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from diptych.parameters import GREEDY_BELOW, OFF, PARAMETERS, SAMPLING_NUMBERS, 
 from diptych.runtime.errors import InvalidParameter
 from diptych.runtime.tokenizer.tokenizer import Tokenizer
 from diptych.v1 import inference_pb2 as pb
-from gateway.model.model_card import SamplingDefaults
+from gateway.model.served_model import SamplingDefaults
 from gateway.request.field_checks import check_texts, distinct_token_ids, read_number
 from gateway.request.validate_stopping import Stopping
 

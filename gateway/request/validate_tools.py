@@ -42,7 +42,7 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
         return None
     if not support.tools:
         raise UnsupportedFeature("chat.tools", "this model's chat template has no tools")
-    if support.form is None and mode is not Mode.NONE:
+    if support.call_format is None and mode is not Mode.NONE:
         raise UnsupportedFeature("chat.tools", "the form of this model's calls is not known to this server")
     tools = _tools(chat.tools)
     if mode is Mode.NAMED and choice.name not in {tool.name for tool in tools}:
@@ -53,12 +53,12 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
 
 def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
     """Return what the output must match: required calls, else what was ``asked`` beside the tools."""
-    if tools is None or support.form is None or not tools.forced:
+    if tools is None or support.call_format is None or not tools.forced:
         return asked
     if asked is not None:
         raise InvalidParameter(asked.path, "cannot be had beside a tool choice that makes the output a call")
     many = tools.mode is Mode.REQUIRED and not tools.single
-    grammar = support.form.grammar(tools.callable, many=many)
+    grammar = support.call_format.grammar(tools.callable, many=many)
     parts = tuple(
         (
             f"chat.tools[{index}].parameters_json_schema",

@@ -1,1 +1,1 @@
-"""One request on its way: the state machines that own it, and what they recover from."""
+"""The state of a request: its state machines and their driver, retries, and output for the client."""

@@ -1,4 +1,8 @@
-"""What one choice went through, and what follows from it for the choice's next attempt. Pure."""
+"""The history of a request's attempts and its limits, from which the retry policy decides. Pure.
+
+A request has one `RequestLimits`, with the `FailedWorkers` of all its choices; each choice has one
+`AttemptHistory`. Workers are named by their ids.
+"""
 
 from __future__ import annotations
 
@@ -6,81 +10,164 @@ from collections import Counter
 from collections.abc import Iterable
 
 from gateway.attempt.types import Cause, Role
-from gateway.session.request_limits import RequestLimits
-from gateway.session.retry_policy import Retry, RetryContext
+from gateway.session.retry_policy import WORKER_WAIT_S, Retry, RetryBudget, RetryContext
+
+
+class FailedWorkers:
+    """The workers that died under a request, as far as a gateway can know.
+
+    A broken link proves nothing: the process may be dead, frozen, or cut off. It counts as a death,
+    unconfirmed, until the same process is linked again. When another process takes its place, under its id or
+    as one that names the worker it replaces, the death is confirmed. A worker that had announced its
+    shutdown, drained and restarted by its operator, does not count. When only another worker reports that its
+    link to the peer broke, the peer is a suspect: it counts once this gateway loses it, too.
+    """
+
+    def __init__(self) -> None:
+        self._lost: set[str] = set()  # dead, unless they come back
+        self._suspects: set[str] = set()  # lost by their peers while they had the request
+        self._confirmed_dead = 0
+
+    @property
+    def deaths(self) -> int:
+        return self._confirmed_dead + len(self._lost)
+
+    @property
+    def unconfirmed(self) -> int:
+        """Deaths that may turn out to be broken links."""
+        return len(self._lost)
+
+    def suspect(self, worker_id: str) -> None:
+        """Record that another worker lost this one while both had the request."""
+        self._suspects.add(worker_id)
+
+    def is_suspect(self, worker_id: str) -> bool:
+        return worker_id in self._suspects
+
+    def worker_down(self, worker_id: str, *, graceful: bool) -> None:
+        """Record that this gateway lost the worker while it had the request."""
+        self._suspects.discard(worker_id)
+        if not graceful:
+            self._lost.add(worker_id)
+
+    def worker_up(self, worker_id: str, *, same_process: bool) -> None:
+        """Record a link to the worker: to the same process, or to another in its place."""
+        self._suspects.discard(worker_id)
+        if worker_id in self._lost:
+            self._lost.discard(worker_id)
+            self._confirmed_dead += not same_process
+
+
+class RequestLimits:
+    """The sizes and limits that all choices of a request share, and their common history.
+
+    Args:
+        max_tokens: of one choice.
+        budget: the gateway's, to which retries after a fault are charged. None = no limit.
+        wait_s: seconds that a choice without a worker waits for one to come; 0 = not at all.
+        constrained: outputs follow a grammar.
+    """
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        *,
+        budget: RetryBudget | None = None,
+        wait_s: float = WORKER_WAIT_S,
+        constrained: bool = False,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.budget = budget
+        self.wait_s = wait_s
+        self._constrained = constrained
+        self.delivered = 0  # tokens sent to the client, over all choices
+        self.failed_workers = FailedWorkers()
+
+    def ends_by_length(self, tokens: int) -> bool:
+        """Return whether an output of ``tokens`` tokens is complete by its length alone.
+
+        One that follows a grammar may be complete at its last token: only a worker knows.
+        """
+        return tokens >= self.max_tokens and not self._constrained
 
 
 class AttemptHistory:
-    """Of one choice.
+    """The history of one choice's attempts, and the needs of its next one.
 
-    `failures`: of its attempts, by cause. `lost_by`: why its last one ended; None before the second one.
-    `reserve`, `uncached`: what its next one needs (see `gateway.session.session_actions.Attempt`).
-    `suspended`: it gets no worker before it is clear whether those that it lost are dead.
-    `waits`: for a worker that may take it, for a limited time. `waiting_for`: the role of which none could.
+    Attributes:
+        failures: of its attempts, by cause.
+        last_failure: why its last attempt ended; None before the second one.
+        reserve, uncached: needs of its next attempt (see `gateway.attempt.work.Attempt`).
+        suspended: it gets no worker before the deaths of those that it lost are confirmed or refuted.
+        waits: for a worker that can take it, for a limited time.
+        waiting_for: the role of which none could.
     """
 
     def __init__(self) -> None:
         self.failures: Counter[Cause] = Counter()
-        self.lost_by: Cause | None = None
+        self.last_failure: Cause | None = None
         self.reserve = False
         self.uncached = False
         self.suspended = False
         self.waits = False
         self.waiting_for: Role | None = None
-        self._fruitless: Counter[Cause] = Counter()  # failures since the last token
-        self._refused: frozenset[str] = frozenset()  # workers that are not to have it again
-        self._shunned: frozenset[str] = frozenset()  # nor these, if others can take it
+        self._failures_since_progress: Counter[Cause] = Counter()
+        self._hard_avoid: frozenset[str] = frozenset()  # workers that never get it again
+        self._soft_avoid: frozenset[str] = frozenset()  # nor these, if others can take it
 
     @property
     def avoid(self) -> frozenset[str]:
-        """Workers that its next attempt should not go to."""
-        return self._refused | self._shunned
+        """Workers to which its next attempt should not go."""
+        return self._hard_avoid | self._soft_avoid
 
-    def history(self, tally: RequestLimits, attempts: int) -> RetryContext:
-        """What `recovery` goes by, after ``attempts`` of them."""
-        fruitless = self._fruitless
+    def context(self, limits: RequestLimits, attempts: int) -> RetryContext:
+        """Return the input of the retry policy after ``attempts`` attempts."""
+        recent = self._failures_since_progress
         return RetryContext(
-            tally.prompt_tokens,
-            tally.max_tokens,
-            delivered=tally.delivered,
+            limits.prompt_tokens,
+            limits.max_tokens,
+            delivered=limits.delivered,
             preemptions=self.failures[Cause.PREEMPTED],
             transfer_failures=self.failures[Cause.KV_TRANSFER_FAILED],
-            row_failures=self.failures[Cause.ROW_FAILED],
-            deaths=tally.casualties.deaths,
-            unproven=tally.casualties.unproven,
-            losses=fruitless[Cause.WORKER_LOST] + fruitless[Cause.PEER_LOST],
-            refusals=fruitless[Cause.DRAINING],
+            compute_failures=self.failures[Cause.COMPUTE_FAILED],
+            deaths=limits.failed_workers.deaths,
+            unconfirmed=limits.failed_workers.unconfirmed,
+            losses=recent[Cause.WORKER_LOST] + recent[Cause.PEER_LOST],
+            refusals=recent[Cause.DRAINING],
             attempts=attempts,
         )
 
-    def failed(self, cause: Cause) -> None:
-        """Its attempt ended before its time."""
+    def record_failure(self, cause: Cause) -> None:
+        """Record that an attempt ended early."""
         self.failures[cause] += 1
-        self._fruitless[cause] += 1
-        self.lost_by = cause
+        self._failures_since_progress[cause] += 1
+        self.last_failure = cause
 
-    def got_on(self) -> None:
-        """An attempt brought new tokens."""
-        self._fruitless.clear()
+    def made_progress(self) -> None:
+        """Record that an attempt brought new tokens."""
+        self._failures_since_progress.clear()
 
-    def follow(self, verdict: Retry, worker_id: str, pair: Iterable[str]) -> None:
-        """It is to be tried again; ``worker_id`` is the worker of the ``pair`` that failed or refused it."""
+    def plan_retry(self, verdict: Retry, worker_id: str, pair: Iterable[str]) -> None:
+        """Set the needs of the next attempt; ``worker_id`` is the worker of the ``pair`` that failed."""
         self.reserve = verdict.reserve_worst_case
         self.uncached = verdict.uncached
-        self.suspended = not verdict.acquitted
-        if verdict.avoid_worker:
-            self._refused |= {worker_id}
-        self._shunned = frozenset(pair if verdict.other_pair else {worker_id} if verdict.elsewhere else ())
+        self.suspended = not verdict.confirmed_safe
+        if verdict.hard_avoid:
+            self._hard_avoid |= {worker_id}
+        soft = pair if verdict.soft_avoid_pair else {worker_id} if verdict.soft_avoid else ()
+        self._soft_avoid = frozenset(soft)
 
-    def forgive(self, worker_id: str | None) -> bool:
-        """Nobody else can take it: better there than nowhere. False if nobody was shunned.
+    def clear_soft_avoid(self, worker_id: str | None) -> bool:
+        """Allow a worker that failed, as no other can take the attempt; False if none was avoided softly.
 
-        ``worker_id`` had the role for which nobody is left: if it was shunned, the other one stays so.
+        ``worker_id`` had the role for which no worker is left: if it was avoided, the other one stays so.
         """
-        shunned = self._shunned
-        self._shunned = shunned - {worker_id} if worker_id in shunned else frozenset()
-        return bool(shunned)
+        avoided = self._soft_avoid
+        self._soft_avoid = avoided - {worker_id} if worker_id in avoided else frozenset()
+        return bool(avoided)
 
-    def replaced(self, worker_id: str) -> None:
-        """Another process has taken the worker's place: it has refused nothing yet."""
-        self._refused -= {worker_id}
+    def allow_replacement(self, worker_id: str) -> None:
+        """Allow a worker whose place another process has taken: that process has refused nothing yet."""
+        self._hard_avoid -= {worker_id}

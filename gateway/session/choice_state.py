@@ -1,86 +1,127 @@
-"""One choice of a client's request over all its attempts, as a state machine without I/O and without a clock.
+"""The state machine of one choice of a request over all its attempts, without I/O and without a clock.
 
 The life of a choice (a request has one, or ``n``, see `gateway.session.request_state`):
 
 1. QUEUED: its request waits in the gateway's own bounded queue, and no worker knows of it.
 2. ROUTING: an attempt needs a prefill and a decode worker. The first attempt carries the prompt; a later one
    carries the prompt and every token that was delivered, so that it continues at the next index.
-3. PREFILLING: the decode worker was told to expect the attempt, and the prefill worker to compute it.
-   The prefill worker may say the first token already, which changes nothing but what the client has.
-4. DECODING: the decode worker has said tokens of this attempt. Each goes to the client exactly once: what was
+3. PREFILLING: the decode worker has been sent Attach, and the prefill worker Dispatch. The prefill worker may
+   send the first token already; the client gets it, and the state stays.
+4. DECODING: the decode worker has sent tokens of this attempt. Each goes to the client exactly once: what was
    delivered already is dropped by its index, and a gap is a bug that ends the request.
-5. Whatever ends an attempt before its time (a worker that dies, refuses or preempts, a corrupt handoff)
-   leads back to ROUTING when `recovery.decide` says so; the client sees nothing of it. If no worker can take
-   the next attempt, or none may because it seems to have killed two, the choice stays there for a while.
-6. FINISHED, FAILED or ABANDONED: over. Whichever worker has not said its last word is told to cancel.
+5. Whatever ends an attempt early (a worker that dies, refuses or preempts, a corrupt handoff) leads back to
+   ROUTING when `decide` allows it, unseen by the client. If no worker can take the next attempt, or none may
+   because the request seems to have killed two, the choice waits there for a limited time.
+6. FINISHED, FAILED or ABANDONED: the end. A worker that has not sent its terminal message gets Cancel.
 
-`handle` takes one event and returns what is to be done, in order. Time comes in as an argument.
+`ChoiceState.handle` takes one event and returns the actions that follow, in order. Time is an argument.
 """
 
 from __future__ import annotations
 
+from enum import Enum
+
 from diptych.runtime.errors import DeadlineExceeded, DiptychError, Internal
-from gateway.attempt.types import Cause, FinishReason, Role
-from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.attempt_history import AttemptHistory
-from gateway.session.request_limits import RequestLimits
+from gateway.attempt.types import (
+    AttemptFailed,
+    Cause,
+    DecodeFinished,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokensArrived,
+)
+from gateway.session.attempt_history import AttemptHistory, RequestLimits
+from gateway.session.events import (
+    Action,
+    Admitted,
+    AwaitWorker,
+    Cancel,
+    CancelRequested,
+    ClientGone,
+    DeadlinePassed,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    Launched,
+    NeedRoute,
+    NoRoute,
+    OutputRestored,
+    RequestFailed,
+    ShuttingDown,
+    StopMatched,
+    TimeLimitReached,
+    WaitExpired,
+    WorkerDown,
+    WorkerUp,
+)
 from gateway.session.retry_policy import (
     GiveUp,
     RetryContext,
     decide,
-    no_route,
-    nobody_came,
-    over_budget,
-    poisonous,
-    shutting_down,
-    suspect,
+    no_worker_error,
+    over_budget_error,
+    poison_request,
+    quarantined,
+    shutting_down_error,
+    wait_or_give_up,
 )
-from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
-from gateway.session.session_events import (
-    Admitted,
-    Broken,
-    CancelAsked,
-    ClientGone,
-    DeadlinePassed,
-    Event,
-    Launched,
-    NoRoute,
-    Restored,
-    ShuttingDown,
-    StopMatched,
-    TimeLimitReached,
-    WaitOver,
-    WorkerGone,
-    WorkerUp,
-)
-from gateway.session.transitions import ENDS, TRANSITIONS, InvalidTransition, State
+
+
+class State(Enum):
+    """The states of a choice. The values are the phase names that clients see in errors."""
+
+    QUEUED = "admission"
+    ROUTING = "routing"
+    PREFILLING = "prefill"
+    DECODING = "decode"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+TERMINAL = frozenset({State.FINISHED, State.FAILED, State.ABANDONED})
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: TERMINAL | {State.ROUTING},
+    State.ROUTING: TERMINAL | {State.PREFILLING},
+    State.PREFILLING: TERMINAL | {State.DECODING, State.ROUTING},
+    State.DECODING: TERMINAL | {State.ROUTING},
+    State.FINISHED: frozenset(),
+    State.FAILED: frozenset(),
+    State.ABANDONED: frozenset(),
+}
+
+
+class InvalidTransition(Exception):
+    """A transition that `TRANSITIONS` forbids: a bug in the caller or in the table."""
 
 
 class ChoiceState:
     """The state of one choice; see the module's docstring.
 
     Args:
-        tally: shared with the request's other choices.
+        limits: shared with the request's other choices.
         now: seconds on a monotonic clock, as in every `handle`.
-        choice: its index in the request.
+        index: of the choice in its request.
     """
 
-    def __init__(self, tally: RequestLimits, *, now: float, choice: int = 0) -> None:
-        self.choice = choice
+    def __init__(self, limits: RequestLimits, *, now: float, index: int = 0) -> None:
+        self.index = index
         self.output_ids: list[int] = []
-        self.attempt = 0  # the one it is or was part of
+        self.attempt = 0  # the current or the latest one
         self.attempts: list[int] = []  # all of them
-        self.setbacks = AttemptHistory()
+        self.history = AttemptHistory()
         self.transitions: list[tuple[State, float]] = [(State.QUEUED, now)]
         self.state = State.QUEUED
-        self._tally = tally
-        self._working: dict[Role, str] = {}  # who has not said the last word on the current attempt
-        self._had_by: dict[Role, str] = {}  # who has, or had, the current attempt
-        self._early = 0  # tokens of the current attempt that the client has from its prefill worker
+        self._limits = limits
+        self._working: dict[Role, str] = {}  # workers without a terminal message on the current attempt
+        self._pair: dict[Role, str] = {}  # workers that have, or had, the current attempt
+        self._early = 0  # tokens of the current attempt that came from its prefill worker
 
     @property
     def over(self) -> bool:
-        return self.state in ENDS
+        return self.state in TERMINAL
 
     @property
     def working(self) -> dict[Role, str]:
@@ -88,15 +129,20 @@ class ChoiceState:
         return dict(self._working)
 
     @property
-    def history(self) -> RetryContext:
-        """What `gateway.session.retry_policy` goes by."""
-        return self.setbacks.history(self._tally, len(self.attempts))
+    def retry_context(self) -> RetryContext:
+        """The input of `gateway.session.retry_policy`."""
+        return self.history.context(self._limits, len(self.attempts))
+
+    @property
+    def wants_route(self) -> bool:
+        """True while it may have an attempt."""
+        return self.state is State.ROUTING and not self.history.suspended
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Apply one event. After the end every event is without effect.
+        """Apply one event and return the actions that follow. After the end every event is without effect.
 
         Raises:
-            IllegalMove: the event cannot come in this state (`Admitted` or `Launched` out of turn).
+            InvalidTransition: the event cannot come in this state (`Admitted` or `Launched` out of turn).
         """
         if isinstance(event, TokensArrived):  # nearly every event
             return self._tokens(event, now) if self._runs(event.attempt) else []
@@ -119,19 +165,19 @@ class ChoiceState:
                 return self._finish(reason, now)
             case AttemptFailed() if self._runs(event.attempt):
                 return self._attempt_failed(self._working.pop(event.role, None), event.cause, now)
-            case WorkerGone(worker_id, left):
-                return self._worker_gone(worker_id, left, now)
-            case WorkerUp(worker_id, returned):
-                return self._worker_up(worker_id, returned, now)
-            case WaitOver(_, attempt) if attempt == self.attempt:
-                return self._wait_over(now)
-            case Restored(token_ids, _, reason):
+            case WorkerDown(worker_id, graceful):
+                return self._worker_down(worker_id, graceful, now)
+            case WorkerUp(worker_id, same_process):
+                return self._worker_up(worker_id, same_process, now)
+            case WaitExpired(_, attempt) if attempt == self.attempt:
+                return self._wait_expired(now)
+            case OutputRestored(token_ids, _, reason):
                 return self._restore(token_ids, reason, now)
             case _:
                 return self._interrupt(event, now)
 
     def _interrupt(self, event: Event, now: float) -> list[Action]:
-        """What ends a choice whatever its workers do. The rest is of an earlier attempt, or of strangers."""
+        """Apply an event that ends a choice in any state; the rest, of earlier attempts, have no effect."""
         match event:
             case StopMatched(output_tokens):
                 del self.output_ids[output_tokens:]
@@ -140,11 +186,11 @@ class ChoiceState:
                 return self._finish(FinishReason.TIME_LIMIT, now)
             case DeadlinePassed():
                 return self._fail(DeadlineExceeded(self.state.value), now)
-            case CancelAsked():
+            case CancelRequested():
                 return self._finish(FinishReason.CANCELLED, now)
             case ShuttingDown():
-                return self._fail(shutting_down(self.history), now)
-            case Broken(error):
+                return self._fail(shutting_down_error(self.retry_context), now)
+            case RequestFailed(error):
                 return self._fail(error, now)
             case ClientGone():
                 return self._end(State.ABANDONED, now)
@@ -152,51 +198,46 @@ class ChoiceState:
                 return []
 
     def move(self, to: State, now: float) -> None:
-        """The one place where the state changes: checks the table and stamps the time."""
+        """Change the state, here and nowhere else: check the table and stamp the time."""
         if to not in TRANSITIONS[self.state]:
             raise InvalidTransition(f"{self.state.name} → {to.name}")
         self.state = to
         self.transitions.append((to, now))
 
     def _runs(self, attempt: int) -> bool:
-        """Whether it is the attempt that the workers are on: between two attempts there is none."""
+        """Return whether workers run this attempt now: between two attempts there is none."""
         running = self.state is State.DECODING or self.state is State.PREFILLING
         return running and attempt == self.attempt
 
-    @property
-    def wants_route(self) -> bool:
-        """Whether it may have an attempt now."""
-        return self.state is State.ROUTING and not self.setbacks.suspended
-
     def _need_route(self, now: float) -> list[Action]:
         self.move(State.ROUTING, now)
-        if self.setbacks.suspended:
-            return self._await_proof(now)
-        return [NeedRoute(self.choice)]
+        if self.history.suspended:
+            return self._await_confirmation(now)
+        return [NeedRoute(self.index)]
 
-    def _await_proof(self, now: float) -> list[Action]:
-        if not self._tally.wait_s:
+    def _await_confirmation(self, now: float) -> list[Action]:
+        if not self._limits.wait_s:
             return self._fail(Internal(), now)
-        return self._await(self._tally.wait_s)
+        return self._await_worker(self._limits.wait_s)
 
-    def _await(self, seconds: float) -> list[Action]:
-        """One wait at a time, however often nothing came of it."""
-        waits, self.setbacks.waits = self.setbacks.waits, True
-        return [] if waits else [AwaitWorker(self.choice, self.attempt, seconds)]
+    def _await_worker(self, seconds: float) -> list[Action]:
+        """Begin to wait, unless a wait goes on already."""
+        waits, self.history.waits = self.history.waits, True
+        return [] if waits else [AwaitWorker(self.index, self.attempt, seconds)]
 
     def _launch(self, attempt: int, prefill_id: str, decode_id: str, now: float) -> list[Action]:
         self.move(State.PREFILLING, now)
         self.attempt = attempt
         self.attempts.append(attempt)
-        self.setbacks.waits, self.setbacks.waiting_for = False, None
+        self.history.waits, self.history.waiting_for = False, None
         self._working = {Role.DECODE: decode_id, Role.PREFILL: prefill_id}
-        self._had_by = dict(self._working)
+        self._pair = dict(self._working)
         self._early = 0
         return []
 
     def _restore(self, token_ids: tuple[int, ...], reason: FinishReason | None, now: float) -> list[Action]:
         if self.state is not State.QUEUED or self.output_ids:
-            raise InvalidTransition("what the client has is told at the beginning")
+            raise InvalidTransition("output is restored at the beginning only")
         self.output_ids.extend(token_ids)
         return [] if reason is None else self._finish(reason, now)
 
@@ -205,101 +246,100 @@ class ChoiceState:
         if event.position > have:
             return self._fail(Internal(), now)  # a token is missing: what follows would be another text
         skip = have - event.position
-        fresh = event.token_ids[skip:] if skip else event.token_ids
-        if have + len(fresh) > self._tally.max_tokens:
+        new = event.token_ids[skip:] if skip else event.token_ids
+        if have + len(new) > self._limits.max_tokens:
             return self._fail(Internal(), now)
         if event.early:
-            self._early += len(fresh)
+            self._early += len(new)
         elif self.state is not State.DECODING:
             self.move(State.DECODING, now)
-            if fresh or self._early:
-                self.setbacks.got_on()
-        if not fresh:
+            if new or self._early:
+                self.history.made_progress()
+        if not new:
             return []
-        self.output_ids.extend(fresh)
-        self._tally.delivered += len(fresh)
-        return [Emit(have, fresh, self.choice, event.scores[skip:])]
+        self.output_ids.extend(new)
+        self._limits.delivered += len(new)
+        return [Emit(have, new, self.index, event.logprobs[skip:])]
 
-    def _worker_gone(self, worker_id: str, left: bool, now: float) -> list[Action]:
-        casualties = self._tally.casualties
+    def _worker_down(self, worker_id: str, graceful: bool, now: float) -> list[Action]:
+        failed = self._limits.failed_workers
         if worker_id in self._working.values():
-            casualties.gone(worker_id, left=left)
+            failed.worker_down(worker_id, graceful=graceful)
             self._working = {r: w for r, w in self._working.items() if w != worker_id}
             return self._attempt_failed(worker_id, Cause.WORKER_LOST, now)
-        if casualties.suspected(worker_id):
-            casualties.gone(worker_id, left=left)
-        if not self.setbacks.suspended and suspect(self.history):  # whoever has it now is in danger
+        if failed.is_suspect(worker_id):
+            failed.worker_down(worker_id, graceful=graceful)
+        if not self.history.suspended and quarantined(self.retry_context):  # its workers are in danger
             return self._suspend(now)
         return []
 
     def _suspend(self, now: float) -> list[Action]:
-        """Take it from its workers until it is clear whether those that it lost are dead."""
-        self.setbacks.suspended = True
+        """Take it from its workers until the deaths of those that it lost are confirmed or refuted."""
+        self.history.suspended = True
         if self.state is not State.ROUTING:
-            self.setbacks.failed(Cause.WORKER_LOST)
-            if (error := self._unpaid(now)) is not None:
+            self.history.record_failure(Cause.WORKER_LOST)
+            if (error := self._charge(now)) is not None:
                 return self._fail(error, now)
             return [*self._cancel_working(), *self._need_route(now)]
-        return self._await_proof(now)
+        return self._await_confirmation(now)
 
-    def _unpaid(self, now: float) -> DiptychError | None:
-        """A fault makes us compute it again: the error, if the gateway's budget for that is spent."""
-        budget = self._tally.budget
-        if budget is None or budget.spend(now):
+    def _charge(self, now: float) -> DiptychError | None:
+        """Charge a retry after a fault to the gateway's budget; return the error if it is spent."""
+        budget = self._limits.budget
+        if budget is None or budget.try_spend(now):
             return None
-        return over_budget(self.history, budget.wait_s(now))
+        return over_budget_error(self.retry_context, budget.wait_s(now))
 
-    def _worker_up(self, worker_id: str, returned: bool, now: float) -> list[Action]:
-        """One that is there again, or a new one in its place: who waits may have an answer now."""
-        self._tally.casualties.up(worker_id, returned=returned)
-        if not returned:
-            self.setbacks.replaced(worker_id)
-        if self.setbacks.suspended:
-            if poisonous(self.history):
+    def _worker_up(self, worker_id: str, same_process: bool, now: float) -> list[Action]:
+        self._limits.failed_workers.worker_up(worker_id, same_process=same_process)
+        if not same_process:
+            self.history.allow_replacement(worker_id)
+        if self.history.suspended:
+            if poison_request(self.retry_context):
                 return self._fail(Internal(), now)
-            if suspect(self.history):
+            if quarantined(self.retry_context):
                 return []
-            self.setbacks.suspended = False
-            return [NeedRoute(self.choice)]
-        return [] if self.setbacks.waiting_for is None else [NeedRoute(self.choice)]
+            self.history.suspended = False
+            return [NeedRoute(self.index)]
+        return [] if self.history.waiting_for is None else [NeedRoute(self.index)]
 
     def _attempt_failed(self, worker_id: str | None, cause: Cause, now: float) -> list[Action]:
         if worker_id is None:
-            return []  # it had its last word already
-        if cause is Cause.PEER_LOST:  # it speaks of the other one
-            worker_id = next((w for w in self._had_by.values() if w != worker_id), worker_id)
-            self._tally.casualties.suspect(worker_id)
-        elif cause is Cause.ROW_FAILED and self.state is State.PREFILLING:
-            # Whoever says it: a decode worker computes no row before it has said a first token.
-            worker_id = self._had_by[Role.PREFILL]
-        self.setbacks.failed(cause)
-        if self._tally.cut_off(len(self.output_ids)):  # only the word that it is complete was lost
+            return []  # its terminal message came before
+        if cause is Cause.PEER_LOST:  # the worker that reports it is not the one that failed
+            worker_id = next((w for w in self._pair.values() if w != worker_id), worker_id)
+            self._limits.failed_workers.suspect(worker_id)
+        elif cause is Cause.COMPUTE_FAILED and self.state is State.PREFILLING:
+            # Whichever worker reports it: a decode worker computes nothing before it has sent a first token.
+            worker_id = self._pair[Role.PREFILL]
+        self.history.record_failure(cause)
+        if self._limits.ends_by_length(len(self.output_ids)):  # only the terminal message was lost
             return [*self._cancel_working(), *self._finish(FinishReason.LENGTH, now)]
-        verdict = decide(cause, self.history, phase=self.state.value)
+        verdict = decide(cause, self.retry_context, phase=self.state.value)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
-        if verdict.fault and (error := self._unpaid(now)) is not None:
+        if verdict.charged and (error := self._charge(now)) is not None:
             return self._fail(error, now)
-        self.setbacks.follow(verdict, worker_id, self._had_by.values())
+        self.history.plan_retry(verdict, worker_id, self._pair.values())
         return [*self._cancel_working(), *self._need_route(now)]
 
     def _no_route(self, role: Role, now: float) -> list[Action]:
-        if self.setbacks.forgive(self._had_by.get(role)):
-            return [NeedRoute(self.choice)]
-        self.setbacks.waiting_for = role
-        verdict = no_route(role.value, self.history, self._tally.wait_s)
+        if self.history.clear_soft_avoid(self._pair.get(role)):
+            return [NeedRoute(self.index)]
+        self.history.waiting_for = role
+        verdict = wait_or_give_up(role.value, self.retry_context, self._limits.wait_s)
         if isinstance(verdict, GiveUp):
             return self._fail(verdict.error, now)
-        return self._await(verdict.seconds)
+        return self._await_worker(verdict.seconds)
 
-    def _wait_over(self, now: float) -> list[Action]:
-        if self.setbacks.suspended:
+    def _wait_expired(self, now: float) -> list[Action]:
+        if self.history.suspended:
             return self._fail(Internal(), now)
-        role = self.setbacks.waiting_for
-        return [] if role is None else self._fail(nobody_came(role.value, self.history), now)
+        role = self.history.waiting_for
+        return [] if role is None else self._fail(no_worker_error(role.value, self.retry_context), now)
 
     def _finish(self, reason: FinishReason, now: float) -> list[Action]:
-        return [*self._end(State.FINISHED, now), Finish(reason, self.choice)]
+        return [*self._end(State.FINISHED, now), Finish(reason, self.index)]
 
     def _fail(self, error: DiptychError, now: float) -> list[Action]:
         return [*self._end(State.FAILED, now), Fail(error)]
@@ -309,6 +349,6 @@ class ChoiceState:
         return self._cancel_working()
 
     def _cancel_working(self) -> list[Action]:
-        """Decode first: it stops the tokens, and aborts the grant under the prefill worker."""
+        """Cancel at the workers, decode first: it stops the tokens, and aborts the prefill worker's grant."""
         working, self._working = self._working, {}
-        return [Cancel(role, worker_id, self.attempt, (self.choice,)) for role, worker_id in working.items()]
+        return [Cancel(role, worker_id, self.attempt, (self.index,)) for role, worker_id in working.items()]

@@ -1,4 +1,4 @@
-"""The requests that are alive in this gateway: by tenant and client's id, and by the id that workers know.
+"""The live requests of this gateway: by tenant and client's id, and by the id that the workers know.
 
 Each tenant has ids of its own: two may use the same one at the same time, and neither learns of it.
 """
@@ -8,25 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diptych.runtime.errors import DuplicateRequest, PermissionDenied
+from gateway.session.events import CancelRequested, Event, ShuttingDown, WorkerDown, WorkerUp
 from gateway.session.request_driver import RequestDriver
-from gateway.session.session_events import CancelAsked, Event, ShuttingDown, WorkerGone, WorkerUp
-from gateway.worker_pool.codec import LinkEvent
+from gateway.worker_pool.codec import WorkerEvent
 
 
 class LiveRequests:
-    """Registry and switchboard: what comes from the workers finds its conversation here."""
+    """Registry of the live requests, which passes the workers' events to their drivers."""
 
     def __init__(self) -> None:
-        self._reserved: set[tuple[str, str]] = set()
-        """(tenant, id) that are alive, registered below or not yet."""
+        self._reserved: set[tuple[str, str]] = set()  # live (tenant, id), registered below or not yet
         self._by_request: dict[str, dict[str, RequestDriver]] = {}  # by id, then by tenant
         self._by_work: dict[str, RequestDriver] = {}
 
     def __len__(self) -> int:
         return len(self._reserved)
 
-    def reserved(self, tenant: str, request_id: str) -> bool:
-        """Whether a live request of the tenant has this id."""
+    def is_reserved(self, tenant: str, request_id: str) -> bool:
+        """Return whether a live request of the tenant has this id."""
         return (tenant, request_id) in self._reserved
 
     def reserve(self, tenant: str, request_id: str) -> None:
@@ -35,60 +34,62 @@ class LiveRequests:
             raise DuplicateRequest(request_id)
         self._reserved.add((tenant, request_id))
 
-    def add(self, conversation: RequestDriver) -> None:
-        job = conversation.job
-        self._by_request.setdefault(job.request.request_id, {})[job.tenant] = conversation
-        self._by_work[job.work_id] = conversation
+    def add(self, driver: RequestDriver) -> None:
+        """Register the driver of a request whose id is reserved."""
+        job = driver.job
+        self._by_request.setdefault(job.request.request_id, {})[job.tenant] = driver
+        self._by_work[job.work_id] = driver
 
     def release(self, tenant: str, request_id: str) -> None:
-        """The request is over: nothing finds it any more."""
+        """Free the id of a request that is over, and forget its driver."""
         self._reserved.discard((tenant, request_id))
         owners = self._by_request.get(request_id, {})
-        conversation = owners.pop(tenant, None)
-        if conversation is not None:
-            del self._by_work[conversation.job.work_id]
+        driver = owners.pop(tenant, None)
+        if driver is not None:
+            del self._by_work[driver.job.work_id]
         if not owners:
             self._by_request.pop(request_id, None)
 
-    def cancel(self, tenant: str, request_id: str) -> bool:
-        """Finish a request with CANCELLED. False: there is none of this id that still runs.
+    def cancel_request(self, tenant: str, request_id: str) -> bool:
+        """Finish a request with CANCELLED; False when none of this id still runs.
 
         Raises PermissionDenied when the request of this id is another tenant's.
         """
         owners = self._by_request.get(request_id, {})
-        conversation = owners.get(tenant)
-        if conversation is None and owners:
+        driver = owners.get(tenant)
+        if driver is None and owners:
             raise PermissionDenied("this request is not yours")
-        if conversation is None or conversation.choices.over:
+        if driver is None or driver.state.over:
             return False
-        conversation.feed(CancelAsked())
+        driver.feed(CancelRequested())
         return True
 
-    def deliver(self, news: Sequence[LinkEvent]) -> None:
-        """Hand what a worker said to those it is about; nobody waits for news of a request that is over.
+    def on_events(self, events: Sequence[WorkerEvent]) -> None:
+        """Pass a worker's events to the drivers of their requests; those of finished requests are dropped.
 
-        What one message says about a request is heard together: choices that fail at once go on together.
+        A driver gets all that one message says about its request together, so that choices that fail at once
+        share the next attempt.
         """
-        heard: dict[str, list[LinkEvent]] = {}
-        for item in news:
-            heard.setdefault(item.work_id, []).append(item)
-        for work_id, items in heard.items():
-            conversation = self._by_work.get(work_id)
-            if conversation is not None:
-                conversation.hear(items)
+        by_work: dict[str, list[WorkerEvent]] = {}
+        for event in events:
+            by_work.setdefault(event.work_id, []).append(event)
+        for work_id, of_request in by_work.items():
+            driver = self._by_work.get(work_id)
+            if driver is not None:
+                driver.on_events(of_request)
 
-    def worker_gone(self, worker_id: str, left: bool) -> None:
-        """Every request that this worker had part in learns it now. ``left``: it had said it would go."""
-        self._feed_all(WorkerGone(worker_id, left))
+    def on_worker_down(self, worker_id: str, graceful: bool) -> None:
+        """Pass the loss of a worker to every request. ``graceful``: it had announced its shutdown."""
+        self._feed_all(WorkerDown(worker_id, graceful))
 
-    def worker_up(self, worker_id: str, returned: bool) -> None:
-        """It is linked, the very process if it ``returned``, or another one is in its place."""
-        self._feed_all(WorkerUp(worker_id, returned))
+    def on_worker_up(self, worker_id: str, same_process: bool) -> None:
+        """Pass a worker's new link to every request: to the same process, or to another in its place."""
+        self._feed_all(WorkerUp(worker_id, same_process))
 
     def shut_down(self) -> None:
-        """The grace of a shutdown is over."""
+        """End all requests with a status: the shutdown timeout is over."""
         self._feed_all(ShuttingDown())
 
     def _feed_all(self, event: Event) -> None:
-        for conversation in list(self._by_work.values()):
-            conversation.feed(event)
+        for driver in list(self._by_work.values()):
+            driver.feed(event)

@@ -1,36 +1,41 @@
-"""What lies ready for a client, between the conversation that puts it there and the handler that sends it.
-
-Output itself stays in each choice's `OutputStream` until it is taken, so whatever comes while the handler
-waits for a slow client goes into one message. Bounded by the request's own max_tokens.
-"""
+"""The output that is ready for a client, between the request's driver and the handler that sends it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from diptych.runtime.errors import DiptychError
-from gateway.attempt.types import FinishReason
+from gateway.attempt.types import DecodeFinished, FinishReason, TokensArrived
+from gateway.worker_pool.codec import WorkerEvent
 
 
 class OutputBuffer:
-    """One request's. ``held``: nothing is ready before the end."""
+    """The choices of one request that have output to send, and the request's end.
+
+    Output itself stays in each choice's `OutputStream` until it is taken, so all that arrives while the
+    handler waits for a slow client goes into one message. Bounded by the request's own max_tokens.
+
+    Args:
+        held: nothing is ready before the end.
+    """
 
     def __init__(self, *, held: bool = False) -> None:
         self.held = held
         self.due: set[int] = set()  # choices with a piece to send
-        self.finished: dict[int, FinishReason] = {}  # all that are complete, told or not
-        self.complete = False  # nothing more comes
+        self.finished: dict[int, FinishReason] = {}  # all choices that are complete, sent or not
+        self.complete = False  # no output follows
         self.error: DiptychError | None = None  # likewise
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, choice: int) -> None:
-        """A choice has something that should go out now."""
+        """Mark a choice as one with output to send now."""
         self.due.add(choice)
         if not self.held:
             self._wake()
 
     def end(self, error: DiptychError | None = None) -> None:
-        """Nothing more comes: all choices are complete, or the request failed."""
+        """Mark the end of the output: all choices are complete, or the request failed."""
         self.complete, self.error = error is None, error
         self._wake()
 
@@ -40,12 +45,37 @@ class OutputBuffer:
             waiter.set_result(None)
 
     async def ready(self) -> None:
-        """Returns when there is something to send, or the end."""
+        """Return when there is output to send, or the end is reached."""
         while not (self.complete or self.error is not None or (self.due and not self.held)):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def take(self) -> list[int]:
-        """The choices that have something to send, in order; they are due no more."""
+        """Return the choices with output to send, in order, and unmark them."""
         due, self.due = self.due, set()
         return sorted(due)
+
+
+class BeamOutput:
+    """Pieces of beam search outputs that are not complete; only a whole output is of use.
+
+    A worker sends the outputs once the search is over, in pieces. When it dies between two pieces, another
+    search begins at the prompt: it cannot continue at a token, and half an output must not have been
+    delivered.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], list[WorkerEvent]] = {}  # by attempt and choice
+
+    def complete(self, events: Sequence[WorkerEvent]) -> list[WorkerEvent]:
+        """Return the events to act on now: pieces come with the end of their output."""
+        ready: list[WorkerEvent] = []
+        for item in events:
+            key = item.attempt, item.choice
+            if isinstance(item.event, TokensArrived):
+                self._pieces.setdefault(key, []).append(item)
+                continue
+            if isinstance(item.event, DecodeFinished):
+                ready += self._pieces.pop(key, ())
+            ready.append(item)
+        return ready

@@ -1,1 +1,1 @@
-"""Tools: shown to the model by its chat template, called in what it writes, read back from there."""
+"""Tools: shown to the model by its chat template; calls are read from its output."""

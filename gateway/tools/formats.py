@@ -1,4 +1,4 @@
-"""The forms in which models write calls, and which of them a chat template speaks."""
+"""Formats of tool calls, and the choice of a model's format by its chat template."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from gateway.tools.parser import ToolCallParser
 from gateway.tools.tool import Tool
 
 
-class WritesGrammar(Protocol):
-    """The grammar of an output that is nothing but calls."""
+class CallGrammar(Protocol):
+    """Maker of the grammar of an output of calls only; ``many``: any number of calls, else one."""
 
     def __call__(self, tools: Sequence[Tool], *, many: bool) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One form. A new one is a file with a parser and a grammar, and a line in `FORMATS`."""
+    """Format of tool calls. A new one is a file with a parser and a grammar, and an entry in `FORMATS`."""
 
     name: str
     signs: tuple[str, ...]
-    """A chat template with one of these in its source speaks this form."""
+    """A chat template with one of these in its source uses this format."""
     markers: tuple[str, ...]
-    """Text that the parser looks for; where a control token spells it, the token's text is not left out."""
+    """Text that the parser searches for; the text of a control token that spells one is kept."""
     parser: Callable[[Collection[str] | None], ToolCallParser]
-    """Made with the tools' names, if they are known."""
-    grammar: WritesGrammar
+    """Called with the tools' names, or None if they are unknown."""
+    grammar: CallGrammar
     foreign_signs: tuple[str, ...] = ()
-    """One that has one of these as well speaks another, which begins alike and is not known here."""
+    """A chat template that also has one of these uses a similar format that is not supported."""
     prompt_suffix: str = ""
-    """What begins calls: put at the end of the prompt where calls are required."""
+    """Text that begins calls: appended to the prompt where calls are required."""
     begun_parser: Callable[[], ToolCallParser] | None = None
-    """Reads an output whose beginning is in the prompt."""
+    """Parser of an output whose beginning is in the prompt."""
 
     def parser_for(self, *, begun: bool, names: Collection[str] | None = None) -> ToolCallParser:
-        """A fresh parser.
+        """Return a new parser.
 
         Args:
-            begun: `prompt_suffix`, if there is one, is at the end of the prompt.
-            names: of the tools; some forms cannot tell calls from other JSON without them.
+            begun: the prompt ends with `prompt_suffix`, if there is one.
+            names: of the tools; some formats need them to tell calls from other JSON.
         """
         if begun and self.begun_parser is not None:
             return self.begun_parser()
         return self.parser(names)
 
 
-# The first whose signs are found is meant: more particular ones come first.
+# The first format whose signs are found applies: more specific ones come first.
 FORMATS: Final = (
     ToolFormat(
         "hermes",
@@ -81,6 +81,6 @@ FORMATS: Final = (
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The form that a chat template asks its model for, if it is known here."""
-    form = next((form for form in FORMATS if any(sign in template for sign in form.signs)), None)
-    return None if form is None or any(sign in template for sign in form.foreign_signs) else form
+    """Return the format that a chat template asks its model for, or None if it is not supported."""
+    found = next((one for one in FORMATS if any(sign in template for sign in one.signs)), None)
+    return None if found is None or any(sign in template for sign in found.foreign_signs) else found

@@ -1,4 +1,4 @@
-"""Calls between tags, as Hermes and Qwen write them: ``<tool_call>{"name": …}</tool_call>``."""
+"""Tool calls of Hermes and Qwen, between tags: ``<tool_call>{"name": …}</tool_call>``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.json_call import call_from_json
-from gateway.tools.lark import call_rules, quoted
+from gateway.tools.json_calls import call_from_json, call_rules, quoted
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 
@@ -17,13 +16,13 @@ MARKERS: Final = (OPEN, CLOSE)
 
 
 class HermesParser:
-    """A call ends at the first closing tag before which there is valid JSON."""
+    """Parser of tagged calls. A call ends at the first closing tag with valid JSON before it."""
 
     def __init__(self) -> None:
         self._marker = Marker(OPEN)
-        self._inside: str | None = None  # what came since the opening tag
-        self._looked = 0  # so much of it holds no closing tag that ends the call
-        self._just_called = False  # and nothing but white space since
+        self._inside: str | None = None  # text since the opening tag
+        self._looked = 0  # length of it without a closing tag that ends the call
+        self._just_called = False  # only white space since the last call
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
@@ -51,7 +50,7 @@ class HermesParser:
         return Parsed(calls=(call,)) if call is not None else Parsed(self._marker.found + inside)
 
     def _close(self) -> tuple[Parsed, str | None]:
-        """The call, and what follows it, if it is complete."""
+        """Return the call and the text after it, or (nothing, None) while the call is incomplete."""
         inside = self._inside or ""
         while (end := inside.find(CLOSE, self._looked)) >= 0:
             call = call_from_json(inside[:end])
@@ -64,7 +63,7 @@ class HermesParser:
 
 
 def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
-    """One call, or with ``many`` any number of them, each on lines of its own."""
+    """Return the grammar of one call, or with ``many`` of any number, each on lines of its own."""
     rules = call_rules(tools, lambda name: f'{OPEN}\n{{"name": {name}, "arguments": ', f"}}\n{CLOSE}")
     start = f"start: call ({quoted(chr(10))} call)*" if many else "start: call"
     return Grammar(Kind.LARK, "\n".join([start, *rules]))

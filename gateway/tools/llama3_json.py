@@ -1,7 +1,7 @@
-"""Calls as Llama 3 writes them: the output begins with ``{"name": …, "parameters": …}``.
+"""Tool calls of Llama 3: the output begins with ``{"name": …, "parameters": …}``.
 
-Several are joined by ``;``, and a ``<|python_tag|>`` may stand before each. What follows the last is text.
-An answer in JSON may look the same: without the tag, only the name of a tool makes it a call.
+Several are joined by ``;``, and a ``<|python_tag|>`` may stand before each. Text follows the last one. An
+answer in JSON may look the same: without the tag, only the name of a tool makes it a call.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.call_list import CallList
-from gateway.tools.lark import call_rules
+from gateway.tools.json_calls import CallList, call_rules
 from gateway.tools.parser import Parsed
 from gateway.tools.tool import Tool
 
@@ -24,10 +23,10 @@ _BETWEEN: Final = re.compile(rf"[\s;,]*(?:{re.escape(TAG)}\s*)?")
 
 
 class Llama3JsonParser:
-    """Reads calls from the output's beginning on, until something else comes.
+    """Parser of calls at the beginning of an output.
 
     Args:
-        names: of the tools; None if they are not known, and all names are taken for tools'.
+        names: of the tools; None: unknown, and any name is a tool's.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
@@ -46,6 +45,6 @@ class Llama3JsonParser:
 
 
 def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
-    """One call. The format has no agreed way to write several, whatever ``many`` says."""
+    """Return the grammar of one call, also with ``many``: the format has no agreed way to write several."""
     rules = call_rules(tools, lambda name: f'{{"name": {name}, "parameters": ', "}")
     return Grammar(Kind.LARK, "\n".join(["start: call", *rules]))

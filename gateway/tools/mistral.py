@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them: ``[TOOL_CALLS][{"name": …, "arguments": …}, …]``."""
+"""Tool calls of Mistral's models: ``[TOOL_CALLS][{"name": …, "arguments": …}, …]``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from diptych.runtime.grammar.grammar import Grammar, Kind
-from gateway.tools.call_list import CallList
-from gateway.tools.lark import call_rules
+from gateway.tools.json_calls import CallList, call_rules
 from gateway.tools.parser import Marker, Parsed
 from gateway.tools.tool import Tool
 
@@ -21,17 +20,17 @@ _END: Final = "]"
 
 
 class MistralParser:
-    """After a mark there is a list of calls, and text after the list.
+    """Parser of lists of calls, each after a mark, with text between them.
 
     Args:
-        begun: the mark was put into the prompt.
+        begun: the prompt ends with the mark.
     """
 
     def __init__(self, *, begun: bool = False) -> None:
         self._marker = Marker(MARK)
-        self._list = _calls() if begun else None  # that we are in
-        self._mark = ""  # what is text, too, if no call comes after it
-        self._just_called = False  # and nothing but white space since
+        self._list = _calls() if begun else None  # the current list
+        self._mark = ""  # text as well if no call follows it
+        self._just_called = False  # only white space since the last list
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
@@ -58,7 +57,7 @@ class MistralParser:
         return Parsed("" if self._just_called and held.isspace() else held)
 
     def _leave(self, calls: CallList) -> Parsed:
-        """The list is over. The mark of one without calls is text."""
+        """End the list. The mark of a list without calls is text, which is returned."""
         self._list, self._just_called = None, calls.called
         return Parsed("" if calls.called else self._mark)
 
@@ -68,7 +67,7 @@ def _calls() -> CallList:
 
 
 def grammar(tools: Sequence[Tool], *, many: bool) -> Grammar:
-    """What follows the mark: a list of one call, or with ``many`` of any number of them."""
+    """Return the grammar of the text after the mark: a list of one call, or with ``many`` of any number."""
     rules = call_rules(tools, lambda name: f'{{"name": {name}, "arguments": ', "}")
     calls = 'call (", " call)*' if many else "call"
     return Grammar(Kind.LARK, "\n".join([f'start: "[" {calls} "]"', *rules]))

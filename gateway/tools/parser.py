@@ -1,7 +1,7 @@
-"""What a parser of tool calls is: text in as it comes, text and calls out.
+"""Interface of tool call parsers: pieces of text in, text and calls out.
 
-Text outside calls goes out at once, but for its end where that may turn out to be the beginning of a call.
-What turns out to be no call after all comes out as the text that it is, so that nothing is ever lost.
+Text outside calls is returned at once, except for an end that may be the beginning of a call. Text that turns
+out to be no call is returned as text: nothing is lost.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Final, Protocol
 from gateway.tools.tool import ToolCall
 
 _TO_AN_END: Final = re.compile(r"[^}\]>]*[}\]>]|[^}\]>]+")
-"""Pieces that end where a call may end: all formats close it with one of these."""
+"""Pieces that end where a call may end: every format closes a call with one of these characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a piece of text came to."""
+    """Text and calls found in a piece of text."""
 
     text: str = field(default="", repr=False)
     calls: tuple[ToolCall, ...] = ()
@@ -28,22 +28,22 @@ class Parsed:
 
 
 class ToolCallParser(Protocol):
-    """Reads one output."""
+    """Parser of one output."""
 
     def push(self, text: str) -> Parsed:
-        """The next piece."""
+        """Add the next piece of text."""
         ...
 
     def finish(self) -> Parsed:
-        """The output is over: what was held back, as a call if it is one, else as text."""
+        """End the output: return what was held back, as a call if it is one, else as text."""
         ...
 
 
 class FirstCall:
-    """What another parser reads, up to the end of the first call: the output ends there.
+    """Parser of an output that ends with its first call.
 
     Args:
-        parser: a fresh one.
+        parser: a new parser of the output's format.
     """
 
     def __init__(self, parser: ToolCallParser) -> None:
@@ -52,7 +52,7 @@ class FirstCall:
 
     def push(self, text: str) -> Parsed:
         result = Parsed()
-        # A piece that goes on after a call would not say which of its text comes after it.
+        # In a piece with text after a call, the result would not tell which text comes after it.
         for piece in _TO_AN_END.findall(text):
             if self._called:
                 break
@@ -65,15 +65,15 @@ class FirstCall:
 
 
 class Marker:
-    """Watches text for a marker that begins calls; white space before the marker belongs to it."""
+    """Search for a marker that begins calls; white space before the marker belongs to it."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._held = ""
-        self.found = marker  # as it came, with the white space before it
+        self.found = marker  # as written, with the white space before it
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text to show now, and what follows the marker if it has come."""
+        """Return the text to show now, and the text after the marker if it is complete, else None."""
         seen = self._held + text
         before, marker, after = seen.partition(self._marker)
         if marker:
@@ -90,6 +90,6 @@ class Marker:
         return held
 
     def _partial(self, seen: str) -> int:
-        """How many characters at the end may be the marker's beginning."""
+        """Return how many characters at the end of ``seen`` may be the marker's beginning."""
         longest = min(len(seen), len(self._marker) - 1)
         return next((n for n in range(longest, 0, -1) if seen.endswith(self._marker[:n])), 0)

@@ -1,4 +1,4 @@
-"""What a caller offers and what a model calls, free of protobuf."""
+"""Tools, tool calls and tool choice as plain values, free of protobuf."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call.
+    """Function that the model may call.
 
-    ``parameters`` is the JSON schema of its arguments, an object; an empty one says that there are none.
+    ``parameters`` is the JSON schema of its arguments object; empty: there are no arguments.
     """
 
     name: str
@@ -20,32 +20,34 @@ class Tool:
     parameters: Mapping[str, object] = field(default_factory=dict, repr=False)
 
     def as_template_value(self) -> dict[str, object]:
-        """The shape in which transformers hands tools to chat templates, which is OpenAI's."""
+        """Return the tool as transformers passes it to chat templates, which is OpenAI's shape."""
         function: dict[str, object] = {"name": self.name, "description": self.description}
         parameters = dict(self.parameters) or {"type": "object", "properties": {}}
         return {"type": "function", "function": function | {"parameters": parameters}}
 
     @property
     def arguments_schema(self) -> Mapping[str, object]:
-        """What constrained arguments match: an object, whatever else the schema says."""
+        """The JSON schema that constrained arguments match, always of an object."""
         return dict(self.parameters or {"additionalProperties": False}) | {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call. ``arguments_json`` is a JSON object, as the model wrote it."""
+    """Tool call. ``arguments_json`` is a JSON object as the model wrote it."""
 
     name: str
     arguments_json: str = field(repr=False)
     id: str = ""
 
     def as_template_value(self) -> dict[str, object]:
-        """As above, with the arguments as an object: that is what templates write out."""
+        """Return the call in the same shape, its arguments as an object, which templates serialise."""
         function = {"name": self.name, "arguments": json.loads(self.arguments_json)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Mode(enum.Enum):
+    """Tool choice of a request."""
+
     AUTO = "auto"  # the model decides
     NONE = "none"  # tools are shown, calls stay text
     REQUIRED = "required"  # the output is one or more calls
@@ -54,7 +56,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a request, at least one, and whether they must be used."""
+    """Tools of a request, at least one, and its tool choice."""
 
     tools: tuple[Tool, ...]
     mode: Mode = Mode.AUTO
@@ -63,10 +65,10 @@ class Toolbox:
 
     @property
     def forced(self) -> bool:
-        """Whether the output is nothing but calls."""
+        """True if the output is calls only."""
         return self.mode in (Mode.REQUIRED, Mode.NAMED)
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that the output may call."""
+        """The tools that the output may call."""
         return tuple(tool for tool in self.tools if tool.name == self.name) if self.name else self.tools

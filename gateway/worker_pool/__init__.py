@@ -1,1 +1,1 @@
-"""The workers as this gateway knows them: links, load, and the choice among them."""
+"""The workers of this gateway: their links, their load, and the router that chooses among them."""

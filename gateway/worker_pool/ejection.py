@@ -21,7 +21,7 @@ from gateway.worker_pool.codec import StepTime
 
 @dataclass(frozen=True, slots=True)
 class EjectionPolicy:
-    """Seconds, but for the first three. Differences below ``floor_s`` are no reason, whatever the factor."""
+    """The limits of ejection: seconds, but for the first three. Differences below ``floor_s`` never count."""
 
     factor: float = 3.0
     least_steps: int = 4  # of a class, before its median counts
@@ -44,20 +44,20 @@ class _Record:
 
 
 class Ejections:
-    """Fed with every load report of every linked worker."""
+    """The ejected workers, from the load reports of all linked ones."""
 
     def __init__(self, policy: EjectionPolicy | None = None) -> None:
         self._policy = policy or EjectionPolicy()
         self._records: dict[str, _Record] = {}
 
-    def report(self, worker_id: str, role: str, step_times: Sequence[StepTime], now: float) -> None:
-        """What a worker says of its recent steps; nothing is said by one that took none."""
+    def record(self, worker_id: str, role: str, step_times: Sequence[StepTime], now: float) -> None:
+        """Record a worker's recent steps, at least one, and eject it if it is an outlier for too long."""
         policy = self._policy
         times = {one.size_class: one.median_s for one in step_times if one.steps >= policy.least_steps}
         record = self._records.setdefault(worker_id, _Record(role, times))
         record.times = times
         if now < record.until:
-            return  # what it takes now is left over from before
+            return  # its steps now are of work from before
         if record.ejections and now >= record.until + policy.probation_s:
             record.ejections = 0
         slowness = self._slowness(worker_id, record)
@@ -66,23 +66,23 @@ class Ejections:
             return
         record.slowness = slowness
         record.slow_since = now if record.slow_since is None else record.slow_since
-        patience = 0.0 if record.ejections else policy.strikes_s
-        if now - record.slow_since >= patience and self._may_eject(record.role, now):
+        grace_s = 0.0 if record.ejections else policy.strikes_s
+        if now - record.slow_since >= grace_s and self._may_eject(record.role, now):
             length = min(policy.first_s * 2.0**record.ejections, policy.longest_s)
             record.ejections += 1
             record.until = now + length
             record.slow_since = None
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone, or another process took its place."""
+        """Forget a worker that is gone, or whose place another process took."""
         self._records.pop(worker_id, None)
 
-    def ejected(self, worker_id: str, now: float) -> bool:
+    def is_ejected(self, worker_id: str, now: float) -> bool:
         record = self._records.get(worker_id)
         return record is not None and now < record.until
 
     def reason(self, worker_id: str, now: float) -> str:
-        """For operators; empty for a worker in good standing."""
+        """Return the reason of an ejection or probation for operators; empty for any other worker."""
         record = self._records.get(worker_id)
         if record is None or not record.ejections or now >= record.until + self._policy.probation_s:
             return ""
@@ -92,19 +92,19 @@ class Ejections:
         return f"on probation: {slow}"
 
     def _slowness(self, worker_id: str, record: _Record) -> float | None:
-        """How many times its peers' median its own steps take, in the class that speaks best for it."""
+        """Return its step time over its peers' median, in the size class that is best for it."""
         others = [r.times for w, r in self._records.items() if r.role == record.role and w != worker_id]
         ratios = []
-        for kind, own in record.times.items():
-            theirs = _median(times[kind] for times in others if kind in times)
+        for size_class, own in record.times.items():
+            theirs = _median(times[size_class] for times in others if size_class in times)
             if theirs is not None:
                 ratios.append(own / theirs if own - theirs > self._policy.floor_s and theirs > 0 else 1.0)
         return min(ratios, default=None)
 
     def _may_eject(self, role: str, now: float) -> bool:
-        fellows = [record for record in self._records.values() if record.role == role]
-        out = sum(now < record.until for record in fellows)
-        return out + 1 <= int(len(fellows) * self._policy.most_ejected)
+        peers = [record for record in self._records.values() if record.role == role]
+        ejected = sum(now < record.until for record in peers)
+        return ejected + 1 <= int(len(peers) * self._policy.most_ejected)
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -15,11 +15,11 @@ from prometheus_client.registry import Collector
 
 from gateway.attempt.types import Role
 from gateway.worker_pool.codec import Load
-from gateway.worker_pool.worker import Worker
+from gateway.worker_pool.registry import Worker
 
 
 class _Gauge(NamedTuple):
-    """``role``: of the workers that report it; None = of all."""
+    """A gauge of a worker's load; ``role``: the workers that have it, None = all."""
 
     name: str
     meaning: str
@@ -58,14 +58,14 @@ _GAUGES = (
 
 
 class LoadMetrics(Collector):
-    """Reads the workers whenever it is scraped; keeps nothing, so who has left is gone from the page."""
+    """Collector of the linked workers' load. It keeps nothing: a worker that left is gone from the page."""
 
     def __init__(self, workers: Callable[[], Sequence[Worker]]) -> None:
-        """``workers``: those that are linked now."""
+        """Create a collector over the workers that ``workers`` returns, the linked ones."""
         self._workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        """All families; one whose role has no worker is empty."""
+        """Yield all families; one whose role has no worker is empty."""
         workers = self._workers()
         for name, meaning, value, role in _GAUGES:
             family = GaugeMetricFamily(f"diptych_worker_{name}", meaning, labels=("worker_id", "role"))
@@ -75,5 +75,5 @@ class LoadMetrics(Collector):
             yield family
 
     def describe(self) -> Iterable[Metric]:
-        """With it a registry refuses a second collector of the same names."""
+        """Return the families, by which a registry refuses a second collector of the same names."""
         return self.collect()

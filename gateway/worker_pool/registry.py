@@ -1,16 +1,132 @@
-"""Who is on this gateway's list of workers, and what those that are linked can do together."""
+"""The registry of this gateway's workers: record, link, load and assigned work, and their capacity.
+
+A load report is up to a quarter of a second old. The work that this gateway dispatched since then is added,
+and its outstanding work is a lower bound, so that a burst does not all go to the worker that was idle a
+moment ago.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from gateway.admission.gate import Capacity
+from diptych.runtime.discovery.records import WorkerRecord
+from gateway.admission.capacity import Capacity
 from gateway.attempt.types import Role
-from gateway.worker_pool.links import LinkDown
-from gateway.worker_pool.worker import KV_FORMAT, Worker
+from gateway.worker_pool.codec import Load
+from gateway.worker_pool.links import Link, LinkDown
+from gateway.worker_pool.router import DecodeCandidate, PrefillCandidate
 
+KV_FORMAT = ("model_digest", "dtype", "kv_dtype", "kv_layout", "block_size")
+"""Fields of the records that are equal for workers that can exchange blocks."""
 PREFILLING_SEQUENCES = 8  # on their way through one prefill worker
-UNKNOWN_BATCH = 65536  # a worker that does not say how many sequences it runs sets no limit
+UNKNOWN_BATCH = 65536  # a worker that reports no batch size sets no limit
+
+
+@dataclass(slots=True)
+class AssignedWork:
+    """An attempt that a worker has: tokens to compute, and its choices without a terminal message."""
+
+    tokens: int
+    choices: set[int]
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker of this gateway.
+
+    ``outstanding``: attempts without a terminal message, by (work id, attempt). ``unreported``: of these, the
+    ones that were assigned since the last load report.
+    """
+
+    record: WorkerRecord
+    link: Link
+    load: Load
+    leased: bool = True
+    leaving: bool = False  # it announced that it drains: when its link ends, it has not died
+    outstanding: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
+    unreported: dict[tuple[str, int], AssignedWork] = field(default_factory=dict)
+
+    @property
+    def accepts_work(self) -> bool:
+        """True while it may get new work: it does not leave, and is not suspected."""
+        return self.leased and not self.load.draining and not self.link.suspected
+
+    @property
+    def kv_format(self) -> str:
+        """The format of its KV blocks, equal for workers that can exchange them."""
+        return "/".join(str(getattr(self.record, name)) for name in KV_FORMAT)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens, prompt and output together, that one request may have here."""
+        return min(self.record.total_blocks * self.record.block_size, self.record.max_context)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that its pool can hold, without the blocks that a writer may still write to."""
+        return (self.record.total_blocks - self.load.quarantined_blocks) * self.record.block_size
+
+    def assign(self, work_id: str, attempt: int, tokens: int, choices: Iterable[int]) -> None:
+        """Record an attempt that was sent to this worker; ``tokens`` is its cost there."""
+        work = AssignedWork(tokens, set(choices))
+        self.outstanding[work_id, attempt] = self.unreported[work_id, attempt] = work
+
+    def complete(self, work_id: str, attempt: int, choices: Collection[int] = ()) -> None:
+        """Record that choices of an attempt ended or were cancelled, or both; none given means all."""
+        work = self.outstanding.get((work_id, attempt))
+        if work is None:
+            return
+        work.choices -= set(choices or work.choices)
+        if not work.choices:
+            del self.outstanding[work_id, attempt]
+            self.unreported.pop((work_id, attempt), None)
+
+    def on_load(self, load: Load) -> None:
+        """Replace the load by a new report."""
+        self.load = load
+        self.leaving |= load.draining
+        self.unreported.clear()
+
+    def on_down(self) -> None:
+        """Forget its load and its work: nothing that was sent over the link remains."""
+        self.load = _recorded_load(self.record)
+        self.outstanding.clear()
+        self.unreported.clear()
+
+    def prefill_candidate(self) -> PrefillCandidate:
+        """Return it as a candidate for the router."""
+        waiting = self.load.waiting_tokens + sum(work.tokens for work in self.unreported.values())
+        outstanding = sum(work.tokens for work in self.outstanding.values())
+        return PrefillCandidate(self.record.worker_id, self.kv_format, max(waiting, outstanding))
+
+    def decode_candidate(self, cached_blocks: int) -> DecodeCandidate:
+        """Return it as a candidate for the router, with the request's cached blocks here."""
+        size, unreported = self.record.block_size, self.unreported.values()
+        # Choices share the blocks of their prompt, but for the last one, which each fills in its own way.
+        promised = sum(-(-work.tokens // size) + len(work.choices) - 1 for work in unreported)
+        sequences = self.load.running + self.load.waiting + sum(len(work.choices) for work in unreported)
+        return DecodeCandidate(
+            self.record.worker_id,
+            self.kv_format,
+            block_size=size,
+            max_tokens=self.max_tokens,
+            free_blocks=max(self.load.free_blocks - promised, 0),
+            sequences=max(sequences, sum(len(work.choices) for work in self.outstanding.values())),
+            cached_blocks=cached_blocks,
+        )
+
+
+def new_worker(record: WorkerRecord, link: Link) -> Worker:
+    """Return a worker with the load of its record."""
+    return Worker(record, link, _recorded_load(record))
+
+
+def _recorded_load(record: WorkerRecord) -> Load:
+    """Return the load in the directory, which holds until the first report over the link."""
+    return Load(
+        record.running, record.waiting, record.waiting_tokens, record.free_blocks, record.total_blocks
+    )
 
 
 class WorkerRegistry:
@@ -20,7 +136,7 @@ class WorkerRegistry:
         self._workers: dict[str, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
-        """Over a copy: workers may come and go meanwhile."""
+        """Iterate over a copy: workers may come and go meanwhile."""
         return iter(list(self._workers.values()))
 
     def __contains__(self, worker_id: str) -> bool:
@@ -29,8 +145,8 @@ class WorkerRegistry:
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
-    def listed(self, worker_id: str) -> Worker:
-        """Raises LinkDown for one that is not there (any more)."""
+    def require(self, worker_id: str) -> Worker:
+        """Return a worker. Raises LinkDown for one that is not (or no longer) registered."""
         worker = self._workers.get(worker_id)
         if worker is None:
             raise LinkDown(worker_id)
@@ -42,27 +158,27 @@ class WorkerRegistry:
     def remove(self, worker_id: str) -> Worker:
         return self._workers.pop(worker_id)
 
-    def replaced(self, worker_id: str) -> bool:
-        """Whether a linked worker was started in the place of this one, which is dead."""
+    def is_replaced(self, worker_id: str) -> bool:
+        """Return whether a linked worker was started in the place of this one, which is dead."""
         return any(worker_id in w.record.dead for w in self.linked())
 
-    # --- those that are linked ------------------------------------------------------------------------
+    # --- linked workers -------------------------------------------------------------------------------
 
     def linked(self) -> list[Worker]:
-        """All workers whose link is up."""
+        """Return all workers whose link is up."""
         return [w for w in self._workers.values() if w.link.up]
 
-    def linked_to(self, worker_id: str) -> bool:
+    def is_linked(self, worker_id: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.link.up
 
     def serving(self, role: Role) -> list[Worker]:
-        """Workers of a role whose link is up; only those that are welcome, as long as there are any."""
+        """Return the linked workers of a role; only those that accept work, as long as there are any."""
         linked = [w for w in self.linked() if w.record.role == role.value]
-        return [w for w in linked if w.welcome] or [w for w in linked if w.leased] or linked
+        return [w for w in linked if w.accepts_work] or [w for w in linked if w.leased] or linked
 
     def missing_role(self) -> Role | None:
-        """The role that has no worker, None when a request can be served: one compatible pair is linked."""
+        """Return the role that has no worker; None when one compatible pair is linked."""
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         if not prefill:
             return Role.PREFILL
@@ -70,7 +186,7 @@ class WorkerRegistry:
         return None if any(w.kv_format in formats for w in decode) else Role.DECODE
 
     def why_not_ready(self) -> str:
-        """In what the pairs of linked workers differ, or which role has none; empty where a pair fits."""
+        """Return the role without a linked worker, or the fields that differ in a pair; empty when ready."""
         missing = self.missing_role()
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
         if missing is None:
@@ -83,9 +199,7 @@ class WorkerRegistry:
         return f"{one.worker_id} and {other.worker_id} do not fit together: {', '.join(values)}"
 
     def capacity(self) -> Capacity:
-        """Beside the sequences in decode batches there are the few whose prompts are being computed. There is
-        none while a role is missing.
-        """
+        """Return the decode batches' capacity plus a few prompts in prefill; none while a role is missing."""
         if self.missing_role() is not None:
             return Capacity(0, 0)
         prefill, decode = self.serving(Role.PREFILL), self.serving(Role.DECODE)
@@ -98,7 +212,7 @@ class WorkerRegistry:
         )
 
     def token_limit(self) -> int | None:
-        """Most tokens, prompt and output together, that some linked decode worker takes; None without one."""
+        """Return the most tokens, prompt and output, that a linked decode worker takes; None without one."""
         return max((w.max_tokens for w in self.serving(Role.DECODE)), default=None)
 
     def block_size(self) -> int | None:

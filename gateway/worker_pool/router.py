@@ -1,4 +1,4 @@
-"""Which prefill and which decode worker serve an attempt: plain values in, one frozen decision out.
+"""The router's choice of a prefill and a decode worker: plain values in, one frozen decision out.
 
 Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheapest pair wins:
 
@@ -7,21 +7,23 @@ Every pair gets one cost, in the unit "prompt tokens to prefill", and the cheape
 - what one more sequence costs next to those that the decode worker runs or expects;
 - the tokens by which the decode worker's free blocks fall short: the request would wait for them.
 
-Equal costs are decided by a hash of (session or request, worker): a conversation stays where it was, and
-several gateways with the same view do not all send to the first worker of the list.
+Equal costs are decided by a hash of (session or request, worker): a session stays where it was, and several
+gateways with the same view do not all send to the first worker of the list.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.attempt.types import Role
 
-QUEUED_TOKEN_COST = 1.0  # a token that waits before us is computed before us
+QUEUED_TOKEN_COST = 1.0  # a token that waits already is computed first
 SEQUENCE_COST = 24.0  # tokens of prefill that one more neighbour in the decode batch is worth
-MISSING_TOKEN_COST = 4.0  # waiting for somebody's blocks is worse than recomputing
+MISSING_TOKEN_COST = 4.0  # waiting for other requests' blocks is worse than recomputing
+BY_COST = "cost"
+WITHOUT_INDEX = "cost_without_index"  # the directory is unreachable: the last known copy decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,9 @@ class DecodeCandidate:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the choice depends on. ``tokens`` are those to have KV for before the next one is sampled.
+    """The needs of an attempt. ``tokens``: how many have KV before the next one is sampled.
 
-    ``affinity`` decides between equals: the same one goes to the same worker.
+    ``affinity`` decides between equal pairs: the same one goes to the same worker.
     """
 
     affinity: str
@@ -61,7 +63,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The pair that was chosen, and why (``reason``: only_choice, prefix, load)."""
+    """The pair that was chosen, and the reason (only_choice, prefix, load)."""
 
     prefill_id: str
     decode_id: str
@@ -77,10 +79,39 @@ class NoWorker:
     role: Role
 
 
-def choose(
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A route, with the key of the block hashes on its decode worker and the values for the telemetry."""
+
+    route: Route
+    policy: str
+    cache_namespace: bytes = field(repr=False)
+    predicted_tokens: int  # prompt tokens that are cached according to the prefix index
+
+    @property
+    def prefill_id(self) -> str:
+        return self.route.prefill_id
+
+    @property
+    def decode_id(self) -> str:
+        return self.route.decode_id
+
+    @property
+    def attributes(self) -> dict[str, str | int]:
+        """Attributes of the span of the choice."""
+        return {
+            "diptych.route.policy": self.policy,
+            "diptych.route.reason": self.route.reason,
+            "diptych.route.matched_blocks": self.route.matched_blocks,
+            "diptych.route.prefill_worker": self.prefill_id,
+            "diptych.route.decode_worker": self.decode_id,
+        }
+
+
+def choose_route(
     request: RouteRequest, prefill: Iterable[PrefillCandidate], decode: Iterable[DecodeCandidate]
 ) -> Route | NoWorker:
-    """The cheapest pair, or the role that has no candidate (decode also when no pool or pair fits)."""
+    """Return the cheapest pair, or the role that has no candidate (decode also when no pool or pair fits)."""
     sources = [p for p in prefill if p.worker_id not in request.avoid]
     if not sources:
         return NoWorker(Role.PREFILL)
@@ -116,7 +147,7 @@ def _cost(request: RouteRequest, prefill: PrefillCandidate, decode: DecodeCandid
 
 
 def _usable_blocks(request: RouteRequest, decode: DecodeCandidate) -> int:
-    """Cached blocks that save work: at least one token is always computed, for its logits."""
+    """Return the cached blocks that save work: at least one token is always computed, for its logits."""
     return min(decode.cached_blocks, (request.tokens - 1) // decode.block_size)
 
 

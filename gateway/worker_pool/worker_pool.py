@@ -1,9 +1,10 @@
-"""All workers of this gateway: found in the directory, linked, counted, and offered to the router.
+"""The pool of this gateway's workers: found in the directory, linked, counted, and offered to the router.
 
-The directory says which workers exist; the links say which of them answer. A worker whose lease ran out
-stays as long as its link is up, and is chosen only when no leased one is there: Redis being away, flushed
-or slow takes no worker from us, and a worker that drains (it says so, and gives up its lease) gets nothing
-new. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are others.
+The directory says which workers exist; the links say which of them answer. A worker whose lease ran out stays
+as long as its link is up, and is chosen only when there is no leased one: an unreachable, flushed or slow
+Redis takes no worker from the gateway, and a worker that drains (it announces it, and gives up its lease)
+gets no new work. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are
+others.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.attempt.types import Role
 from gateway.attempt.work import Job
-from gateway.worker_pool.codec import DecodeCodec, Flushed, LinkEvent, Load, PrefillCodec, WorkerCodec
+from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
-from gateway.worker_pool.links import Link, LinkTiming
-from gateway.worker_pool.pending_flushes import PendingFlushes
-from gateway.worker_pool.placement import BY_COST, WITHOUT_INDEX, Placement
-from gateway.worker_pool.prefix_lookup import PrefixIndexReader, PrefixMatch
-from gateway.worker_pool.registry import WorkerRegistry
-from gateway.worker_pool.router import NoWorker, Route, RouteRequest, choose
-from gateway.worker_pool.worker import Worker, new_worker
+from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
+from gateway.worker_pool.prefix_index import PrefixIndex, PrefixIndexReader
+from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
+from gateway.worker_pool.router import (
+    BY_COST,
+    WITHOUT_INDEX,
+    NoWorker,
+    Placement,
+    Route,
+    RouteRequest,
+    choose_route,
+)
 
 RECONCILE_S = 0.25
 _log = logging.getLogger(__name__)
 
 
-class Directory(PrefixMatch, Protocol):
+class Directory(PrefixIndex, Protocol):
     """The local mirror of the Redis directory; its lookups do no I/O."""
 
     @property
@@ -41,17 +47,20 @@ class Directory(PrefixMatch, Protocol):
 
 
 class WorkerPoolListener(Protocol):
-    """Who handles what the workers say."""
+    """The receiver of the workers' events.
 
-    def deliver(self, news: Sequence[LinkEvent]) -> None: ...
-    def worker_gone(self, worker_id: str, left: bool) -> None: ...
-    def worker_up(self, worker_id: str, returned: bool) -> None:
-        """It is linked again, the very process if it `returned`, or another one is in its place."""
+    ``graceful``: a lost worker had announced its shutdown. ``same_process``: the process that was lost is
+    linked again; otherwise another one is in its place.
+    """
+
+    def on_events(self, events: Sequence[WorkerEvent]) -> None: ...
+    def on_worker_down(self, worker_id: str, graceful: bool) -> None: ...
+    def on_worker_up(self, worker_id: str, same_process: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayIdentity:
-    """Who we are to the workers, and which of them are ours."""
+    """The identity of this gateway to the workers, and the model and secret that its workers share."""
 
     gateway_id: str
     incarnation: int
@@ -78,29 +87,29 @@ class WorkerPool:
         self._on_change = on_change
         self._timing = timing
         self._clock = clock
-        self._wires: dict[str, WorkerCodec] = {
+        self._codecs: dict[str, WorkerCodec] = {
             "prefill": PrefillCodec(identity.gateway_id, identity.incarnation),
             "decode": DecodeCodec(identity.gateway_id, identity.incarnation),
         }
-        self.roster = WorkerRegistry()
-        self._met: dict[str, int] = {}  # by name, the incarnation that was linked last
-        self._refused: set[tuple[str, int]] = set()  # said once in the log
+        self.registry = WorkerRegistry()
+        self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
+        self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self.flushes = PendingFlushes()
+        self.pending_flushes = PendingFlushes()
         self.ejections = Ejections()
         self._prefixes = PrefixIndexReader(directory, identity.secret, identity.model_digest)
 
-    # --- life ---------------------------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._follow(), name="fleet")
+        self._task = asyncio.create_task(self._follow(), name="worker pool")
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        for worker in self.roster:
+        for worker in self.registry:
             self._remove(worker)
         if self._closing:
             await asyncio.wait(self._closing)
@@ -109,80 +118,82 @@ class WorkerPool:
         while True:
             try:
                 self.reconcile()
-            except Exception:  # one bad record must not end the following of all others
+            except Exception:  # one bad record must not end the loop over all others
                 _log.exception("the directory could not be read")
             await asyncio.sleep(RECONCILE_S)
 
     def reconcile(self) -> None:
         """Make the links match the directory's records."""
         records = {r.worker_id: r for r in self._directory.workers() if self._is_ours(r)}
-        for worker in self.roster:
+        for worker in self.registry:
             record = records.get(worker.record.worker_id)
             worker.leased = record is not None
             replaced = record is not None and _identity(record) != _identity(worker.record)
             if replaced or (record is None and not worker.link.up):
                 self._remove(worker)
         for worker_id, record in records.items():
-            if worker_id not in self.roster:
+            if worker_id not in self.registry:
                 self._add(record)
 
     def _is_ours(self, record: WorkerRecord) -> bool:
-        if record.model_digest == self._identity.model_digest and record.role in self._wires:
+        if record.model_digest == self._identity.model_digest and record.role in self._codecs:
             return True
         key = (record.worker_id, record.incarnation)
-        if key not in self._refused:
-            self._refused.add(key)
-            _log.warning("worker %s serves another model than this gateway: left alone", record.worker_id)
+        if key not in self._logged:
+            self._logged.add(key)
+            _log.warning("worker %s serves another model than this gateway: not linked", record.worker_id)
         return False
 
     def _add(self, record: WorkerRecord) -> None:
         link = Link(
-            self._wires[record.role],
+            self._codecs[record.role],
             self,
             worker_id=record.worker_id,
             incarnation=record.incarnation,
             address=record.address,
             timing=self._timing,
         )
-        self.roster.add(new_worker(record, link))
+        self.registry.add(new_worker(record, link))
         link.start()
 
     def _remove(self, worker: Worker) -> None:
         worker_id = worker.record.worker_id
-        self.roster.remove(worker_id)
+        self.registry.remove(worker_id)
         self.ejections.forget(worker_id)
         if worker.link.up:
-            self._listener.worker_gone(worker_id, worker.leaving)
+            self._listener.on_worker_down(worker_id, worker.leaving)
         task = asyncio.create_task(worker.link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    # --- what is there --------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------------
 
-    def strangers(self) -> list[WorkerRecord]:
-        """Workers of the directory that serve another model than this gateway."""
+    def other_models(self) -> list[WorkerRecord]:
+        """Return the workers of the directory that serve another model than this gateway."""
         return [record for record in self._directory.workers() if not self._is_ours(record)]
 
     def tokens_to_compute(self, job: Job) -> int:
-        """Of the prompt, as predicted: what the decode worker that holds most of it does not hold."""
+        """Predict the prompt tokens to compute: those that the best decode worker does not hold."""
         prompt = job.request.prompt_ids
-        decode = self.roster.serving(Role.DECODE)
+        decode = self.registry.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, prompt)
         cached = max((hits.get(w.record.worker_id, 0) * w.record.block_size for w in decode), default=0)
         return max(len(prompt) - cached, 1)
 
     # --- gateway.session.request_driver.Workers ------------------------------------------------------------
 
-    def place(self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]) -> Placement | NoWorker:
-        """Choose the pair for an attempt, by load and by who has its prefix."""
-        prefill, decode = self.roster.serving(Role.PREFILL), self.roster.serving(Role.DECODE)
+    def place_attempt(
+        self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
+    ) -> Placement | NoWorker:
+        """Choose the pair of workers for an attempt, by load and cached prefix."""
+        prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, token_ids)
         route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
-        if isinstance(route, NoWorker):  # slow is better than nothing
+        if isinstance(route, NoWorker):  # a slow worker is better than none
             route = self._choose(request, prefill, decode, hits)
         if isinstance(route, NoWorker):
             return route
-        target = self.roster.listed(route.decode_id).record
+        target = self.registry.require(route.decode_id).record
         return Placement(
             route,
             BY_COST if self._directory.connected else WITHOUT_INDEX,
@@ -197,23 +208,25 @@ class WorkerPool:
         decode: Sequence[Worker],
         hits: Mapping[str, int],
     ) -> Route | NoWorker:
-        return choose(
+        return choose_route(
             request,
-            (w.as_prefill() for w in prefill),
-            (w.as_decode(hits.get(w.record.worker_id, 0)) for w in decode),
+            (w.prefill_candidate() for w in prefill),
+            (w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
         )
 
     def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
         now = self._clock()
-        return [w for w in workers if not self.ejections.ejected(w.record.worker_id, now)]
+        return [w for w in workers if not self.ejections.is_ejected(w.record.worker_id, now)]
 
-    def attach(self, worker_id: str, work: work_pb2.Work) -> None:
-        worker = self.roster.listed(worker_id)
+    def attach_attempt(self, worker_id: str, work: work_pb2.Work) -> None:
+        """Send an attempt to its decode worker. Raises LinkDown."""
+        worker = self.registry.require(worker_id)
         worker.link.send(decode_pb2.DecodeServiceLinkRequest(attach=work))
-        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
+        worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
-    def dispatch(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
-        worker, target = self.roster.listed(worker_id), self.roster.listed(decode_id).record
+    def dispatch_attempt(self, worker_id: str, decode_id: str, work: work_pb2.Work) -> None:
+        """Send an attempt to its prefill worker. Raises LinkDown."""
+        worker, target = self.registry.require(worker_id), self.registry.require(decode_id).record
         worker.link.send(
             prefill_pb2.PrefillServiceLinkRequest(
                 dispatch=prefill_pb2.Dispatch(
@@ -224,69 +237,70 @@ class WorkerPool:
                 )
             )
         )
-        worker.given(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
+        worker.assign(work.id.request_id, work.id.attempt, len(work.token_ids), work.choices)
 
-    def cancel(
+    def cancel_attempt(
         self, role: Role, worker_id: str, work_id: str, attempt: int, choices: Sequence[int] = ()
     ) -> None:
-        """Without ``choices``: all that the worker still has of the attempt. Losing a link cancels what came
-        over it, so a worker that is gone needs no message.
+        """Cancel choices of an attempt at a worker; none given means all that it still has.
+
+        The loss of a link cancels all work that came over it, so a lost worker needs no message.
         """
-        worker = self.roster.get(worker_id)
+        worker = self.registry.get(worker_id)
         if worker is None:
             return
-        worker.done(work_id, attempt, choices)
+        worker.complete(work_id, attempt, choices)
         if worker.link.up:
-            worker.link.send(self._wires[role.value].cancel(work_id, attempt, choices))
+            worker.link.send(self._codecs[role.value].build_cancel(work_id, attempt, choices))
 
     # --- gateway.worker_pool.links.LinkListener -------------------------------------------------------------
 
     def on_up(self, worker_id: str) -> None:
-        worker = self.roster.get(worker_id)
+        worker = self.registry.get(worker_id)
         if worker is not None:
-            returned = self._met.get(worker_id) == worker.record.incarnation
-            self._met[worker_id] = worker.record.incarnation
+            same_process = self._last_incarnation.get(worker_id) == worker.record.incarnation
+            self._last_incarnation[worker_id] = worker.record.incarnation
             for dead in worker.record.dead:
-                if not self.roster.linked_to(dead):  # else its end is still to be seen here
-                    self._listener.worker_up(dead, False)
-            self._listener.worker_up(worker_id, returned)
+                if not self.registry.is_linked(dead):  # else the loss of its link follows
+                    self._listener.on_worker_up(dead, False)
+            self._listener.on_worker_up(worker_id, same_process)
         self._on_change()
 
     def on_down(self, worker_id: str) -> None:
-        worker = self.roster.get(worker_id)
-        left = worker is not None and worker.leaving
+        worker = self.registry.get(worker_id)
+        graceful = worker is not None and worker.leaving
         if worker is not None:
-            worker.lost()
+            worker.on_down()
             self.ejections.forget(worker_id)
-        self.flushes.lost(worker_id)
-        self._listener.worker_gone(worker_id, left)
-        if self.roster.replaced(worker_id):
-            self._listener.worker_up(worker_id, False)
+        self.pending_flushes.on_worker_down(worker_id)
+        self._listener.on_worker_down(worker_id, graceful)
+        if self.registry.is_replaced(worker_id):
+            self._listener.on_worker_up(worker_id, False)
         self._on_change()
 
     def on_load(self, worker_id: str, load: Load) -> None:
-        worker = self.roster.get(worker_id)
+        worker = self.registry.get(worker_id)
         if worker is None:
             return
         before = worker.load
-        worker.reported(load)
+        worker.on_load(load)
         if load.step_times:
-            self.ejections.report(worker_id, worker.record.role, load.step_times, self._clock())
+            self.ejections.record(worker_id, worker.record.role, load.step_times, self._clock())
         if load.capacity != before.capacity:
             self._on_change()
 
-    def on_news(self, worker_id: str, news: list[LinkEvent]) -> None:
-        worker = self.roster.get(worker_id)
-        for item in news:
-            if item.last_word and worker is not None:
-                whole = worker.record.role == Role.PREFILL.value  # its last word is on all choices
-                worker.done(item.work_id, item.attempt, () if whole else (item.choice,))
+    def on_events(self, worker_id: str, events: list[WorkerEvent]) -> None:
+        worker = self.registry.get(worker_id)
+        for item in events:
+            if item.terminal and worker is not None:
+                whole = worker.record.role == Role.PREFILL.value  # its terminal message ends all choices
+                worker.complete(item.work_id, item.attempt, () if whole else (item.choice,))
             if item.detail:
                 _log.info("worker %s on %s/%d: %s", worker_id, item.work_id, item.attempt, item.detail)
-        self._listener.deliver(news)
+        self._listener.on_events(events)
 
     def on_flushed(self, worker_id: str, flushed: Flushed) -> None:
-        self.flushes.answered(worker_id, flushed)
+        self.pending_flushes.on_flushed(worker_id, flushed)
 
 
 def _identity(record: WorkerRecord) -> tuple[int, str, str]:

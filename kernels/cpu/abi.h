@@ -32,7 +32,7 @@ enum DiptychFormat : int32_t {
 
 enum DiptychStatus : int32_t {
     DIPTYCH_OK = 0,
-    DIPTYCH_ALL_ABORTED = 1,  // every sequence was told to stop; no logits were computed
+    DIPTYCH_ALL_ABORTED = 1,  // every sequence was aborted; no logits were computed
     DIPTYCH_INVALID = 2,      // refused before any memory of the batch was touched
     DIPTYCH_FAILED = 3,       // out of memory or threads; nothing of the batch was computed
 };
@@ -92,7 +92,7 @@ typedef struct DiptychModel DiptychModel;
 
 int32_t diptych_abi_version(void);
 
-// What the last call of this thread that did not succeed had to say.
+// The message of the last call of this thread that failed.
 const char *diptych_last_error(void);
 
 // Name of the i-th instruction set that this machine can run, best first; null past the last.
@@ -139,11 +139,11 @@ int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t thr
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest);
 
-// From now on a byte is written to `descriptor`, which does not block, whenever a step that was launched is over; to
-// none where it is negative. It must stay open until the model is gone.
+// Sets the completion descriptor: a byte is written to `descriptor`, which does not block, whenever a launched step is
+// done; to none where it is negative. It must stay open until the model is gone.
 void diptych_tell(DiptychModel *model, int32_t descriptor);
 
-// Whether the step of this number is over: not 0 when diptych_collect would not wait.
+// Whether the step of this number is done: not 0 when diptych_collect would not wait.
 int32_t diptych_is_over(DiptychModel *model, uint64_t number);
 
 // Waits for the step of this number, and returns what diptych_step would have; once for each, in their order.

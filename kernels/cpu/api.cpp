@@ -1,4 +1,4 @@
-// The C interface: checks what it is given, keeps exceptions inside, and says what went wrong.
+// The C interface: checks its arguments, keeps exceptions inside, and records what went wrong.
 #include <algorithm>
 #include <exception>
 #include <string>
@@ -75,10 +75,10 @@ bool format_fits(const DiptychModel &model, int32_t format) {
 }
 
 // The number of a step that was launched; 0, with the last error set, if it was refused.
-uint64_t add(DiptychModel *model, const Launch &launch, uint64_t before) {
+uint64_t add(DiptychModel *model, const QueuedStep &launch, uint64_t before) {
     try {
         std::string found = refusal(*model, launch.batch, launch.threads);
-        uint64_t number = found.empty() ? model->launches->add(launch, before, found) : 0;
+        uint64_t number = found.empty() ? model->step_queue->add(launch, before, found) : 0;
         if (number == 0) fail(DIPTYCH_INVALID, found);
         return number;
     } catch (const std::exception &error) {
@@ -87,8 +87,8 @@ uint64_t add(DiptychModel *model, const Launch &launch, uint64_t before) {
     }
 }
 
-// Whether every row of a batch is drawn, so that none needs room for logits.
-bool draws_all(const DiptychBatch &batch) {
+// Whether every row of a batch is sampled, so that none needs room for logits.
+bool samples_all(const DiptychBatch &batch) {
     int64_t rows = 0;
     for (int32_t s = 0; s < batch.sequences; s++) rows += batch.logit_rows[s];
     return batch.greedy != nullptr && std::find(batch.greedy, batch.greedy + rows, 0) == batch.greedy + rows;
@@ -130,7 +130,7 @@ DiptychModel *diptych_model_new(const DiptychShape *shape, const char *instructi
         model->kernels = kernels;
         model->layers.resize(static_cast<size_t>(shape->layers));
         model->step = {new StepState(), [](StepState *step) { delete step; }};
-        model->launches = {new Launches(*model), [](Launches *launches) { delete launches; }};
+        model->step_queue = {new StepQueue(*model), [](StepQueue *queue) { delete queue; }};
         return model.release();
     } catch (const std::exception &error) {
         fail(DIPTYCH_FAILED, error.what());
@@ -198,7 +198,7 @@ int32_t diptych_set_embedding(DiptychModel *model, const void *rows) {
 }
 
 int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const float *sines, int32_t positions) {
-    if (!model->launches->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
+    if (!model->step_queue->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
     model->cosines = cosines;
     model->sines = sines;
     model->positions = positions;
@@ -207,7 +207,7 @@ int32_t diptych_set_rotary(DiptychModel *model, const float *cosines, const floa
 
 int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *cores, int32_t count) {
     try {
-        if (!model->launches->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
+        if (!model->step_queue->idle()) return fail(DIPTYCH_INVALID, "a step of this model is running");
         if (count < 0 || count > 1024) return fail(DIPTYCH_INVALID, "guests must be 0 .. 1024");
         static_assert(std::atomic<uint8_t>::is_always_lock_free && sizeof(std::atomic<uint8_t>) == 1,
                       "states are shared between processes");
@@ -220,26 +220,26 @@ int32_t diptych_set_guests(DiptychModel *model, uint8_t *states, const int32_t *
 
 int32_t diptych_step(DiptychModel *model, const DiptychBatch *batch, int32_t threads, int32_t guests_from,
                      float *logits, int32_t *likeliest) {
-    Launch launch{*batch, nullptr, threads, guests_from, logits, likeliest, false};
+    QueuedStep launch{*batch, nullptr, threads, guests_from, logits, likeliest, false};
     uint64_t number = add(model, launch, 0);
     return number == 0 ? DIPTYCH_INVALID : diptych_collect(model, number);
 }
 
 uint64_t diptych_launch(DiptychModel *model, const DiptychBatch *batch, const int32_t *follows, int32_t threads,
                         int32_t guests_from, int32_t *likeliest) {
-    if (likeliest == nullptr || !draws_all(*batch)) {
-        fail(DIPTYCH_INVALID, "a step that is launched draws every row");
+    if (likeliest == nullptr || !samples_all(*batch)) {
+        fail(DIPTYCH_INVALID, "a step that is launched samples every row");
         return 0;
     }
-    return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest, true}, Launches::kMostBefore);
+    return add(model, {*batch, follows, threads, guests_from, nullptr, likeliest, true}, StepQueue::kMostBefore);
 }
 
-void diptych_tell(DiptychModel *model, int32_t descriptor) { model->launches->tell(descriptor); }
+void diptych_tell(DiptychModel *model, int32_t descriptor) { model->step_queue->set_completion_fd(descriptor); }
 
-int32_t diptych_is_over(DiptychModel *model, uint64_t number) { return model->launches->over(number); }
+int32_t diptych_is_over(DiptychModel *model, uint64_t number) { return model->step_queue->done(number); }
 
 int32_t diptych_collect(DiptychModel *model, uint64_t number) {
     std::string error;
-    int32_t status = model->launches->collect(number, error);
+    int32_t status = model->step_queue->collect(number, error);
     return error.empty() ? status : fail(status, error);
 }

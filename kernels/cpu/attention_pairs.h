@@ -3,7 +3,7 @@
 //
 // Scores multiply pairs of lanes of the head, mixing multiplies pairs of neighbouring tokens. What a query may not
 // see takes part as 0 x 0, so that its bits are, here too, those of a task of its own: an even token and the odd
-// one after it always go together, whoever else is in the task.
+// one after it always go together, whatever else is in the task.
 #pragma once
 
 #include "attention.h"
@@ -206,7 +206,7 @@ void mix_lanes(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, const floa
 
 // A query as pairs of bf16, each 2 * Pairs numbers from the one before.
 template <int Pairs>
-inline void place_query(const float *query, int width, bf16 *to) {
+inline void pack_query(const float *query, int width, bf16 *to) {
     bf16 narrowed[kLanes];
     for (int d = 0; d < width; d += kLanes) {
         int count = width - d < kLanes ? width - d : kLanes;
@@ -222,7 +222,7 @@ void attend_in_pairs(const Pieces<bf16> &pieces, const Sight<Pairs> &sight, cons
     const HeadBlocks<bf16> &blocks = pieces.own.blocks;
     constexpr int kWide = Pairs <= 6 ? 2 : 1;  // whose sums fit beside each other
     auto *queries = reinterpret_cast<bf16 *>(scratch);
-    for (int p = 0; p < Pairs; p++) place_query<Pairs>(query[p], blocks.head_dim, queries + 2 * p);
+    for (int p = 0; p < Pairs; p++) pack_query<Pairs>(query[p], blocks.head_dim, queries + 2 * p);
     float *scores = scratch + blocks.head_dim * Pairs;
     float greatest[Pairs], scale[Pairs];
     score_pairs<Pairs>(pieces, sight, queries, scores, greatest);

@@ -1,4 +1,4 @@
-// What CPUs with bf16 dot products and VNNI compute, as tuning.h says.
+// Kernels of CPUs with bf16 dot products and VNNI, by the sizes of tuning.h.
 #pragma once
 
 #include "simd_avx512.h"

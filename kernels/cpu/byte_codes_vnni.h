@@ -34,7 +34,7 @@ struct TableMaker {
     static constexpr uint16_t kFirstCodes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
 };
 
-// The high bytes of `Rows` segments by line, 0 where a line is not wide, and which groups have any: most have none.
+// The high bytes of `Rows` segments by line, 0 where a line is no outlier, and which groups have any: most have none.
 template <int Rows>
 struct HighBytes {
     alignas(64) int8_t bytes[Rows][kSegment];
@@ -46,8 +46,8 @@ struct HighBytes {
             for (int i = 0; i < lines * kFour; i += 32) {
                 _mm256_store_si256(reinterpret_cast<__m256i *>(bytes[m] + i), _mm256_setzero_si256());
             }
-            for (int n = 0; n < kWide; n++) {
-                int line = x[m].wide[n] / kLineBytes;
+            for (int n = 0; n < kOutliers; n++) {
+                int line = x[m].outliers[n] / kLineBytes;
                 std::memcpy(bytes[m] + line * kFour, x[m].high[n], kFour);
                 groups |= 1u << (line / kCodedLines);
             }

@@ -23,11 +23,11 @@ inline __m256i load_weights(const uint8_t *p) {
     return _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)), _mm256_set1_epi8(-128));
 }
 
-// The high bytes of a row's wide lines times 256, for 8 columns.
+// The high bytes of a row's outlier columns times 256, for 8 columns.
 inline __m256i high_dot(const Segment &x, const uint8_t *weight) {
     __m256i dot = _mm256_setzero_si256();
-    for (int n = 0; n < kWide; n++) {
-        dot = _mm256_add_epi32(dot, dot_line(same_four(x.high[n]), load_weights(weight + x.wide[n])));
+    for (int n = 0; n < kOutliers; n++) {
+        dot = _mm256_add_epi32(dot, dot_line(same_four(x.high[n]), load_weights(weight + x.outliers[n])));
     }
     return _mm256_slli_epi32(dot, 8);
 }

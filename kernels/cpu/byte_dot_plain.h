@@ -21,7 +21,7 @@ inline void add_segment(const Segment *x, const uint8_t *weight, int lines, cons
     for (int m = 0; m < Rows; m++) {
         for (int c = 0; c < kColumns; c++) {
             int32_t dot = 0;
-            for (int n = 0; n < kWide; n++) dot += 256 * dot_line(x[m].wide[n], x[m].high[n], c);
+            for (int n = 0; n < kOutliers; n++) dot += 256 * dot_line(x[m].outliers[n], x[m].high[n], c);
             for (int line = 0; line < lines; line++) dot += dot_line(line * kLineBytes, x[m].values + kFour * line, c);
             float &to = out[m * kColumns + c];
             to = static_cast<float>(dot) * (scales[c] * x[m].scale) + (First ? 0.0f : to);

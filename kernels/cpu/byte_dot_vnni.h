@@ -26,14 +26,14 @@ inline __m512i same_high(__m512i all) {
 // dot += 256 times the high bytes' products. When a segment is through, its lines are in the first cache. What is short
 // of here is loads: of the high bytes and of the places of their lines there is one each.
 [[gnu::always_inline]] inline void add_high(const Segment &x, const uint8_t *weight, __m512i (&dot)[2]) {
-    static_assert(kWide == 4 && sizeof x.high == sizeof(__m128i) && sizeof x.wide == sizeof(uint64_t));
+    static_assert(kOutliers == 4 && sizeof x.high == sizeof(__m128i) && sizeof x.outliers == sizeof(uint64_t));
     __m512i more[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     __m512i high = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(x.high)));
-    const __m512i same[kWide] = {same_high<0>(high), same_high<1>(high), same_high<2>(high), same_high<3>(high)};
+    const __m512i same[kOutliers] = {same_high<0>(high), same_high<1>(high), same_high<2>(high), same_high<3>(high)};
     uint64_t wide;
-    std::memcpy(&wide, x.wide, sizeof wide);
+    std::memcpy(&wide, x.outliers, sizeof wide);
 #pragma GCC unroll 4
-    for (int n = 0; n < kWide; n++) {
+    for (int n = 0; n < kOutliers; n++) {
         const uint8_t *line = weight + static_cast<uint16_t>(wide >> (16 * n));
         add_dots(more[0], strip_of_line(line, 0), same[n]);
         add_dots(more[1], strip_of_line(line, 1), same[n]);

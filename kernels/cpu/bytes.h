@@ -1,9 +1,9 @@
 // Matrices of 8-bit weights with long segments: along the depth at most 576 numbers share a scale, in the weights and
 // in the activations, so that the sums of a segment are whole numbers and one multiplication of floats ends them.
 //
-// Activations have 8 bits, but for four lines of each segment, those with the greatest peaks, which have 16: a line is
-// four neighbours along the depth, what a dot product of bytes takes at once. The scale goes by the widest of the
-// others. Always four, so that no kernel has a branch for them.
+// Activations have 8 bits, but for four outlier columns of each segment, which have 16: the lines with the greatest
+// peaks, a line being four neighbours along the depth, what a dot product of bytes takes at once. The scale goes by the
+// greatest peak of the others. Always four, so that no kernel has a branch for them.
 //
 // Weights are -127 .. 127 and lie in memory as u = w + 128, the unsigned operand of a dot product of bytes; what that
 // adds is taken off as a whole number, -128 * (sum of the segment's activations).
@@ -21,14 +21,14 @@ constexpr int kFour = 4;               // of a line
 constexpr int kLines = kSegment / kFour;
 constexpr int kLineBits = 255;         // that hold the number of a line
 static_assert(kLines <= kLineBits + 1);
-constexpr int kWide = 4;               // lines with 16 bits
+constexpr int kOutliers = 4;           // lines with 16 bits
 constexpr int kLineBytes = kFour * kColumns;  // a line of weights: four of the depth for each column of a block
 
-// A segment of activations: scale * values, and in the wide lines scale * (values + 256 * high).
+// A segment of activations: scale * values, and in outlier columns scale * (values + 256 * high).
 struct alignas(32) Segment {
-    int8_t values[kSegment];  // -127 .. 127, in wide lines -128 .. 127
-    int8_t high[kWide][kFour];
-    uint16_t wide[kWide];     // where a block of columns has the weights of these lines: bytes from its first line
+    int8_t values[kSegment];  // -127 .. 127, in outlier columns -128 .. 127
+    int8_t high[kOutliers][kFour];
+    uint16_t outliers[kOutliers];  // where a block of columns has these lines' weights: bytes from its first line
     float scale;              // NaN where an activation was not finite
     int32_t minus_128_sum;    // of all whole numbers
 };

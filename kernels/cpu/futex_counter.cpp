@@ -25,17 +25,17 @@ void relax() {
 
 }  // namespace
 
-void Epoch::publish(uint64_t value) {
+void FutexCounter::publish(uint64_t value) {
     value_.store(value, std::memory_order_seq_cst);
     wake();
 }
 
-void Epoch::advance() {
+void FutexCounter::advance() {
     value_.fetch_add(1, std::memory_order_seq_cst);
     wake();
 }
 
-void Epoch::wake() {
+void FutexCounter::wake() {
     // Sleepers announce themselves before they look at the value for the last time (both sequentially
     // consistent): either they see the new value or we see them.
     if (sleepers_.load(std::memory_order_seq_cst) == 0) return;
@@ -43,7 +43,7 @@ void Epoch::wake() {
     woken_.notify_all();
 }
 
-uint64_t Epoch::wait_beyond(uint64_t seen) {
+uint64_t FutexCounter::wait_beyond(uint64_t seen) {
     for (int i = 0; i < kSpins + kYields; i++) {
         uint64_t now = value();
         if (now != seen) return now;

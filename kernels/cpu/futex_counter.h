@@ -1,4 +1,4 @@
-// A number that grows, and threads that wait for it to leave a value.
+// A counter whose waiters spin, yield, and then sleep until it leaves a value.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace diptych {
 
-class Epoch {
+class FutexCounter {
   public:
     uint64_t value() const { return value_.load(std::memory_order_acquire); }
     void publish(uint64_t value);  // by one thread at a time

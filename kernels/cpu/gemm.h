@@ -42,7 +42,7 @@ inline void store_tile(const Lanes (&sum)[Rows][kRegisters], float *out) {
     }
 }
 
-// What all kinds have unless they say otherwise.
+// Defaults of all kinds.
 struct AnyKind {
     static constexpr int kReadsCodes = 0;  // rows of the products that do, where a matrix has codes beside its bytes
 };

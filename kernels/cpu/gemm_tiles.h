@@ -29,7 +29,7 @@ struct TiledBf16 : AnyKind {
     static constexpr bool kEven = false;
 
     // Before a product of `rows` rows. Of few rows no tile has more than these, which spares loading padding;
-    // of more than 32 the last rows come with padding, whose sums nobody reads.
+    // of more than 32 the last rows come with padding, whose sums are not read.
     static void begin(int rows) {
         uint8_t upper = static_cast<uint8_t>(rows < 16 ? rows : 16);
         uint8_t lower = static_cast<uint8_t>(rows > 16 && rows < 32 ? rows - 16 : 16);

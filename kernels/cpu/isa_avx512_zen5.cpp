@@ -1,4 +1,4 @@
-// avx512_bf16 as a Zen 5 wants it: the same numbers, read differently.
+// avx512_bf16 tuned for Zen 5: the same numbers, read differently.
 #define DIPTYCH_FOR_ZEN5
 #include "bf16_kernels.h"
 

@@ -1,4 +1,4 @@
-"""The shared library of the native step, as Python sees it (abi.h says what each call means).
+"""The shared library of the native step through ctypes; abi.h has the meaning of each call.
 
 ctypes releases the GIL for the length of every call.
 """
@@ -99,7 +99,7 @@ _SIGNATURES = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library with its signatures declared. Raises LibraryMissing."""
+    """Load the library and declare its signatures. Raises LibraryMissing."""
     try:
         library = ctypes.CDLL(str(_PATH))
     except OSError as error:
@@ -120,13 +120,13 @@ def load() -> ctypes.CDLL:
 
 
 def last_error(library: ctypes.CDLL) -> str:
-    """What the last unsuccessful call of this thread had to say."""
+    """Return the message of this thread's last call that failed."""
     message: bytes = library.diptych_last_error()
     return message.decode()
 
 
 def instruction_sets(dtype: int) -> list[str]:
-    """Names of the instruction sets that this machine runs, best first. Raises LibraryMissing."""
+    """Return the names of the instruction sets that this machine runs, best first. Raises LibraryMissing."""
     library = load()
     names: list[str] = []
     while (name := library.diptych_instruction_set(len(names), dtype)) is not None:

@@ -38,7 +38,7 @@ struct Layer {
 };
 
 struct StepState;
-class Launches;
+class StepQueue;
 
 // What one instruction set offers: the body that every rank of a step runs.
 struct Kernels {
@@ -75,7 +75,7 @@ struct DiptychModel {
     diptych::ThreadTeam team;
     std::unique_ptr<diptych::StepState, void (*)(diptych::StepState *)> step{nullptr, nullptr};
     // Last: when it goes it waits for its steps, while all that they need is still there.
-    std::unique_ptr<diptych::Launches, void (*)(diptych::Launches *)> launches{nullptr, nullptr};
+    std::unique_ptr<diptych::StepQueue, void (*)(diptych::StepQueue *)> step_queue{nullptr, nullptr};
 
     bool bf16_activations() const { return shape.dtype == DIPTYCH_BF16 && kernels->bf16_activations; }
     int32_t group() const { return shape.heads / shape.kv_heads; }

@@ -1,4 +1,4 @@
-// The widest lines of a segment by AVX-512: sixteen lanes are sorted beside each other, then merged.
+// The outlier columns of a segment by AVX-512: sixteen lanes are sorted beside each other, then merged.
 #pragma once
 
 #include <immintrin.h>
@@ -96,35 +96,35 @@ constexpr bool sorts(const Network &network, int lanes, bool falling_then_rising
     return true;
 }
 
-constexpr Network kSort = Network::sorting(kWidest);
-constexpr Network kSortMore = Network::sorting(kQuads - kWidest);
-constexpr Network kMerge = Network::merging(kWidest);
-static_assert(kWidest <= 8 && kQuads > kWidest && kQuads <= 2 * kWidest);
-static_assert(sorts(kSort, kWidest, false) && sorts(kSortMore, kQuads - kWidest, false));
-static_assert(sorts(kMerge, kWidest, true));
+constexpr Network kSort = Network::sorting(kRanked);
+constexpr Network kSortMore = Network::sorting(kQuads - kRanked);
+constexpr Network kMerge = Network::merging(kRanked);
+static_assert(kRanked <= 8 && kQuads > kRanked && kQuads <= 2 * kRanked);
+static_assert(sorts(kSort, kRanked, false) && sorts(kSortMore, kQuads - kRanked, false));
+static_assert(sorts(kMerge, kRanked, true));
 
 // The greatest of twice as many, lane by lane: both halves are sorted, so that one of each pair from opposite ends is
 // among them, and so is no other. What is left so falls and then rises.
 template <class Register>
-[[gnu::always_inline]] inline void merge(Register (&keys)[kWidest], const Register (&others)[kWidest]) {
+[[gnu::always_inline]] inline void merge(Register (&keys)[kRanked], const Register (&others)[kRanked]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kWidest; i++) keys[i] = greater(keys[i], others[kWidest - 1 - i]);
+    for (int i = 0; i < kRanked; i++) keys[i] = greater(keys[i], others[kRanked - 1 - i]);
     kMerge(keys);
 }
 
 // By halves of what is left, until each lane of 128 bits has the greatest of all.
-inline void merge_lanes(const __m512i (&keys)[kWidest], __m128i (&found)[kWidest]) {
-    __m256i eight[kWidest], upper_eight[kWidest];
-    __m128i others[kWidest];
-    for (int i = 0; i < kWidest; i++) eight[i] = _mm512_castsi512_si256(keys[i]);
-    for (int i = 0; i < kWidest; i++) upper_eight[i] = _mm512_extracti32x8_epi32(keys[i], 1);
+inline void merge_lanes(const __m512i (&keys)[kRanked], __m128i (&found)[kRanked]) {
+    __m256i eight[kRanked], upper_eight[kRanked];
+    __m128i others[kRanked];
+    for (int i = 0; i < kRanked; i++) eight[i] = _mm512_castsi512_si256(keys[i]);
+    for (int i = 0; i < kRanked; i++) upper_eight[i] = _mm512_extracti32x8_epi32(keys[i], 1);
     merge(eight, upper_eight);
-    for (int i = 0; i < kWidest; i++) found[i] = _mm256_castsi256_si128(eight[i]);
-    for (int i = 0; i < kWidest; i++) others[i] = _mm256_extracti128_si256(eight[i], 1);
+    for (int i = 0; i < kRanked; i++) found[i] = _mm256_castsi256_si128(eight[i]);
+    for (int i = 0; i < kRanked; i++) others[i] = _mm256_extracti128_si256(eight[i], 1);
     merge(found, others);
-    for (int i = 0; i < kWidest; i++) others[i] = _mm_shuffle_epi32(found[i], _MM_SHUFFLE(1, 0, 3, 2));
+    for (int i = 0; i < kRanked; i++) others[i] = _mm_shuffle_epi32(found[i], _MM_SHUFFLE(1, 0, 3, 2));
     merge(found, others);
-    for (int i = 0; i < kWidest; i++) others[i] = _mm_shuffle_epi32(found[i], _MM_SHUFFLE(2, 3, 0, 1));
+    for (int i = 0; i < kRanked; i++) others[i] = _mm_shuffle_epi32(found[i], _MM_SHUFFLE(2, 3, 0, 1));
     merge(found, others);
 }
 
@@ -154,23 +154,23 @@ inline __m512i keys_of_quad(const float *x, int quad, int lines) {
     return _mm512_mask_or_epi32(_mm512_set1_epi32(-1), there, peaks, line);
 }
 
-inline WidestLines widest_lines(const float *x, int lines) {
-    __m512i keys[kWidest], others[kWidest];
+inline OutlierColumns find_outlier_columns(const float *x, int lines) {
+    __m512i keys[kRanked], others[kRanked];
 #pragma GCC unroll 8
-    for (int q = 0; q < kWidest; q++) keys[q] = keys_of_quad(x, q, lines);
+    for (int q = 0; q < kRanked; q++) keys[q] = keys_of_quad(x, q, lines);
     kSort(keys);
-    if (lines > kWidest * kQuadLines) {
+    if (lines > kRanked * kQuadLines) {
 #pragma GCC unroll 8
-        for (int q = 0; q < kWidest; q++) others[q] = keys_of_quad(x, kWidest + q, lines);
+        for (int q = 0; q < kRanked; q++) others[q] = keys_of_quad(x, kRanked + q, lines);
         kSortMore(others);  // after which there are none
         merge(keys, others);
     }
-    __m128i found[kWidest];
+    __m128i found[kRanked];
     merge_lanes(keys, found);
-    WidestLines widest;
+    OutlierColumns outliers;
 #pragma GCC unroll 8
-    for (int n = 0; n < kWidest; n++) widest.keys[n] = _mm_cvtsi128_si32(found[n]);
-    return widest;
+    for (int n = 0; n < kRanked; n++) outliers.keys[n] = _mm_cvtsi128_si32(found[n]);
+    return outliers;
 }
 
 }  // namespace

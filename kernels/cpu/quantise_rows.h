@@ -1,5 +1,5 @@
-// Activations to segments of whole numbers. What takes the time has a form of its own for AVX-512, with the same
-// numbers.
+// Quantisation of activations to segments of whole numbers. What takes the time has a form of its own for AVX-512,
+// with the same numbers.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@ namespace diptych {
 namespace {
 
 // Below this the reciprocal of a scale overflows; such a segment is zero for every purpose.
-constexpr float kLeastTop = 1e-35f;
+constexpr float kLeastScaledPeak = 1e-35f;
 
 inline int32_t bits_of(float x) {
     int32_t bits;
@@ -24,12 +24,12 @@ inline float float_of(int32_t bits) {
     return x;
 }
 
-constexpr int kWidest = kWide + 1;  // the lines with 16 bits, and the one that the scale goes by
+constexpr int kRanked = kOutliers + 1;  // the lines with 16 bits, and the one that the scale goes by
 
-// The lines with the greatest peaks, widest first. Sizes of floats are ordered as their bits are, NaN above all, so that
+// The lines with the greatest peaks, greatest first. Sizes of floats are ordered as their bits are, NaN above all, so that
 // a peak with its line in the last eight bits is a number of its own.
-struct WidestLines {
-    int32_t keys[kWidest];
+struct OutlierColumns {
+    int32_t keys[kRanked];
 
     int line(int n) const { return keys[n] & kLineBits; }
     float peak(int n) const { return float_of(keys[n] & ~kLineBits); }
@@ -47,21 +47,21 @@ struct WidestLines {
 namespace diptych {
 namespace {
 
-// `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is not wide,
-// or what the widest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's products become NaN,
-// and no other row's.
+// Quantises `lines` lines of x, each value round(x * 127 / top), ties to even; top is the peak of the first line that is
+// no outlier, or what the greatest needs to have its 16 bits. An infinity or a NaN gives the scale NaN: its row's
+// products become NaN, and no other row's.
 inline void quantise_segment(const float *x, int lines, Segment &to) {
-    WidestLines widest = widest_lines(x, lines);
-    float peak = widest.peak(0), next = widest.peak(kWide);
+    OutlierColumns outliers = find_outlier_columns(x, lines);
+    float peak = outliers.peak(0), next = outliers.peak(kOutliers);
     if (!(peak <= std::numeric_limits<float>::max())) {
         std::memset(&to, 0, sizeof to);
         to.scale = std::numeric_limits<float>::quiet_NaN();
         return;
     }
     float top = next > peak / 256.0f ? next : peak / 256.0f;
-    float inverse = top > kLeastTop ? 127.0f / top : 0.0f;
+    float inverse = top > kLeastScaledPeak ? 127.0f / top : 0.0f;
     int32_t sum = round_lines(x, lines, inverse, to.values);
-    round_high(x, widest, inverse, to);
+    round_high(x, outliers, inverse, to);
     to.scale = top / 127.0f;
     to.minus_128_sum = -128 * sum;
 }

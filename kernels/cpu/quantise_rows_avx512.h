@@ -1,4 +1,4 @@
-// Activations to segments of whole numbers by AVX-512; quantise_rows_plain.h says the same in plain loops.
+// Quantisation of activations to segments of whole numbers by AVX-512; the meaning is quantise_rows_plain.h.
 #pragma once
 
 #include <immintrin.h>
@@ -34,18 +34,18 @@ inline int32_t round_lines(const float *x, int lines, float inverse, int8_t *to)
     return _mm512_reduce_add_epi32(sum);
 }
 
-// The high bytes of the wide lines.
-inline void round_high(const float *x, const WidestLines &widest, float inverse, Segment &to) {
-    static_assert(kWide == 4);
-    Lanes all = _mm512_castps128_ps512(_mm_loadu_ps(x + kFour * widest.line(0)));
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * widest.line(1)), 1);
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * widest.line(2)), 2);
-    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * widest.line(3)), 3);
+// Stores the high bytes of the outlier columns.
+inline void round_high(const float *x, const OutlierColumns &outliers, float inverse, Segment &to) {
+    static_assert(kOutliers == 4);
+    Lanes all = _mm512_castps128_ps512(_mm_loadu_ps(x + kFour * outliers.line(0)));
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * outliers.line(1)), 1);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * outliers.line(2)), 2);
+    all = _mm512_insertf32x4(all, _mm_loadu_ps(x + kFour * outliers.line(3)), 3);
     // What is left when the low byte, a signed one, is taken away.
     __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(mul(all, splat(inverse))), _mm512_set1_epi32(128));
     __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 8));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(to.high), high);
-    for (int n = 0; n < kWide; n++) to.wide[n] = static_cast<uint16_t>(widest.line(n) * kLineBytes);
+    for (int n = 0; n < kOutliers; n++) to.outliers[n] = static_cast<uint16_t>(outliers.line(n) * kLineBytes);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Activations to segments of whole numbers in plain loops of fixed length without branches: the compiler makes of them
-// what the instruction set has.
+// Quantisation of activations to segments of whole numbers, in plain loops of fixed length without branches: the compiler
+// makes of them what the instruction set has.
 #pragma once
 
 #include <limits>
@@ -15,7 +15,7 @@ inline int32_t nearest(float x) {
     return bits_of(x + beyond) - bits_of(beyond);
 }
 
-inline WidestLines widest_lines(const float *x, int lines) {
+inline OutlierColumns find_outlier_columns(const float *x, int lines) {
     constexpr int32_t size = std::numeric_limits<int32_t>::max();  // all bits but the sign
     auto greater = [](int32_t a, int32_t b) { return a > b ? a : b; };
     alignas(64) int32_t keys[kLines];
@@ -25,12 +25,12 @@ inline WidestLines widest_lines(const float *x, int lines) {
         int32_t right = greater(bits_of(x[4 * i + 2]) & size, bits_of(x[4 * i + 3]) & size);
         keys[i] = (greater(left, right) & ~kLineBits) | i;
     }
-    WidestLines found;
+    OutlierColumns found;
     int32_t below = size;
-    for (int32_t &widest : found.keys) {
+    for (int32_t &greatest : found.keys) {
         int32_t best = -1;
         for (int i = 0; i < kLines; i++) best = greater(best, keys[i] < below ? keys[i] : -1);
-        widest = below = best;
+        greatest = below = best;
     }
     return found;
 }
@@ -46,11 +46,11 @@ inline int32_t round_lines(const float *x, int lines, float inverse, int8_t *to)
     return sum;
 }
 
-// The high bytes of the wide lines.
-inline void round_high(const float *x, const WidestLines &widest, float inverse, Segment &to) {
-    for (int n = 0; n < kWide; n++) {
-        int line = widest.line(n);
-        to.wide[n] = static_cast<uint16_t>(line * kLineBytes);
+// Stores the high bytes of the outlier columns.
+inline void round_high(const float *x, const OutlierColumns &outliers, float inverse, Segment &to) {
+    for (int n = 0; n < kOutliers; n++) {
+        int line = outliers.line(n);
+        to.outliers[n] = static_cast<uint16_t>(line * kLineBytes);
         for (int i = 0; i < kFour; i++) {
             int32_t whole = nearest(x[kFour * line + i] * inverse);
             to.high[n][i] = static_cast<int8_t>((whole - static_cast<int8_t>(whole)) / 256);

@@ -1,4 +1,4 @@
-// Who computes which rows of a step: with many rows each rank has some of its own, in all phases.
+// Groups of ranks and the rows of a step that each computes: with many rows each rank has its own, in all phases.
 //
 // Phases that are split by columns need whole rows in the next one, so that half of what a core reads another one wrote.
 // Where cores have no cache in common (the two of a virtual machine may lie on different dies, and move) that doubled the

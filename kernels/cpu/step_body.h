@@ -100,14 +100,14 @@ void add_to_hidden(StepState &step, const RowSet &set, const Linear &matrix, con
 
 // Writes the keys and values of all rows.
 template <class Kind>
-void place_all(StepState &step, const Layer &layer, int index) {
+void write_kv(StepState &step, const Layer &layer, int index) {
     ThreadTeam &team = step.model->team;
     RowGroups groups(step, static_cast<int64_t>(step.rows.size()), Kind::kRows);
     auto first = [&](int64_t row) { return first_tile(step.places, row); };
     auto tickets = groups.tickets([&](int64_t begin, int64_t end) { return first(end) - first(begin); });
     for (auto run = team.take_run(tickets, 1); run.begin < run.end; run = team.take_run(tickets, 1)) {
         RowTile tile = step.places[static_cast<size_t>(run.begin)];
-        if (step.is_live(tile.first)) place_rows<Kind>(step, layer, index, tile);
+        if (step.is_live(tile.first)) write_kv_rows<Kind>(step, layer, index, tile);
     }
     team.barrier();
 }
@@ -208,7 +208,7 @@ void run_layers(StepState &step, int rank) {
             [&](int row, int column, float *sums) { std::memcpy(place(row, column), sums, kColumns * sizeof(float)); },
             [&](int row, int column) { fetch_to_write(place(row, column), kColumns); });
         team.barrier();
-        place_all<Kind>(step, layer, index);
+        write_kv<Kind>(step, layer, index);
         run_attention<Kind>(step, set, layer, index, rank);
         add_to_hidden<Kind>(step, set, layer.output, step.mixed, step.mixed_stride);
         team.barrier();

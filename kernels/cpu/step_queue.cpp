@@ -21,20 +21,20 @@ int64_t sum(const int32_t *numbers, int32_t count) {
 
 }  // namespace
 
-Launches::Launches(DiptychModel &model) : model_(model), thread_([this] { serve(); }) {}
+StepQueue::StepQueue(DiptychModel &model) : model_(model), thread_([this] { serve(); }) {}
 
-Launches::~Launches() {
+StepQueue::~StepQueue() {
     slot(++launched_).launch.batch.sequences = 0;  // the word to end
     added_.publish(launched_);
     thread_.join();
 }
 
-bool Launches::idle() {
+bool StepQueue::idle() {
     std::lock_guard<std::mutex> lock(outside_);
     return launched_ == collected_;
 }
 
-std::string Launches::refusal(const Launch &launch, uint64_t before) const {
+std::string StepQueue::refusal(const QueuedStep &launch, uint64_t before) const {
     if (launched_ - collected_ > before) {
         return before == 0 ? "another step of this model is running" : "two steps are launched and not collected";
     }
@@ -45,7 +45,7 @@ std::string Launches::refusal(const Launch &launch, uint64_t before) const {
     return "";
 }
 
-uint64_t Launches::add(const Launch &launch, uint64_t before, std::string &error) {
+uint64_t StepQueue::add(const QueuedStep &launch, uint64_t before, std::string &error) {
     std::lock_guard<std::mutex> lock(outside_);
     error = refusal(launch, before);
     if (!error.empty()) return 0;
@@ -56,7 +56,7 @@ uint64_t Launches::add(const Launch &launch, uint64_t before, std::string &error
     return number;
 }
 
-int32_t Launches::collect(uint64_t number, std::string &error) {
+int32_t StepQueue::collect(uint64_t number, std::string &error) {
     {
         std::lock_guard<std::mutex> lock(outside_);
         if (number != collected_ + 1 || number > launched_) {
@@ -71,12 +71,12 @@ int32_t Launches::collect(uint64_t number, std::string &error) {
     return slot(number).status;
 }
 
-void Launches::serve() {
+void StepQueue::serve() {
     for (uint64_t number = 1;; number++) {
         if (added_.value() < number) added_.wait_beyond(number - 1);
         if (slot(number).launch.batch.sequences == 0) return;
-        // Read before anybody can launch another step into its slot.
-        int descriptor = slot(number).launch.told ? told_.load() : -1;
+        // Read before another step can be launched into its slot.
+        int descriptor = slot(number).launch.notify ? completion_fd_.load() : -1;
         compute(slot(number));
         done_.publish(number);
         const char byte = 1;
@@ -85,23 +85,23 @@ void Launches::serve() {
     }
 }
 
-void Launches::compute(Slot &slot) {
+void StepQueue::compute(Slot &slot) {
     try {
         slot.status = run(slot.launch);
     } catch (const std::exception &failure) {
         slot.status = DIPTYCH_FAILED;
         slot.error = failure.what();
-        drawn_.clear();
+        sampled_.clear();
     }
 }
 
-int32_t Launches::run(const Launch &launch) {
+int32_t StepQueue::run(const QueuedStep &launch) {
     DiptychBatch batch = launch.batch;
     int64_t rows = sum(batch.logit_rows, batch.sequences);
     tokens_.assign(batch.tokens, batch.tokens + sum(batch.counts, batch.sequences));
-    // A row that drew nothing goes on with any token: nobody looks at what it gives. Nor did a step that failed.
+    // A row that sampled nothing goes on with any token: its results are not read. Nor are those after a failed step.
     auto drew = [&](int32_t row) {
-        return static_cast<size_t>(row) < drawn_.size() ? std::max(drawn_[static_cast<size_t>(row)], 0) : 0;
+        return static_cast<size_t>(row) < sampled_.size() ? std::max(sampled_[static_cast<size_t>(row)], 0) : 0;
     };
     size_t token = 0;
     for (int32_t s = 0; launch.follows != nullptr && s < batch.sequences; s++) {
@@ -109,7 +109,7 @@ int32_t Launches::run(const Launch &launch) {
         token += static_cast<size_t>(batch.counts[s]);
     }
     batch.tokens = tokens_.data();
-    drawn_.assign(static_cast<size_t>(rows), -1);
+    sampled_.assign(static_cast<size_t>(rows), -1);
     StepState &step = *model_.step;
     prepare(step, model_, batch, model_.team.ranks(launch.threads), launch.logits);
     step.guests_from = launch.guests_from;
@@ -117,8 +117,8 @@ int32_t Launches::run(const Launch &launch) {
     if (step.stopped) return DIPTYCH_ALL_ABORTED;
     if (launch.likeliest == nullptr) return DIPTYCH_OK;
     step.tell_likeliest(launch.likeliest);
-    // Kept here: who collects the step may free what it was told into before the next one begins.
-    drawn_.assign(launch.likeliest, launch.likeliest + rows);
+    // Kept here: the caller may free `likeliest` once the step is collected, before the next one begins.
+    sampled_.assign(launch.likeliest, launch.likeliest + rows);
     return DIPTYCH_OK;
 }
 

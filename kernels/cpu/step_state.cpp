@@ -198,8 +198,8 @@ void StepState::poll_aborts() {
 
 void StepState::tell_likeliest(int32_t *to) const {
     for (const WantedRow &wanted : wanted) {
-        bool told = wanted.peaks >= 0 && is_live(wanted.row);
-        *to++ = told ? likeliest(&peaks[static_cast<size_t>(wanted.peaks)], model->head.blocks) : -1;
+        bool sampled = wanted.peaks >= 0 && is_live(wanted.row);
+        *to++ = sampled ? likeliest(&peaks[static_cast<size_t>(wanted.peaks)], model->head.blocks) : -1;
     }
 }
 

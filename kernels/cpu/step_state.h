@@ -1,4 +1,4 @@
-// One step as all ranks see it: who the rows are, and the buffers between the phases.
+// One step as all ranks see it: the sequence of each row, and the buffers between the phases.
 #pragma once
 
 #include <atomic>

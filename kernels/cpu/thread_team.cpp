@@ -142,7 +142,7 @@ bool ThreadTeam::stays() {
 // A guest's try to take part in the phase that it has come to.
 bool ThreadTeam::join() {
     if (!stays()) return false;
-    // Who came to the last phase when all were through is ahead, but for a moment.
+    // A thread that came to the last phase when all were through is ahead, but for a moment.
     for (uint64_t seen = phases_.value(); seen < place.phase;) seen = phases_.wait_beyond(seen);
     uint64_t word = phase_.load(std::memory_order_acquire);
     while (number_of(word) == place.phase && through_of(word) < part_of(word)) {
@@ -160,7 +160,7 @@ bool ThreadTeam::may_take() {
 }
 
 // Guided self-scheduling (Polychronopoulos and Kuck 1987) with two thirds of an even share at a time: a core of half
-// the speed of another one still ends with it. A group is shared by those whose own it is, until somebody helps.
+// the speed of another one still ends with it. A group is shared by those whose own it is, until another thread helps.
 ThreadTeam::Run ThreadTeam::take_run(const Tickets &tickets, int64_t longest) {
     place.groups = tickets.groups;
     if (!may_take()) return {0, 0, 0};
@@ -192,7 +192,7 @@ void ThreadTeam::restart(int groups) {
     for (int group = 0; group < groups; group++) taken_[group].next.store(0, std::memory_order_relaxed);
 }
 
-// The last to be through opens the next phase: for the members, and whoever joins it.
+// The last to be through opens the next phase: for the members, and the guests that join it.
 void ThreadTeam::arrive() {
     uint64_t word = phase_.fetch_add(1, std::memory_order_acq_rel) + 1;
     if (through_of(word) < part_of(word)) return;

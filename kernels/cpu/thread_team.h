@@ -6,7 +6,7 @@
 //
 // Beside its members a team may have guests, one for each core that belongs to another process: they take part
 // while that core is free, from any phase on, and leave it after the tickets that they have once its owner
-// claims it. A phase is over when all that take part in it are; nobody waits for a guest that does not.
+// claims it. A phase is over when all that take part in it are; a guest that does not is not waited for.
 #pragma once
 
 #include <atomic>
@@ -73,19 +73,20 @@ class ThreadTeam {
         int64_t begin, end;
     };
 
-    // Tickets of this phase that nobody else has; none when all are taken, or for who has no part in it. Work split by
-    // tickets balances itself when another process holds one of the cores: whose own group is taken helps with the
-    // others. Results do not depend on who computes what.
+    // Tickets of this phase that no other thread has; none when all are taken, or for a thread without a part in it.
+    // Work split by tickets balances itself when another process holds one of the cores: a thread whose own group is
+    // taken helps with the others. Results do not depend on which thread computes what.
     //
     // Neighbours: many while many are left, at last one, and never more than `longest`. For work that lies in memory in
-    // the order of its tickets: who reads on fetches what it needs itself, and not what another core is about to read.
+    // the order of its tickets: a thread that reads on fetches what it needs itself, and not what another core is about
+    // to read.
     Run take_run(const Tickets &tickets, int64_t longest);
 
   private:
     struct Guest {
         std::atomic<uint8_t> *core = nullptr;
         std::thread thread;
-        Epoch calls;
+        FutexCounter calls;
         std::atomic<bool> called{false};  // and not awake yet
     };
 
@@ -104,14 +105,14 @@ class ThreadTeam {
     std::vector<std::unique_ptr<Guest>> guests_;
     // Number of the job above 16 bits of its ranks: a helper learns both in one look, so that it cannot join a
     // job that it has no part in. A job that it has a part in cannot end, nor body_ and state_ change, without it.
-    Epoch jobs_;
+    FutexCounter jobs_;
     Body body_ = nullptr;
     void *state_ = nullptr;
     int members_ = 0;           // of the present run
     uint64_t first_phase_ = 0;  // likewise
-    // The number of the phase, who takes part in it, and how many of these are through; see thread_team.cpp.
+    // The number of the phase, how many take part in it, and how many of these are through; see thread_team.cpp.
     alignas(64) std::atomic<uint64_t> phase_{0};
-    Epoch phases_;  // its number alone, to wait for
+    FutexCounter phases_;  // its number alone, to wait for
     struct alignas(64) Counter {
         std::atomic<int64_t> next{0};
     };
@@ -119,7 +120,7 @@ class ThreadTeam {
     // Guests between entering and leaving a run. A run is over when it is closed to them and none is left.
     alignas(64) std::atomic<int> present_{0};
     std::atomic<bool> open_{false};  // from `welcome` to the end of the run: members call guests meanwhile
-    Epoch departures_;
+    FutexCounter departures_;
     std::atomic<bool> closing_{false};    // helpers end
     std::atomic<bool> dismissed_{false};  // guests end
 };

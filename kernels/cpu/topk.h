@@ -1,5 +1,5 @@
-// The likeliest token of a row of logits, while these are in the cache: for rows that are drawn greedily, so that
-// nobody has to read all of them again.
+// The likeliest token of a row of logits, while these are in the cache: for rows that are sampled greedily, so that
+// no pass has to read all of them again.
 //
 // Numbers are compared as whole ones in the same order, -0 as 0, so that what compilers may not reorder for floats
 // becomes a few instructions a register. Of equal ones the first is likeliest.

@@ -1,5 +1,4 @@
-// What lies between the product of queries, keys and values, and attention: heads are normed and turned, keys and values
-// written to their blocks.
+// Between the QKV product and attention: heads are normed and rotated, keys and values written to their blocks.
 #pragma once
 
 #include "step_state.h"
@@ -9,7 +8,7 @@ namespace diptych {
 namespace {
 
 // Norms and rotates the heads of one row; its keys come after its queries, and its values after these.
-inline void turn_heads(const StepState &step, const Layer &layer, int64_t row) {
+inline void norm_and_rotate_heads(const StepState &step, const Layer &layer, int64_t row) {
     const DiptychModel &model = *step.model;
     const DiptychShape &shape = model.shape;
     int width = shape.head_dim;
@@ -23,9 +22,9 @@ inline void turn_heads(const StepState &step, const Layer &layer, int64_t row) {
     }
 }
 
-// The key of one token into its lane of a block.
+// Writes the key of one token into its lane of a block: `key` [head_dim] float32.
 template <class Stored>
-void place_key(const float *key, int width, Stored *to, int block_size) {
+void write_key(const float *key, int width, Stored *to, int block_size) {
     Stored part[kLanes];
     auto spread = [&](int i, int count) {
         for (int j = 0; j < count; j++) to[static_cast<int64_t>(i + j) * block_size] = part[j];
@@ -42,15 +41,15 @@ void place_key(const float *key, int width, Stored *to, int block_size) {
         });
 }
 
-// Readies the heads of some neighbouring tokens of one block, and writes their keys and values there. Together: keys
-// of neighbours share cache lines, which would go to and fro between the cores.
+// Norms and rotates the heads of some neighbouring tokens of one block, and writes their keys and values there.
+// Together: keys of neighbours share cache lines, which would go to and fro between the cores.
 template <class Kind>
-void place_rows(StepState &step, const Layer &layer, int layer_index, RowTile tile) {
+void write_kv_rows(StepState &step, const Layer &layer, int layer_index, RowTile tile) {
     using Stored = typename Kind::Stored;
     const DiptychModel &model = *step.model;
     const Row &first = step.rows[tile.first];
     int width = model.shape.head_dim, block_size = step.batch.block_size, lane = first.position % block_size;
-    for (int r = 0; r < tile.rows; r++) turn_heads(step, layer, tile.first + r);
+    for (int r = 0; r < tile.rows; r++) norm_and_rotate_heads(step, layer, tile.first + r);
     int64_t half = step.block_elements();
     int64_t block = step.tables[first.sequence][first.position / block_size];
     auto *keys = reinterpret_cast<Stored *>(step.batch.memories[first.sequence]) +
@@ -59,7 +58,7 @@ void place_rows(StepState &step, const Layer &layer, int layer_index, RowTile ti
     for (int h = 0; h < model.shape.kv_heads; h++, head += width, keys += static_cast<int64_t>(width) * block_size) {
         for (int r = 0; r < tile.rows; r++) {
             const float *key = head + r * step.qkv_stride, *value = key + model.kv_width();
-            place_key(key, width, keys + lane + r, block_size);
+            write_key(key, width, keys + lane + r, block_size);
             Stored *values = keys + half + static_cast<int64_t>(lane + r) * width;
             by_lanes(
                 width, [&](int i) { store(values + i, load(value + i)); },

@@ -1,8 +1,7 @@
-"""Keys and values of one sequence between two arrangements, all layers in one launch, with the digest
-computed on the way. Means kernels/convert_blocks.py.
+"""Conversion of a sequence's KV blocks between two layouts in one launch, the digest computed on the way.
 
-A program takes a tile of tokens of one head of a layer's keys or values. Strides are arguments: Triton knows
-of those that are 1, and so which numbers lie beside one another.
+The meaning is kernels/convert_blocks.py. A program takes a tile of tokens of one head of a layer's keys or
+values. Strides are arguments: Triton knows of those that are 1, and so which numbers lie beside one another.
 """
 
 from __future__ import annotations
@@ -23,7 +22,10 @@ _TOKENS = 32
 
 @triton.jit
 def _places(base, ids, at, real, layer, head, block, layers, heads, lanes, dims, SIZE, D_PAD: tl.constexpr):
-    """Addresses of the numbers of the tokens `at`, `[tokens, dims]`; from `block` to `dims` are strides."""
+    """Return the addresses `[tokens, dims]` of the numbers of tokens `at [tokens]`.
+
+    `ids [blocks]` is the block table; `block` to `dims` are the strides of `KVView`'s axes, in elements.
+    """
     blocks = tl.load(ids + at // SIZE, mask=real, other=0).to(tl.int64)
     start = base + layer.to(tl.int64) * layers + head.to(tl.int64) * heads
     by_token = blocks * block + (at % SIZE).to(tl.int64) * lanes
@@ -37,6 +39,12 @@ def _convert(
     source_head, target_head, SOURCE_SIZE, TARGET_SIZE, HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
+    """Convert one tile of TOKENS tokens of one head of one layer's keys or values.
+
+    `source_*` and `target_*` are `[blocks, layers, kv_heads, lanes, head_dim]` with strides `sk0` to `tv4` in
+    elements, their tables `[n]`; `digests` and `binding` are int64, one for every UNIT tokens. SOURCE_SIZE
+    and TARGET_SIZE are tokens a block; grid `[tiles, layers * 2 * HEADS]`.
+    """
     # Of all layers, their keys and values (a plane each), and the heads of these.
     head = tl.program_id(1) % HEADS
     plane = tl.program_id(1) // HEADS
@@ -92,9 +100,12 @@ def convert_blocks(
     digests: torch.Tensor | None = None,
     binding: torch.Tensor | None = None,
 ) -> None:
-    """As kernels/convert_blocks.py says; the tables are on the device, `target` may be memory that is mapped
-    here. With `binding` (int64, one for every block of the target), the digest of what was read is left in
-    `digests` (int64), as `logical_digests` has it with the target's block size as its unit.
+    """Copy `tokens` tokens of one sequence, as kernels/convert_blocks.py does, with the tables on the device.
+
+    `source` and `target` are views `[blocks, layers, kv_heads, lanes, head_dim]`, `source_ids` and
+    `target_ids` their block tables `[n]`; `target` may be memory that is mapped here. With `binding` (int64
+    `[n]`, one for every block of the target), the digest of what was read is left in `digests` (int64 `[n]`),
+    as `logical_digests` has it with the target's block size as its unit.
     """
     check(source, source_ids, target, target_ids, heads, tokens)
     if (digests is None) != (binding is None):

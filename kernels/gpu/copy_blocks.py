@@ -1,5 +1,6 @@
-"""Copies of whole KV blocks in one launch, all layers, with the digest computed on the way. Means
-kernels/copy_blocks.py.
+"""Copies of whole KV blocks in one launch, all layers, with the digest computed on the way.
+
+The meaning is kernels/copy_blocks.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def _copy(
     DIGEST: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    """Copy WORDS words of one block `source_ids[pair]` over block `target_ids[pair]`.
+
+    `source` and `target` are integers `[num_blocks, words]`, their ids int `[n]`, `digests` and `binding`
+    int64 `[n]`; strides are words a block; grid `[ceil(words / WORDS), n]`.
+    """
     pair = tl.program_id(1)
     origin = tl.load(source_ids + pair).to(tl.int64)
     place = tl.load(target_ids + pair).to(tl.int64)
@@ -59,13 +65,13 @@ def copy_blocks(
     digests: torch.Tensor | None = None,
     binding: torch.Tensor | None = None,
 ) -> None:
-    """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target` (integers `[n]`, on the
-    device), for all i; where either is -1 nothing is written.
+    """Copy block `source_ids[i]` of `source` over block `target_ids[i]` of `target`, for all i.
 
-    Both are KV memories `[num_blocks, layers, 2, kv_heads, head_dim * block_size]` of one layout and dtype;
-    `target` may be memory of another device or process that is mapped here. With `digests` (int64 `[n]`) and
-    `binding` (int64 `[n]`, see `kernels.copy_blocks.bind`), the digest of block `source_ids[i]` is left
-    there, also where the target is -1; 0 where the source is.
+    Ids are integers `[n]` on the device; where either is -1 nothing is written. Both memories are
+    `[num_blocks, layers, 2, kv_heads, head_dim * block_size]` of one layout and dtype; `target` may be memory
+    of another device or process that is mapped here. With `digests` (int64 `[n]`) and `binding` (int64 `[n]`,
+    see `kernels.copy_blocks.bind`), the digest of block `source_ids[i]` is left there, also where the target
+    is -1; 0 where the source is.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         ours, theirs = (f"{tuple(side.shape[1:])} {side.dtype}" for side in (source, target))

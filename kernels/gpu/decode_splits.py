@@ -1,4 +1,4 @@
-"""The splits that a row's context is cut into for decode attention, and the pass that joins their results.
+"""The splits of a row's context in decode attention, and the pass that joins their results.
 
 The first pass, kernels/gpu/paged_decode.py, computes them.
 """
@@ -39,7 +39,7 @@ class DecodeScratch:
 
 
 def max_splits(max_tokens: int) -> int:
-    """The most splits that a context of up to `max_tokens` can have."""
+    """Return the most splits that a context of up to `max_tokens` can have."""
     return max(
         1,
         -(-min(max_tokens, SHORT_CONTEXT) // SHORT_SPLIT),
@@ -51,7 +51,7 @@ def max_splits(max_tokens: int) -> int:
 def make_scratch(
     rows: int, heads: int, head_dim: int, max_tokens: int, device: torch.device
 ) -> DecodeScratch:
-    """Scratch for up to `rows` rows with contexts of up to `max_tokens`."""
+    """Allocate scratch for up to `rows` rows with contexts of up to `max_tokens`."""
     splits = max_splits(max_tokens)
     return DecodeScratch(
         torch.empty(rows, heads, splits, head_dim, device=device),
@@ -62,7 +62,7 @@ def make_scratch(
 
 @triton.jit
 def first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where reading begins: the start of the block that holds the first visible position."""
+    """Return where reading begins, in tokens `[...]`: the start of the first visible position's block."""
     first = lengths * 0
     if WINDOW > 0:
         first = tl.maximum(lengths - WINDOW, 0) // BLOCK_SIZE * BLOCK_SIZE
@@ -71,7 +71,7 @@ def first_read(lengths, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def split_size(tokens):
-    """Tokens of each split of a context of `tokens`: by its own length alone, whoever its neighbours are."""
+    """Return the tokens of each split of a context of `tokens [...]`: by its own length alone."""
     longer = tl.where(tokens <= _MIDDLE_CONTEXT, _MIDDLE_SPLIT, _LONG_SPLIT)
     return tl.where(tokens <= _SHORT_CONTEXT, _SHORT_SPLIT, longer)
 
@@ -82,6 +82,11 @@ def _join(
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
+    """Join the splits of one head of one row.
+
+    `lengths` int32 `[rows]`; `mixed`, `peaks` and `sums` as in DecodeScratch, with room for `scratch_splits`
+    splits; `out [rows, heads, D]`. JOINED splits are read at a time; grid `[heads, rows]`.
+    """
     row = tl.program_id(1)
     length = tl.load(lengths + row)
     read = length - first_read(length, WINDOW, BLOCK_SIZE)
@@ -117,9 +122,10 @@ def _join(
 def join_splits(
     lengths: torch.Tensor, scratch: DecodeScratch, out: torch.Tensor, block_size: int, window: int
 ) -> None:
-    """Writes to `out [rows, heads, head_dim]` the rows that have more splits than one, or none.
+    """Write to `out [rows, heads, head_dim]` the rows that have more splits than one, or none.
 
-    `block_size` and `window` (0 is none) are those with which the splits were made.
+    `lengths` is int32 `[rows]`; `block_size` and `window` (0 is none), in tokens, are those with which the
+    splits were made.
     """
     rows, heads, head_dim = out.shape
     _join[(heads, rows)](

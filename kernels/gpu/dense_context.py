@@ -1,4 +1,4 @@
-"""Keys and values of several sequences, brought from their blocks into rows that lie one after the other.
+"""Gather of several sequences' keys and values from their blocks into contiguous rows.
 
 Prefill attention reads every key once for each tile of queries: at 8,192 tokens 64 times and more. Gathered
 once, keys and values come in whole tiles by Hopper's tensor memory accelerator (a quarter to a third faster
@@ -26,7 +26,7 @@ _TOKENS = 64
 
 @dataclass(frozen=True)
 class DenseContext:
-    """One layer's keys and values, each `[kv_heads, rows, head_dim]`."""
+    """Keys and values of one layer, each `[kv_heads, rows, head_dim]`."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -34,7 +34,7 @@ class DenseContext:
 
 @triton.jit
 def context_base(starts, offsets, sequence, TILE: tl.constexpr, SEQUENCES_PAD: tl.constexpr):
-    """The first row of a sequence's context."""
+    """Return the first row of a sequence's context; `starts` int32 `[S]`, `offsets` int32 `[S + 1]`."""
     number = tl.arange(0, SEQUENCES_PAD)
     before = number < sequence
     first = tl.load(offsets + number, mask=before, other=0)
@@ -50,6 +50,12 @@ def _bring(
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_PAD: tl.constexpr,
 ):  # fmt: skip
+    """Gather TOKENS tokens of one KV head of one sequence.
+
+    `blocks` is the KV memory from `layer_offset` elements on, `block_stride` elements a block; `tables` int32
+    `[S, table_stride]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `keys_out` and `values_out` are
+    `[KV_HEADS, rows, D]`. WINDOW is tokens, 0 none; grid `[tiles, KV_HEADS, S]`.
+    """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + sequence)
@@ -95,10 +101,12 @@ def bring_context(
     window: int | None,
     dtype: torch.dtype,
 ) -> DenseContext:
-    """What the chunks of S sequences attend to, in `dtype`; not yet multiplied by any scales.
+    """Gather what the chunks of S sequences attend to, in `dtype`, not yet multiplied by any scales.
 
-    `tables`, `starts` and `offsets` as in paged_prefill; `context_tokens` is at least the sum of the
-    sequences' lengths, chunks included. With a `window`, what no token of a chunk sees is not brought.
+    `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`; `tables` int32 `[S, n]`, `starts`
+    int32 `[S]` and `offsets` int32 `[S + 1]` as in paged_prefill; `context_tokens` is at least the sum of the
+    sequences' lengths, chunks included. With a `window`, in tokens, what no token of a chunk sees is left
+    out. Returns keys and values `[kv_heads, rows, head_dim]`.
     """
     sequences, kv_heads = tables.shape[0], blocks.shape[-2]
     block_size = blocks.shape[-1] // head_dim

@@ -1,4 +1,4 @@
-"""What all launchers share: number formats for Triton, sizes that are powers of two, the device's width."""
+"""Helpers of all launchers: number formats for Triton, sizes that are powers of two, the device's width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _H200_MULTIPROCESSORS = 132
 
 
 def operand_type(dtype: torch.dtype) -> Any:
-    """The Triton type in which matrices of `dtype` are multiplied (sums are float32 always).
+    """Return the Triton type in which matrices of `dtype` are multiplied (sums are float32 always).
 
     The interpreter has no bfloat16 arithmetic, and takes float32. Raises TypeError for other formats.
     """
@@ -34,20 +34,22 @@ def operand_type(dtype: torch.dtype) -> Any:
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `count` and `least`."""
+    """Return the smallest power of two that is at least `count` and `least`."""
     return max(least, 1 << max(0, count - 1).bit_length())
 
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least; on the CPU, what an H200 has."""
+    """Return how many programs run side by side at least; on the CPU, what an H200 has."""
     if device.type != "cuda":
         return _H200_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, if its numbers lie one after the other. Raises ValueError otherwise."""
+    """Return `tensor [...]` if its numbers lie one after the other. Raises ValueError, with `name`,
+    otherwise.
+    """
     if not tensor.is_contiguous():
         raise ValueError(f"{name} {tuple(tensor.shape)} is not contiguous")
     return tensor

@@ -1,9 +1,9 @@
 """Decode attention over blocks: rows with one query token each, split over the context.
 
 Flash-decoding (Dao et al. 2023): a row's context is cut into splits, each split's softmax is computed alone
-with its maximum and sum, and a second pass joins them. Means kernels/paged_decode.py.
+with its maximum and sum, and a second pass joins them. The meaning is kernels/paged_decode.py.
 
-- **Who does what.** A fixed number of programs walks a list of items (row, split, KV head) that every program
+- **Work.** A fixed number of programs walks a list of items (row, split, KV head) that every program
   derives from the lengths on the device, so one captured graph serves all lengths, and neither a long
   neighbour nor an empty row costs a launch. All query heads that share a KV head are one tile.
 - **Batch invariance.** Splits are counted in tokens and depend on the row's own length alone; the second pass
@@ -69,6 +69,13 @@ def _splits(
     OPERAND: tl.constexpr,
     HALVED: tl.constexpr,
 ):
+    """Compute the softmax of items (row, split, KV head), each program every `num_programs`-th of them.
+
+    `query` and `out` are `[rows, heads, D]`; `blocks` the KV memory from `layer_offset` elements on,
+    `block_stride` elements a block; `tables` int32 `[rows, table_stride]`, `lengths` int32 `[rows]`, `scales`
+    float32 `[2, KV_HEADS]` of the layer; `mixed`, `peaks` and `sums` as in DecodeScratch. `score_scale` has
+    log2(e) in it, WINDOW is tokens (0 none), GROUP is query heads a KV head.
+    """
     WIDTH: tl.constexpr = D * BLOCK_SIZE
     numbers = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + numbers, mask=numbers < rows, other=0)
@@ -164,13 +171,13 @@ def paged_decode(
     scratch: DecodeScratch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions of its
-    sequence, the new token included; a length of 0 gives zeros.
+    """Compute attention of `query [rows, heads, head_dim]`, row r over the first `lengths[r]` positions.
 
-    `tables` is int32 `[rows, n]`, `lengths` int32 `[rows]`. With a `window`, a row sees that many last
-    tokens. With `scales`, float32 `[layers, 2, kv_heads]`, keys and values are what `blocks` holds times the
-    scale of their head. `scratch` (make_scratch) holds at least these rows and `n * block_size` tokens.
-    Returns `[rows, heads, head_dim]`.
+    The new token is included; a length of 0 gives zeros. `blocks` is `[num_blocks, layers, 2, kv_heads,
+    head_dim * block_size]`, `tables` int32 `[rows, n]`, `lengths` int32 `[rows]`. With a `window`, a row sees
+    that many last tokens. With `scales`, float32 `[layers, 2, kv_heads]`, keys and values are what `blocks`
+    holds times the scale of their head. `scratch` (make_scratch) holds at least these rows and `n *
+    block_size` tokens. Returns `[rows, heads, head_dim]`.
     """
     rows, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim

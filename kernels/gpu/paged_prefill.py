@@ -1,8 +1,8 @@
-"""Prefill attention over blocks: chunks of several prompts, packed, each causal over its cached prefix and
+"""Prefill attention over blocks: packed chunks of several prompts, each causal over its cached prefix and
 itself.
 
-Flash attention 2 (Dao 2023) over keys and values that were brought from their blocks (dense_context.py).
-Means kernels/paged_attention.py, a sequence at a time.
+Flash attention 2 (Dao 2023) over keys and values that were gathered from their blocks (dense_context.py).
+The meaning is kernels/paged_attention.py, a sequence at a time.
 
 - All query heads that share a KV head are in one tile: its rows are (token, head) pairs in memory's order, so
   any number of heads fits, and a chunk of few tokens still fills a tile.
@@ -28,9 +28,11 @@ def _advance(
     acc, peak, total, q, position, row, seen_by, keys, values, key_scale,
     TILE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values, from `row` on, folded into the running softmax of every row.
+    """Fold one tile of keys and values, from `row` on, into the running softmax of every row.
 
-    `seen_by [rows]` is the last position that each row sees.
+    `acc [rows, dims]`, `peak [rows]` and `total [rows]` are the running sums; `q [rows, dims]`; `seen_by
+    [rows]` is the last position that each row sees; `keys` and `values` are those of one KV head, `[rows,
+    dims]`.
     """
     k = keys.load([row, 0])
     scores = tl.dot(q, k.to(OPERAND).T, input_precision="ieee")
@@ -63,6 +65,12 @@ def _paged_prefill(
     TILE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, OPERAND: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr,
 ):  # fmt: skip
+    """Compute ROWS (token, head) pairs of one KV head of one sequence.
+
+    `query` and `out` are `[T, heads, D]`; `keys` and `values` dense, `[KV_HEADS, rows, D]`; `starts` int32
+    `[S]`, `offsets` int32 `[S + 1]`, `scales` float32 `[2, KV_HEADS]` of the layer. `score_scale` has log2(e)
+    in it, WINDOW is tokens (0 none), GROUP is query heads a KV head; grid `[tiles, KV_HEADS, S]`.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -127,14 +135,14 @@ def paged_prefill(
     scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the chunks of S sequences, whose tokens lie one after the other in `query [T,
-    heads, head_dim]`: those of sequence s are rows `offsets[s]` to `offsets[s + 1]`, at positions `starts[s],
-    starts[s] + 1, ...`.
+    """Compute causal attention of the chunks of S sequences, packed in `query [T, heads, head_dim]`.
 
-    `tables` int32 `[S, n]`, `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `max_tokens` is the longest
-    chunk, `context_tokens` the sum of all sequences' lengths with their chunks (what the tables have room for
-    unless given). Keys and values of all positions up to each chunk's last are in `blocks` already. `window`
-    and `scales` as in paged_decode. Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
+    The tokens of sequence s are rows `offsets[s]` to `offsets[s + 1]`, at positions `starts[s], starts[s] +
+    1, ...`. `blocks` is `[num_blocks, layers, 2, kv_heads, head_dim * block_size]`, `tables` int32 `[S, n]`,
+    `starts` int32 `[S]`, `offsets` int32 `[S + 1]`; `max_tokens` is the longest chunk, `context_tokens` the
+    sum of all sequences' lengths with their chunks (what the tables have room for unless given). Keys and
+    values of all positions up to each chunk's last are in `blocks` already. `window` and `scales` as in
+    paged_decode. Returns `[T, heads, head_dim]`; rows of no sequence are left as they are.
     """
     _, heads, head_dim = check_dense("query", query).shape
     kv_heads, block_size = blocks.shape[-2], blocks.shape[-1] // head_dim

@@ -11,6 +11,10 @@ from kernels.gpu.launch import check_dense, power_of_two
 
 @triton.jit
 def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
+    """Normalise one row of `x [rows, columns]` by `weight [columns]` into `out`.
+
+    With ADD, `residual [rows, columns]` is added first and keeps the sum. WIDTH is columns, padded.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < columns
@@ -30,7 +34,10 @@ def _rms_norm(x, residual, weight, out, columns, eps, ADD: tl.constexpr, WIDTH: 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x [..., n]` normalised over n, times `weight [n]`, as in kernels/rms_norm.py; `x` may be `out`."""
+    """Normalise `x [..., n]` over n and multiply by `weight [n]`; `x` may be `out`.
+
+    The meaning is kernels/rms_norm.py.
+    """
     out = torch.empty_like(x) if out is None else out
     _launch(x, None, weight, eps, out)
     return out
@@ -44,7 +51,10 @@ def add_rms_norm(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add `x` to `residual [..., n]` in place and return the norm of the sum, in one pass over memory."""
+    """Add `x [..., n]` to `residual [..., n]` in place and return the norm of the sum times `weight [n]`.
+
+    One pass over memory.
+    """
     out = torch.empty_like(x) if out is None else out
     _launch(x, check_dense("residual", residual), weight, eps, out)
     return out

@@ -1,8 +1,7 @@
-"""Everything between the QKV product and attention, in one launch: norms of queries and keys, rotary
-embedding, and the write of keys and values into their blocks.
+"""Launch between the QKV product and attention: norms, rotary embedding, and the write of the KV blocks.
 
-Means kernels/rms_norm.py and kernels/rotary.py, then kernels/paged_decode.py's `write_kv_rows`. One program
-takes a tile of tokens of one head. Keys lie transposed in a block, so neighbouring threads store
+The meaning is kernels/rms_norm.py and kernels/rotary.py, then kernels/paged_decode.py's `write_kv_rows`. One
+program takes a tile of tokens of one head. Keys lie transposed in a block, so neighbouring threads store
 neighbouring tokens: a tile of 16 consecutive tokens fills whole sectors.
 """
 
@@ -20,7 +19,9 @@ _FEW_TOKENS = 128
 
 @triton.jit
 def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr, eps, TYPE: tl.constexpr):
-    """RMS norm over a head that is held in two halves; rounded where kernels/rms_norm.py rounds."""
+    """Normalise heads held in two halves, `first` and `second [tokens, D / 2]`; rounded as in
+    kernels/rms_norm.py.
+    """
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     scale = tl.rsqrt(squares / D + eps)[:, None]
     low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -32,7 +33,7 @@ def _unit(first, second, weight, at, inside, HALF: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _on_grid(x):
-    """The number of E4M3 that is nearest to `x`, as float32; of two the even one."""
+    """Round float32 `x [...]` to the nearest number of E4M3; of two the even one."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     # Below 2**-6 all steps are 2**-9, the last place of this sum.
@@ -42,7 +43,9 @@ def _on_grid(x):
 
 @triton.jit
 def _stored(x, scale, SCALED: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """`x` as the cache holds it; beyond what FP8 can say it is cut off, not infinite. NaN stays NaN."""
+    """Return `x [...]` as the cache holds it; beyond what FP8 can say it is cut off, not infinite. NaN stays
+    NaN.
+    """
     if SCALED:
         x = x / scale
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
@@ -79,6 +82,13 @@ def _rotary_write(
     SCALED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Rotate or store TOKENS tokens of one head.
+
+    `qkv` is `[tokens, HEADS + 2 * KV_HEADS, D]`; `cos` and `sin` float32 `[tokens, D / 2]`; `blocks` the KV
+    memory from `layer_offset` elements on, `block_stride` elements a block; `block_ids` int64 and `lanes`
+    int32 `[tokens]`; `q_norm` and `k_norm [D]`; `scales` float32 `[2, KV_HEADS]` of the layer; `out [tokens,
+    HEADS, D]`.
+    """
     HALF: tl.constexpr = D // 2
     TYPE: tl.constexpr = qkv.dtype.element_ty
     STORED: tl.constexpr = blocks.dtype.element_ty
@@ -150,12 +160,14 @@ def rotary_write(
     scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn queries and keys of `qkv [T, heads + 2 * kv_heads, D]` by `cos` and `sin [T, D / 2]`, store keys
-    and values of token t at block `block_ids[t]`, lane `lanes[t]`, and return the queries `[T, heads, D]`.
+    """Rotate queries and keys of `qkv [T, heads + 2 * kv_heads, D]` and store keys and values in their
+    blocks.
 
-    `block_ids` is int64, -1 where nothing is to be written (padding rows); `lanes` is int32. Both norms
-    (`[D]`, with `eps`) come before the turn, or neither is there. With `scales`, float32 `[layers, 2,
-    kv_heads]`, the cache holds each number divided by the scale of its head (FP8).
+    `cos` and `sin` are `[T, D / 2]`. Token t goes to block `block_ids[t]` (int64, -1 where nothing is to be
+    written: padding rows), lane `lanes[t]` (int32), of `blocks [num_blocks, layers, 2, kv_heads, D *
+    block_size]`. Both norms (`[D]`, with `eps`) come before the rotation, or neither is there. With `scales`,
+    float32 `[layers, 2, kv_heads]`, the cache holds each number divided by the scale of its head (FP8).
+    Returns the queries `[T, heads, D]`.
     """
     tokens, _, head_dim = check_dense("qkv", qkv).shape
     if (q_norm is None) != (k_norm is None):

@@ -1,8 +1,8 @@
-"""What sampling does with whole rows of logits: a row is cut into parts, so that one row fills the device.
+"""Statistics of whole rows of logits for sampling: a row is cut into parts, so that one row fills the device.
 
-A few passes leave little to the program that draws (kernels/gpu/sample.py):
+A few passes leave little to the program that samples (kernels/gpu/sample.py):
 
-- `_survey` finds the largest score of every part, and of every group of scores in it.
+- `_part_statistics` finds the largest score of every part, and of every group of scores in it.
 - `_floors` joins them. A greedy row is done. For a row under top-k, top-p or min-p it finds a score that what
   is kept surely reaches: of top-k, the k-th largest of the groups' largest (as many scores reach it at
   least); of top-p, the weight below which all tokens together have less than 1 - top_p; of min-p, itself.
@@ -10,7 +10,7 @@ A few passes leave little to the program that draws (kernels/gpu/sample.py):
   highest of them that still has top_p of the mass is a better floor.
 - `_count` and `_gather` write the scores that reach it to the front of a list, in order of the ids. Mostly
   they are a few hundred of a hundred thousand. A row under temperature alone keeps all, and gets the sums of
-  its columns instead (the order in which draw.py sums).
+  its columns instead (the order in which sampling/random.py sums).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 
 from kernels.gpu.launch import power_of_two
 from kernels.gpu.sample_keys import GREEDY_BELOW, LEAST, ordered, threshold, weighed
-from kernels.gpu.top_p_threshold import LEVELS, below, raised, weigh_levels
+from kernels.gpu.top_p_threshold import LEVELS, score_below, top_p_key, weigh_levels
 
 PART = 4096
 """Logits that a program looks at."""
@@ -34,12 +34,12 @@ TABLE = 64
 """Rows of the table in which a long list of weights is summed (diptych/engine/sampling/random.py)."""
 
 DONE, WHOLE, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What becomes of a row: its token is known; it is drawn from all tokens; from those of its list."""
+"""Mode of a row: its token is known; it is sampled from all tokens; from those of its list."""
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What is known of each row, and of each of its parts."""
+class RowStatistics:
+    """Statistics of rows, and of each of their parts."""
 
     modes: torch.Tensor
     """int32 `[rows]`: DONE, WHOLE or LISTED."""
@@ -67,8 +67,8 @@ class Survey:
     """float64 `[rows, parts]`: under top-p alone, of the weights, the row's largest being 1."""
 
     @classmethod
-    def make(cls, rows: int, vocab: int, device: torch.device) -> Survey:
-        """Of up to `rows` rows of `vocab` logits."""
+    def make(cls, rows: int, vocab: int, device: torch.device) -> RowStatistics:
+        """Allocate statistics of up to `rows` rows of `vocab` logits."""
         parts = parts_of(vocab)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -91,15 +91,20 @@ class Survey:
 
 
 def parts_of(vocab: int) -> int:
-    """How many programs look at a row."""
+    """Return how many programs look at a row."""
     return -(-vocab // PART)
 
 
 @triton.jit
-def _survey(
+def _part_statistics(
     logits, temperatures, top_ps, peaks, firsts, masses, groups, vocab, stride,
     PART: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    """Find peak, first token of it, mass and the groups' peaks of one part of one row.
+
+    `logits [rows, vocab]`, `stride` elements a row; `temperatures` float32 and `top_ps` float64 `[rows]`; the
+    results as in RowStatistics; grid `[parts, rows]`.
+    """
     number = tl.program_id(1)
     slot = number * tl.num_programs(0) + tl.program_id(0)
     group = tl.arange(0, GROUPS)
@@ -127,6 +132,11 @@ def _floors(
     wanted, out, parts, vocab,
     PARTS_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Join the parts of one row to its mode, its peak and the floor of its list.
+
+    `temperatures`, `top_ks`, `top_ps` and `min_ps` are `[rows]`, as in kernels/gpu/sample.py; the others as
+    in RowStatistics; `out` int64 `[rows]`; grid `[rows]`.
+    """
     number = tl.program_id(0)
     base = number * parts
     part = tl.arange(0, PARTS_PAD)
@@ -163,7 +173,7 @@ def _floors(
             tl.store(wanted + number, top_p.to(tl.float32) * total)
         elif min_p > 0.0:
             mode += 1
-            floor = ordered(below(highest, temperature, tl.log(min_p)))
+            floor = ordered(score_below(highest, temperature, tl.log(min_p)))
     tl.store(modes + number, mode)
     tl.store(highests + number, highest)
     tl.store(floors + number, floor)
@@ -177,6 +187,11 @@ def _count(
     parts, vocab, stride, columns_stride,
     PART: tl.constexpr, TABLE: tl.constexpr, PARTS_PAD: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
+    """Count and weigh what reaches the floor in one part of one row; of a WHOLE row sum the columns.
+
+    `logits [rows, vocab]`, `stride` elements a row; `columns_out` float64 `[rows, columns_stride]`; the
+    others as in RowStatistics; grid `[parts, rows]`.
+    """
     number = tl.program_id(1)
     mode = tl.load(modes + number)
     row = logits + number.to(tl.int64) * stride
@@ -192,7 +207,7 @@ def _count(
         if lowest < 0.0:
             above = levels + number * parts * LEVELS
             mass = tl.load(wanted + number)
-            floor = raised(above, mass, highest, temperature, lowest, parts, PARTS_PAD, LEVELS)
+            floor = top_p_key(above, mass, highest, temperature, lowest, parts, PARTS_PAD, LEVELS)
             # All programs of the row find the same, and none reads this one before the next launch.
             tl.store(floors + number, floor, mask=tl.program_id(0) == 0)
             weights, _ = weighed(x, inside, highest, temperature, LEAST)
@@ -214,6 +229,11 @@ def _gather(
     logits, modes, floors, counts, scores, ids, parts, vocab, stride, list_stride,
     PART: tl.constexpr, PARTS_PAD: tl.constexpr,
 ):  # fmt: skip
+    """Write the scores of one part that reach the floor to the row's list, in order of the ids.
+
+    `logits [rows, vocab]`; `scores` float32 and `ids` int32 `[rows, list_stride]`; the others as in
+    RowStatistics; grid `[parts, rows]`.
+    """
     number = tl.program_id(1)
     if tl.load(modes + number) == LISTED:
         part = tl.arange(0, PARTS_PAD)
@@ -229,26 +249,29 @@ def _gather(
         tl.store(ids + place, at, mask=left)
 
 
-def survey(
+def compute_row_statistics(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    found: Survey,
+    found: RowStatistics,
     scores: torch.Tensor,
     ids: torch.Tensor,
     columns: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Fill `found` for rows of `logits [rows, vocab]`; of LISTED rows the lists, `scores` float32 and `ids`
-    int32 `[at least rows, at least vocab]`; of WHOLE ones `columns`, float64 `[at least rows, at least
-    vocab // TABLE]`. `out`, int64 `[rows]`, is the likeliest token, or -1 where a logit is not finite.
+    """Fill `found` for rows of `logits [rows, vocab]`.
+
+    `temperature`, `top_k`, `top_p` and `min_p` are `[rows]`, as in kernels/gpu/sample.py. LISTED rows get
+    lists, `scores` float32 and `ids` int32 `[at least rows, at least vocab]`, WHOLE ones `columns`, float64
+    `[at least rows, at least vocab // TABLE]`. `out`, int64 `[rows]`, is the likeliest token, or -1 where a
+    logit is not finite.
     """
     rows, vocab = logits.shape
     parts = parts_of(vocab)
     grid, stride, padded = (parts, rows), logits.stride(0), power_of_two(parts, 16)
-    _survey[grid](
+    _part_statistics[grid](
         logits, temperature, top_p, found.peaks, found.firsts, found.masses, found.groups, vocab, stride,
         PART=PART, GROUPS=_GROUPS, num_warps=8,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""One token a row of logits, on the device: greedy, or drawn after temperature, top-k, top-p and min-p.
+"""Sampling of one token a row of logits on the device: greedy, or by temperature, top-k, top-p and min-p.
 
-What it means is diptych/engine/sampling/random.py: the same random number, the same tokens kept (with everything that
-ties at top-k, the lower ids at top-p), the distribution inverted in the same order. Nothing depends on
-neighbours. kernels/gpu/row_statistics.py looks at whole rows, many programs a row; one program a row draws
-from what that leaves.
+The meaning is diptych/engine/sampling/random.py: the same random number, the same tokens kept (with
+everything that ties at top-k, the lower ids at top-p), the distribution inverted in the same order. Nothing
+depends on neighbours. kernels/gpu/row_statistics.py looks at whole rows, many programs a row; one program a
+row samples from what that leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.launch import check_dense, power_of_two
-from kernels.gpu.row_statistics import DONE, LISTED, TABLE, WHOLE, Survey, parts_of, survey
+from kernels.gpu.row_statistics import (
+    DONE,
+    LISTED,
+    TABLE,
+    WHOLE,
+    RowStatistics,
+    compute_row_statistics,
+    parts_of,
+)
 from kernels.gpu.sample_keys import LEAST, mass_above, threshold, weighed
 from kernels.gpu.uniform import uniform
 
@@ -31,9 +39,9 @@ _ROWS = 32
 
 @dataclass(frozen=True)
 class SampleScratch:
-    """What is known and left of each row's distribution: allocated once, used by every step."""
+    """Statistics and lists of each row's distribution: allocated once, used by every step."""
 
-    survey: Survey
+    statistics: RowStatistics
     scores: torch.Tensor
     """float32 `[rows, vocab]`: of the tokens that may be kept, in order of the ids; then their weights."""
     ids: torch.Tensor
@@ -45,9 +53,9 @@ class SampleScratch:
 
 
 def make_scratch(rows: int, vocab: int, device: torch.device) -> SampleScratch:
-    """Scratch for up to `rows` rows of `vocab` logits."""
+    """Allocate scratch for up to `rows` rows of `vocab` logits."""
     return SampleScratch(
-        Survey.make(rows, vocab, device),
+        RowStatistics.make(rows, vocab, device),
         torch.empty(rows, vocab, device=device),
         torch.empty(rows, vocab, dtype=torch.int32, device=device),
         torch.empty(rows, vocab // TABLE + 1, dtype=torch.float64, device=device),
@@ -57,7 +65,10 @@ def make_scratch(rows: int, vocab: int, device: torch.device) -> SampleScratch:
 
 @triton.jit(do_not_specialize=["seeds", "positions", "out", "rows"])
 def _uniforms(seeds, positions, out, rows, ROWS: tl.constexpr):
-    """The random numbers of all rows: a chain of 1,500 dependent steps, so every row has a thread."""
+    """Compute the random numbers of all rows: a chain of 1,500 dependent steps, so every row has a thread.
+
+    `seeds` int64, `positions` integers and `out` float64 are `[rows]`.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     seed = tl.load(seeds + row, mask=inside, other=0).to(tl.uint64, bitcast=True)
@@ -67,7 +78,11 @@ def _uniforms(seeds, positions, out, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _nucleus(scores, count, highest, temperature, floor, top_p, mass, TILE: tl.constexpr):
-    """The bits of the weight that ends the set with `top_p` of `mass`, and how many of that weight it has."""
+    """Return the bits of the weight that ends the set with `top_p` of `mass`, and how many of that weight it
+    has.
+
+    `scores` float32 `[count]`; `floor` is a key (sample_keys.py), `mass` the sum of all weights.
+    """
     enough = top_p * mass
     border = threshold(scores, count, highest, temperature, floor, enough, True, TILE)
     # The likeliest token is always kept.
@@ -82,7 +97,9 @@ def _nucleus(scores, count, highest, temperature, floor, top_p, mass, TILE: tl.c
 
 @triton.jit
 def _keep(scores, ids, listed, highest, temperature, floor, border, ties, min_p, TILE: tl.constexpr):
-    """Move what is kept to the front, weights in place of scores; how many there are."""
+    """Move what is kept to the front of `scores` and `ids [listed]`, weights in place of scores; return the
+    count.
+    """
     count = tl.zeros([], tl.int32)
     tied = tl.zeros([], tl.int64)
     for start in range(0, listed, TILE):
@@ -110,6 +127,7 @@ def _keep(scores, ids, listed, highest, temperature, floor, border, ties, min_p,
 
 @triton.jit
 def _sum_columns(weights, columns, out, TABLE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum `weights [TABLE, columns]` over its rows into `out`, float64 `[columns]`, COLUMNS at a time."""
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < columns
@@ -121,7 +139,9 @@ def _sum_columns(weights, columns, out, TABLE: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def _weights(row, weights, at, line, count, mode, highest, temperature):
-    """float64: those at the first `count` of the places `at`, of all tokens of a row or of a list's."""
+    """Return the float64 weights at the first `count` of the places `at`, of all tokens of a row or of a
+    list's.
+    """
     # Bounds, not conditions: the interpreter cannot mask by a scalar.
     of_row = tl.where(mode == WHOLE, count, 0)
     x = tl.load(row + at, mask=line < of_row, other=0.0).to(tl.float32)
@@ -132,14 +152,14 @@ def _weights(row, weights, at, line, count, mode, highest, temperature):
 
 @triton.jit
 def _passes(sums, inside, target, end):
-    """The first place of a running sum above `target`, but none beyond the last that added something."""
+    """Return the first place of a running sum above `target`, at most the last that added something."""
     passed = tl.sum((inside & (sums <= target)).to(tl.int32), axis=0)
     return tl.minimum(passed, tl.sum((inside & (sums < end)).to(tl.int32), axis=0))
 
 
 @triton.jit
 def _column(sums, columns, target, end, TILE: tl.constexpr):
-    """The column in which the running sum of all columns passes `target`, and the sum before it."""
+    """Return the column where the running sum of `sums [columns]` passes `target`, and the sum before."""
     passed = tl.zeros([], tl.int32)
     reaching = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)
@@ -159,7 +179,9 @@ def _column(sums, columns, target, end, TILE: tl.constexpr):
 def _invert(
     row, weights, sums, count, mode, highest, temperature, at, TABLE: tl.constexpr, TILE: tl.constexpr
 ):
-    """The place where the running sum of the weights passes `at` of their total, in the order of draw.py."""
+    """Return the place where the running sum of the weights passes `at` of their total, as sampling/random.py
+    sums.
+    """
     columns = count // TABLE
     line = tl.arange(0, TABLE)
     rest = count - columns * TABLE
@@ -183,11 +205,17 @@ def _invert(
 
 
 @triton.jit
-def _draw(
+def _sample(
     logits, temperatures, top_ks, top_ps, min_ps, modes, highests, counts, totals, scores, ids, columns,
     uniforms, out, parts, vocab, stride, list_stride, columns_stride, PARTS_PAD: tl.constexpr,
     TABLE: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Sample one row that is not DONE.
+
+    `logits [rows, vocab]`, `stride` elements a row; `temperatures`, `top_ks`, `top_ps`, `min_ps` and
+    `uniforms` are `[rows]`, statistics as in RowStatistics; `scores` and `ids [rows, list_stride]`, `columns`
+    float64 `[rows, columns_stride]`, `out` int64 `[rows]`; grid `[rows]`.
+    """
     number = tl.program_id(0)
     mode = tl.load(modes + number)
     if mode != DONE:
@@ -240,12 +268,13 @@ def sample(
     scratch: SampleScratch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The token of each row of `logits [rows, vocab]`: int64 `[rows]`, NOT_FINITE where not all are finite.
+    """Sample a token of each row of `logits [rows, vocab]`: int64 `[rows]`, NOT_FINITE where not all are
+    finite.
 
     One number a row each: `temperature` float32 (below 1e-5 is greedy: the likeliest, of equals the lowest
     id), `top_k` int32 (0 is off), `top_p` float64 (1 is off; in float32 a mass near 1 would be another one),
     `min_p` float32 (0 is off), `seeds` int64 (the bits of the unsigned seed), `positions` int32 or int64
-    (tokens emitted so far: the counter of the draw).
+    (tokens emitted so far: the counter of the random number).
     """
     rows, vocab = check_dense("logits", logits).shape
     if out is None:
@@ -255,10 +284,10 @@ def sample(
     scratch = scratch or make_scratch(rows, vocab, logits.device)
     if scratch.ids.shape[0] < rows or scratch.ids.shape[1] < vocab:
         raise ValueError(f"scratch {tuple(scratch.ids.shape)} is too small for {rows} rows of {vocab}")
-    found, scores, ids, columns = scratch.survey, scratch.scores, scratch.ids, scratch.columns
+    found, scores, ids, columns = scratch.statistics, scratch.scores, scratch.ids, scratch.columns
     _uniforms[(triton.cdiv(rows, _ROWS),)](seeds, positions, scratch.uniforms, rows, ROWS=_ROWS, num_warps=1)
-    survey(logits, temperature, top_k, top_p, min_p, found, scores, ids, columns, out)
-    _draw[(rows,)](
+    compute_row_statistics(logits, temperature, top_k, top_p, min_p, found, scores, ids, columns, out)
+    _sample[(rows,)](
         logits, temperature, top_k, top_p, min_p, found.modes, found.highest, found.counts, found.totals,
         scores, ids, columns, scratch.uniforms, out, parts_of(vocab), vocab, logits.stride(0),
         scores.stride(0), columns.stride(0), PARTS_PAD=power_of_two(parts_of(vocab), 16), TABLE=TABLE,

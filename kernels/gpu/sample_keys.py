@@ -1,4 +1,6 @@
-"""Scores as whole numbers in their order, their weights, and where a count or a mass of them is reached."""
+"""Keys of scores, whole numbers in their order, their weights, and where a count or a mass of them is
+reached.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,28 @@ LEAST = tl.constexpr(-2147483648)
 
 @triton.jit
 def ordered(x):
-    """int32 in the order of the float32 `x`, minus zero being zero."""
+    """Return int32 in the order of the float32 `x [...]`, minus zero being zero."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def weighed(x, inside, highest, temperature, floor):
-    """Weights of a tile of scores, the likeliest token's being 1, and which of them reach the key `floor`."""
+    """Return the weights of a tile `x [n]` of scores, the likeliest token's being 1, and which reach the key
+    `floor`.
+    """
     left = inside & (ordered(x) >= floor)
     return tl.where(left, tl.exp((x - highest) / temperature), 0.0), left
 
 
 @triton.jit
 def threshold(scores, count, highest, temperature, floor, wanted, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The largest number that, as a key, so many of `count` scores reach or pass as are `wanted`.
+    """Return the largest number that, as a key, so many of `count` scores reach or pass as are `wanted`.
 
-    Keys are ordered scores and `wanted` is their number; or with MASS keys are the bits of the weights of
-    what `floor` leaves, and `wanted` is a mass of them. No sorting: four bits of the key are found at a time,
-    by counting (or weighing) what reaches each of sixteen thresholds in one pass over the scores.
+    `scores` float32 `[count]`. Keys are ordered scores and `wanted` is their number; or with MASS keys are
+    the bits of the weights of what `floor` leaves, and `wanted` is a mass of them. No sorting: four bits of
+    the key are found at a time, by counting (or weighing) what reaches each of sixteen thresholds in one pass
+    over the scores.
     """
     digits = tl.arange(0, 16)
     found = tl.full([], LEAST, tl.int32)
@@ -59,7 +64,9 @@ def threshold(scores, count, highest, temperature, floor, wanted, MASS: tl.const
 
 @triton.jit
 def mass_above(scores, count, highest, temperature, floor, key, TILE: tl.constexpr):
-    """The mass of the weights whose bits are above `key`, of what `floor` leaves; float64."""
+    """Return the float64 mass of the weights whose bits are above `key`, of what `floor` leaves of `scores
+    [count]`.
+    """
     mass = tl.zeros([], tl.float64)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)

@@ -1,6 +1,6 @@
-"""Products of a few rows with a matrix of weights, by how fast the weights come from memory.
+"""Products of a few rows with a matrix of weights, at the speed at which the weights come from memory.
 
-The tile of weights is the left operand of the matrix instructions, and the rows of `x`, turned and padded
+The tile of weights is the left operand of the matrix instructions, and the rows of `x`, transposed and padded
 to sixteen, are the right one: sixteen rows take the time of one, and a row comes to the same bits whatever
 stands beside it. For the same reason the matrix alone chooses the tiles, never the number of rows.
 """
@@ -42,6 +42,11 @@ def _skinny_linear(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """Compute BN outputs of all rows, BK of the depth at a time.
+
+    `x [rows, K]`, `weight [outputs, K]` (GATED: `[2 * outputs, K]`, gates first), `bias` of as many, `out
+    [rows, outputs]`; grid `[ceil(rows of weight / BN)]`.
+    """
     STORED: tl.constexpr = out.dtype.element_ty
     COUNT: tl.constexpr = BN // 2 if GATED else BN
     lane = tl.arange(0, BN)
@@ -87,7 +92,7 @@ def skinny_linear(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x [M, K]`, M at most MOST_ROWS, times `weight [N, K]`, plus `bias [N]`: `[M, N]`.
+    """Multiply `x [M, K]`, M at most MOST_ROWS, with `weight [N, K]` and add `bias [N]`: `[M, N]`.
 
     Numbers of 16 bits; `out` may be float32: that is what sums are in, and they are rounded once. Any K is
     right, multiples of eight are fast. Raises ValueError for more rows, TypeError for other formats.
@@ -105,9 +110,10 @@ def skinny_swiglu(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The bits of `swiglu(skinny_linear(x, weight, bias))` in one launch: `[M, n]` of `weight [2 * n, K]`.
+    """Compute the bits of `swiglu(skinny_linear(x, weight, bias))` in one launch: `[M, n]`.
 
-    Gates are the first half of the weight's rows. See `skinny_linear` for formats and limits.
+    `x [M, K]`, `weight [2 * n, K]` with the gates in its first half of rows, `bias [2 * n]`. See
+    `skinny_linear` for formats and limits.
     """
     if out is None:
         out = x.new_empty(len(x), len(weight) // 2)

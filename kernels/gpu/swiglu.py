@@ -14,13 +14,16 @@ _WIDTH = 2048
 
 @triton.jit
 def silu_times(gate, up, TYPE: tl.constexpr):
-    """`silu(gate) * up` of float32 numbers, as `TYPE`; rounded in between, as two operators would."""
+    """Return `silu(gate) * up` of float32 `gate` and `up [...]`, as `TYPE`; rounded in between, as two
+    operators would.
+    """
     silu = (gate / (1.0 + tl.exp(-gate))).to(TYPE).to(tl.float32)
     return (silu * up).to(TYPE)
 
 
 @triton.jit
 def _swiglu(gate_up, out, columns, WIDTH: tl.constexpr):
+    """Gate WIDTH columns of one row of `gate_up [rows, 2 * columns]` into `out [rows, columns]`."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     inside = at < columns
@@ -30,7 +33,7 @@ def _swiglu(gate_up, out, columns, WIDTH: tl.constexpr):
 
 
 def swiglu(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up` of `gate_up [tokens, 2 * n]`, the gate in the first half: `[tokens, n]`."""
+    """Return `silu(gate) * up` of `gate_up [tokens, 2 * n]`, the gate in the first half: `[tokens, n]`."""
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
         out = gate_up.new_empty(tokens, columns)

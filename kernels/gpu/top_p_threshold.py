@@ -1,4 +1,4 @@
-"""Where top-p ends, roughly: the mass above each of some levels, found by many programs a row.
+"""Threshold of top-p, roughly: the mass above each of some levels, found by many programs a row.
 
 The nucleus lies above a weight of (1 - top_p) / vocabulary, but where a distribution is flat a tenth of all
 tokens do. Between that weight and the likeliest token lie LEVELS levels, evenly spaced by their scores; above
@@ -16,23 +16,26 @@ LEVELS = 16
 
 
 @triton.jit
-def below(highest, temperature, log_weight):
-    """A score that surely weighs less than that, however it is rounded."""
+def score_below(highest, temperature, log_weight):
+    """Return a score whose weight surely has a logarithm below `log_weight`, however it is rounded."""
     return highest + temperature * (log_weight - 0.01) - tl.abs(highest) * 1e-6
 
 
 @triton.jit
 def _level_scores(highest, temperature, lowest, LEVELS: tl.constexpr):
-    """Scores from the floor of top-p on, evenly spaced up to the likeliest token's."""
+    """Return the LEVELS scores from the floor of top-p on, evenly spaced up to the likeliest token's."""
     share = 1.0 - tl.arange(0, LEVELS).to(tl.float32) / LEVELS
-    return below(highest, temperature, lowest * share)
+    return score_below(highest, temperature, lowest * share)
 
 
 @triton.jit
-def raised(
+def top_p_key(
     levels, wanted, highest, temperature, lowest, parts, PARTS_PAD: tl.constexpr, LEVELS: tl.constexpr
 ):
-    """The key of the highest level above which lies all that top-p keeps."""
+    """Return the key of the highest level above which lies all that top-p keeps.
+
+    `levels` float32 `[parts, LEVELS]` of one row, `wanted` the mass that top-p keeps.
+    """
     part, level = tl.arange(0, PARTS_PAD), tl.arange(0, LEVELS)
     place = levels + part[:, None] * LEVELS + level[None, :]
     mass = tl.sum(tl.load(place, mask=(part < parts)[:, None], other=0.0), axis=0)
@@ -47,6 +50,11 @@ def weigh_levels(
     logits, temperatures, highests, lowests, levels, vocab, stride,
     PART: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Weigh what reaches each level in one part of one row.
+
+    `logits [rows, vocab]`, `stride` elements a row; `temperatures`, `highests` and `lowests` float32
+    `[rows]`, `levels` float32 `[rows, parts, LEVELS]`; grid `[parts, rows]`.
+    """
     number = tl.program_id(1)
     lowest = tl.load(lowests + number)
     if lowest < 0.0:

@@ -1,4 +1,4 @@
-"""Which tile sizes a kernel runs with: found once by measuring, kept in a JSON file, looked up by device.
+"""Tile sizes of a kernel: found once by measuring, kept in a JSON file, looked up by device.
 
 A class of shapes never contains the number of rows or their lengths: tiles set the order of a sum, and a
 row's result must not depend on its neighbours. lab/gpu runs the tuner; without its file the written
@@ -26,7 +26,7 @@ _SHARED_MEMORY = 227 << 10
 
 
 def tuning_file() -> Path:
-    """Where found configurations lie: the user's cache folder, or what the environment names."""
+    """Return the file of found configurations: in the user's cache folder, or what the environment names."""
     named = os.environ.get(FILE_VARIABLE)
     if named:
         return Path(named)
@@ -35,18 +35,18 @@ def tuning_file() -> Path:
 
 
 def shape_class(head_dim: int, group: int, block_size: int, query: torch.dtype, kept: torch.dtype) -> str:
-    """The name under which attention over such heads is tuned; `group` is query heads a KV head."""
+    """Return the name under which attention over such heads is tuned; `group` is query heads a KV head."""
     return f"D{head_dim} G{group} B{block_size} {_short(query)}/{_short(kept)}"
 
 
 def device_name(device: torch.device) -> str:
-    """What the file knows a device by."""
+    """Return the name of a device in the file."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
 @lru_cache(maxsize=1024)
 def look_up(device: torch.device, operator: str, shapes: str, default: tuple[tuple[str, int], ...]) -> Config:
-    """What was found for `operator` on this device, over `default`s (name, value) where nothing was."""
+    """Return what was found for `operator` on this device, `default` (name, value) where nothing was."""
     found = _read(tuning_file()).get(device_name(device), {}).get(operator, {}).get(shapes, {})
     return {name: int(found.get(name, value)) for name, value in default}
 
@@ -65,7 +65,7 @@ def keep(device: torch.device, operator: str, shapes: str, config: Mapping[str, 
 
 
 def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple[str, int], ...]:
-    """Of paged decode, `itemsize` bytes a number in the cache.
+    """Return the default tiles of paged decode, `itemsize` bytes a number in the cache.
 
     Found on an H200 with heads of 128 and blocks of 16, in 16 and 8 bits: many programs of few threads, each
     with little on its way, move more than few with deep pipelines. FP8 in three stages does not compile:
@@ -79,7 +79,10 @@ def decode_default(head_dim: int, itemsize: int, block_size: int) -> tuple[tuple
 
 
 def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]:
-    """Of paged prefill, `itemsize` bytes a number of the query; found for bfloat16 and heads of 128."""
+    """Return the default tiles of paged prefill, `itemsize` bytes a number of the query.
+
+    Found for bfloat16 and heads of 128.
+    """
     if itemsize == 4:
         return (("rows", 32), ("tile", 32), ("num_warps", 4), ("num_stages", 1))
     if head_dim > 128:
@@ -88,7 +91,7 @@ def prefill_default(head_dim: int, itemsize: int) -> tuple[tuple[str, int], ...]
 
 
 def decode_candidates(head_dim: int) -> Iterable[Config]:
-    """What the tuner tries for paged decode."""
+    """Yield the configurations that the tuner tries for paged decode."""
     for tile in (32, 64, 128):
         for num_warps in (1, 2, 4):
             for num_stages in (2, 3, 5):
@@ -100,7 +103,7 @@ def decode_candidates(head_dim: int) -> Iterable[Config]:
 
 
 def prefill_candidates(head_dim: int) -> Iterable[Config]:
-    """What the tuner tries for paged prefill in 16 bits."""
+    """Yield the configurations that the tuner tries for paged prefill in 16 bits."""
     for rows, num_warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         for tile in (32, 64, 128):
             for num_stages in (2, 3, 4):

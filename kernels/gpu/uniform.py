@@ -1,7 +1,7 @@
-"""The random number of a draw, on the device: BLAKE2b (RFC 7693) of seed and counter.
+"""Random number of a sampled token, on the device: BLAKE2b (RFC 7693) of seed and counter.
 
-The same number as `diptych.engine.sampling.random.uniform`: one compression of one block, of whose sixteen message
-words two are not zero.
+The number is that of `diptych.engine.sampling.random.uniform`: one compression of one block, of whose sixteen
+message words two are not zero.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _ONE_AT = tl.constexpr(sum(order.index(1) << 4 * turn for turn, order in enumera
 
 @triton.jit
 def _rotated(x, BITS: tl.constexpr):
+    """Rotate uint64 `x [...]` right by BITS."""
     return (x >> BITS) | (x << (64 - BITS))
 
 
 @triton.jit
 def _word(seed, counter, TURN: tl.constexpr, PLACE: tl.constexpr):
-    """The message word that round TURN reads at PLACE."""
+    """Return the message word that round TURN reads at PLACE."""
     word = seed ^ seed
     if ((_ZERO_AT >> (4 * (TURN % 10))) & 15) == PLACE:
         word = seed
@@ -61,7 +62,7 @@ def _word(seed, counter, TURN: tl.constexpr, PLACE: tl.constexpr):
 
 @triton.jit
 def _mixed(a, b, c, d, seed, counter, TURN: tl.constexpr, PLACE: tl.constexpr):
-    """The mixing function G."""
+    """Apply the mixing function G to four words."""
     a = a + b + _word(seed, counter, TURN, PLACE)
     d = _rotated(d ^ a, 32)
     c = c + d
@@ -75,7 +76,7 @@ def _mixed(a, b, c, d, seed, counter, TURN: tl.constexpr, PLACE: tl.constexpr):
 
 @triton.jit
 def uniform(seed, counter):
-    """The number in [0, 1), float64, of `counter` under `seed` (uint64 both): 53 bits of the hash."""
+    """Return the number in [0, 1), float64, of `counter` under `seed` (uint64 both): 53 bits of the hash."""
     none = seed ^ seed
     chain0 = none + (_IV0 ^ _PARAMETERS)
     v0, v1, v2, v3 = chain0, none + _IV1, none + _IV2, none + _IV3

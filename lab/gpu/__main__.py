@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def sections() -> dict[str, Section]:
-    """All sections by name, in the order in which later ones need earlier ones."""
+    """Return all sections by name, in the order in which later ones need earlier ones."""
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
     from lab.gpu.handoff import handoff
@@ -77,7 +77,7 @@ def _say(line: str) -> None:
 
 
 def run(name: str, section: Section, context: Context) -> Outcome:
-    """One section to its end, or to its error with the figures that came before."""
+    """Run a section to its end, or to its error with the figures that came before."""
     started, figures, error = time.monotonic(), list[Figure](), None
     try:
         for figure in section(context):

@@ -116,7 +116,7 @@ def _prefill_point(context: Context, device: torch.device, tokens: int) -> Itera
 def _work_of_peers(
     context: Context, peers: Iterable[tuple[str, Peer]], case: PagedCase, query: torch.Tensor
 ) -> dict[str, Work]:
-    """Those that run here; each is run once. One that does not run is said, and left out."""
+    """Return the peers that run here; each is run once. A peer that does not run is reported and left out."""
     works: dict[str, Work] = {}
     for name, peer in peers:
         if name == "FlexAttention" and (context.quick or context.dry):  # it compiles for long

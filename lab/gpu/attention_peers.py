@@ -22,14 +22,14 @@ _WORKSPACE = 256 << 20
 
 
 def decode_peers() -> Iterator[tuple[str, Peer]]:
-    """Of decode attention, by name."""
+    """Return the peers of decode attention by name."""
     yield "SDPA", _sdpa_decode
     yield "FlexAttention", _flex_decode
     yield "FlashInfer", _flashinfer_decode
 
 
 def prefill_peers() -> Iterator[tuple[str, Peer]]:
-    """Of causal prefill attention of one whole prompt."""
+    """Return the peers of causal prefill attention of one whole prompt by name."""
     yield "SDPA", _sdpa_prefill
     yield "FlexAttention", _flex_prefill
     yield "FlashInfer", _flashinfer_prefill

@@ -1,4 +1,4 @@
-"""What the machine itself can do: bytes a second of a device copy, bf16 operations of its matrix library."""
+"""Ceilings of the machine itself: bytes a second of a device copy, bf16 operations of its matrix library."""
 
 from __future__ import annotations
 

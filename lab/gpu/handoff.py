@@ -43,7 +43,7 @@ def handoff(context: Context) -> Iterator[Figure]:
 
 
 def _tables(count: int, pool: int) -> dict[str, list[int]]:
-    """Where the blocks of one chunk lie, from a fresh pool to one that has been used for long."""
+    """Yield places of one chunk's blocks, from a fresh pool to one that has been used for long."""
     rng = random.Random(7)
     anywhere = rng.sample(range(pool), count)
     runs = [list(range(start, start + 8)) for start in range(0, pool - 7, 8)]
@@ -135,7 +135,7 @@ def _conversion(
 
 
 def _copy(source: KVMemory, target: KVMemory, table: list[int], *, digest: bool) -> Callable[[], object]:
-    """One launch, from and to the same places of two pools."""
+    """Launch one copy, from and to the same places of two pools."""
     from kernels.gpu.copy_blocks import copy_blocks  # needs Triton
 
     device = source.data.device

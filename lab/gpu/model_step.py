@@ -41,7 +41,7 @@ class _Sizes:
 
     @property
     def blocks_a_row(self) -> int:
-        """With room for the steps that are timed."""
+        """Blocks of one row, with room for the steps that are timed."""
         return self.context // _BLOCK + 8
 
 
@@ -53,7 +53,7 @@ _STEPS = 64
 
 @dataclass(frozen=True)
 class _Bench:
-    """One model, ready."""
+    """Model that is ready to be measured."""
 
     name: str
     shape: ModelShape

@@ -41,7 +41,7 @@ class PagedCase:
         return keys.reshape(flat)[:, :, : self.tokens], values.reshape(flat)[:, :, : self.tokens]
 
     def by_token(self) -> torch.Tensor:
-        """The same pages as `[pages, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM]`, FlashInfer's "NHD" layout."""
+        """Return the pages as `[pages, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM]`, FlashInfer's "NHD" layout."""
         count = self.tables.numel()
         keys = self.blocks[:, 0, 0].view(count, KV_HEADS, HEAD_DIM, BLOCK_SIZE).permute(0, 3, 1, 2)
         values = self.blocks[:, 0, 1].view(count, KV_HEADS, BLOCK_SIZE, HEAD_DIM).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What a run of all sections leaves: JSON for machines, Markdown for readers."""
+"""Results of a run of all sections: JSON for machines, Markdown for readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one section."""
+    """Figures or error of one section."""
 
     section: str
     figures: tuple[Figure, ...]
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions that the figures hold for."""
+    """Describe the machine and the versions that the figures hold for."""
     found: dict[str, Any] = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M")}
     found["python"] = platform.python_version()
     for name in _PACKAGES:
@@ -57,7 +57,7 @@ def save(folder: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome]) 
 
 
 def markdown(machine: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """All sections as tables; what failed says so."""
+    """Render all sections as tables; a failed section shows its error."""
     lines = [f"# {machine.get('device', 'no CUDA device')}, {machine['date']}", ""]
     lines += [", ".join(f"{key} {value}" for key, value in machine.items() if value is not None), ""]
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""What a section of the GPU benchmark is given and what it yields."""
+"""Inputs and outputs of a section of the GPU benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Unmeasured(RuntimeError):
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, beside what it is held against."""
+    """Measured number, beside what it is held against."""
 
     section: str
     name: str
@@ -48,7 +48,7 @@ def figure(
     at_most: float | None = None,
     note: str = "",
 ) -> Figure:
-    """A Figure whose target is a bound from below or above on the ratio, or on the value without one."""
+    """Make a Figure whose target is a bound from below or above on the ratio, or on the value without one."""
     held = value if ratio is None else ratio
     target = at_least if at_least is not None else at_most
     met = None
@@ -74,7 +74,7 @@ class Context:
     """Every line once, at tiny sizes, on the CPU and in Triton's interpreter: shows that it runs, no more."""
 
     def pick(self, whole: _T, quick: _T, dry: _T) -> _T:
-        """The one for this kind of run."""
+        """Return the value for this kind of run."""
         return dry if self.dry else quick if self.quick else whole
 
     def synchronize(self) -> None:
@@ -83,7 +83,7 @@ class Context:
             torch.cuda.synchronize(self.device)
 
     def needs(self, name: str) -> float:
-        """What an earlier section measured. Raises Unmeasured if it did not."""
+        """Return a figure of an earlier section. Raises Unmeasured if it was not measured."""
         if name not in self.measured:
             raise Unmeasured(f"{name} was not measured in this run")
         return self.measured[name]
@@ -93,7 +93,7 @@ Section = Callable[[Context], Iterable[Figure]]
 
 
 def device_of(context: Context) -> torch.device:
-    """The CUDA device of a run; the CPU of a dry one. Raises Unmeasured where there is none."""
+    """Return the CUDA device of a run; the CPU of a dry one. Raises Unmeasured where there is none."""
     if context.dry:
         return torch.device("cpu")
     if not torch.cuda.is_available():

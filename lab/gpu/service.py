@@ -35,7 +35,7 @@ _START_TIMEOUT_S = 240.0
 
 @dataclass(frozen=True)
 class Load:
-    """So many clients at once, requests in all, tokens given and asked for in each."""
+    """Load of a service: clients at once, requests in all, tokens given and asked for in each."""
 
     clients: int
     requests: int
@@ -91,7 +91,7 @@ def _served(folder: Path, device: torch.device, load: Load) -> dict[str, Any]:
 
 
 def _bench(address: str, load: Load, output: Path) -> dict[str, Any]:
-    """What one run of the load generator found."""
+    """Return the figures of one run of the load generator."""
     subprocess.run(
         [
             *module_command("diptych"),

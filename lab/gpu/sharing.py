@@ -1,4 +1,4 @@
-"""Both phases on one GPU at the same time, in one process over one copy of the weights.
+"""Prefill and decode on one GPU at the same time, in one process over one copy of the weights.
 
 A thread replays decode steps while another computes chunks of prompts, each on a stream of its own: streams
 of unequal priority, or green contexts that give each phase multiprocessors of its own (CUDA driver API).
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from diptych.engine.backends.triton.backend import TritonBackend
-from diptych.engine.backends.triton.cuda_graph import GraphRecorder
+from diptych.engine.backends.triton.cuda_graph import CudaGraphCapture
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.models.shape import ModelShape
@@ -127,10 +127,10 @@ def _make(context: Context, device: torch.device, batch: int) -> Phases:
     context.say(f"batch {batch}: making weights, recording decode steps")
     decode = TritonBackend(shape, random_weights(shape, device, torch.bfloat16), device)
     prefill = copy.copy(decode)  # the same packed weights; buffers and recordings are each one's own
-    recorder = None
+    capture = None
     if device.type == "cuda":
-        recorder = GraphRecorder(device, torch.cuda.Stream(device, priority=_HIGH))
-    decode.plan_decode(batch, _BLOCK, recorder)
+        capture = CudaGraphCapture(device, torch.cuda.Stream(device, priority=_HIGH))
+    decode.plan_decode(batch, _BLOCK, capture)
     layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, torch.bfloat16)
     blocks = batch * -(-(prompt + output) // _BLOCK) + chunk // _BLOCK
     memory = KVMemory.on_device(layout, blocks, device)

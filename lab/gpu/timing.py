@@ -24,7 +24,7 @@ _LEAST_FLUSH = 256 << 20
 
 @dataclass(frozen=True)
 class Timing:
-    """What the rounds of one candidate took, in seconds a call."""
+    """Times of the rounds of one candidate, in seconds a call."""
 
     median_s: float
     spread: float
@@ -33,7 +33,7 @@ class Timing:
     """Whether a captured graph was replayed."""
 
     def note(self) -> str:
-        """For a figure: how far the rounds lay apart."""
+        """Describe how far the rounds lay apart, for a figure."""
         return f"spread {100 * self.spread:.1f}%" + ("" if self.graph else ", eager")
 
 

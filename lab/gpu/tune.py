@@ -57,7 +57,7 @@ def _compile(context: Context, device: torch.device, jobs: Sequence[tuple[str, C
 
 
 def _run_once(device: str, operator: str, config: Config) -> None:
-    """One launch, over as many tokens as make the same kernel; what does not run is said when measured."""
+    """Launch once, over as many tokens as make the same kernel; failures are reported when measured."""
     _, make = _OPERATORS[operator]
     work = make(torch.device(device), _COMPILED_TOKENS)
     with mock.patch(f"kernels.gpu.{operator}.look_up", _always(config)), contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""How much of the cores others used meanwhile: a figure that was measured beside them is not one of ours."""
+"""Share of the cores that other processes used meanwhile: a figure measured beside them is no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is played on a running system: streams alone, prompts alone, both together, and a prefix again.
+"""Scenes on a running system: streams alone, prompts alone, both together, and a prefix again.
 
 Every scene has prompts of its own, so that no prefix is found in a cache but where that is the scene.
 """
@@ -25,7 +25,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long each scene is: streams are watched for `alone_s`, or `beside_s` where prompts arrive too."""
+    """Length of each scene: streams are watched for `alone_s`, or `beside_s` where prompts arrive too."""
 
     stream_tokens: int = 96
     prompts: int = 8
@@ -39,7 +39,7 @@ class Incomplete(Exception):
 
 
 async def play(connect: Connect, system: str, seed: int, sizes: Sizes) -> Figures:
-    """The figures of one round on one system. Raises Incomplete or RequestFailed."""
+    """Return the figures of one round on one system. Raises Incomplete or RequestFailed."""
     figures: Figures = {}
     async with connect(lambda moment: None) as backend:
         await _warm_up(backend, seed, PREFIX if system == LENDING else LONG_PROMPT)
@@ -84,7 +84,7 @@ async def _one_stream(backend: Backend, seed: int, tokens: int) -> Figures:
 
 
 async def _prompts_alone(backend: Backend, seed: int, prompts: int) -> Figures:
-    """One client that sends a prompt, takes its first token, and sends the next."""
+    """Run one client that sends a prompt, takes its first token, and sends the next."""
     run = await _closed(backend, RandomLengths(LONG_PROMPT, 1), 1, prompts, seed)
     return {
         **latencies("ttft_prompt", [one.ttft for one in run.outcomes]),
@@ -93,7 +93,7 @@ async def _prompts_alone(backend: Backend, seed: int, prompts: int) -> Figures:
 
 
 async def _prefix_again(backend: Backend, seed: int, prefixes: int) -> Figures:
-    """A long prefix that nobody has seen, then the same one before another question."""
+    """Ask with a long new prefix, then with the same one before another question."""
     tails = RandomLengths(_SUFFIX, 1)
     cold: list[float] = []
     warm: list[float] = []

@@ -9,8 +9,10 @@ APART, LENDING, WIDE = "apart", "lending", "wide"
 
 
 def systems(dtype: str, model: str, cores: int) -> dict[str, Server]:
-    """By name: `apart` splits the cores between the phases for good, `lending` is what a user gets, and in
-    `wide` either phase has all cores, so that it can be compared only while the other is idle.
+    """Return the systems by name.
+
+    `apart` splits the cores between the phases for good, `lending` is what a user gets, and in `wide` either
+    phase has all cores, so that it can be compared only while the other is idle.
     """
     half = max(1, cores // 2)
     own = ("--prefill-threads", str(cores - half), "--decode-threads", str(half))  # chosen: nothing is lent

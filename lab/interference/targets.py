@@ -1,4 +1,4 @@
-"""What was set out to be reached, and whether it was: medians over rounds of figures of several systems."""
+"""Targets of the interference benchmark, judged by medians over rounds of figures of several systems."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
 
 
 def targets(rounds: Sequence[Round]) -> list[Target]:
-    """In the order in which they were set."""
+    """Return the targets in the order in which they were set."""
     beside, alone = (APART, "p99_itl_beside_ms"), (APART, "p99_itl_alone_ms")
     prompts_beside, prompts = (APART, "prompt_throughput_beside"), (APART, "prompt_throughput_alone")
     return [
@@ -58,7 +58,7 @@ def targets(rounds: Sequence[Round]) -> list[Target]:
 
 
 def medians(rounds: Sequence[Round], system: str) -> Figures:
-    """Each figure's median over the rounds that have it."""
+    """Return each figure's median over the rounds that have it."""
     names = {name: None for one in rounds for name in one.get(system, {})}
     found = {name: _values(rounds, system, name) for name in names}
     return {name: statistics.median(values) if values else None for name, values in found.items()}

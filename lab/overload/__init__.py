@@ -1,4 +1,4 @@
-"""What a system does when four times as much comes as it can do: who waits how long, who is told to go.
+"""Behaviour of a system at four times its capacity: waiting times and refusals.
 
 python -m lab.overload
 """

@@ -61,7 +61,7 @@ def _played(address: str, plan: Plan) -> Played:
 
 
 def _server(model: str, dtype: str) -> Server:
-    """With a queue as short as keeps the workers busy: latency before everything."""
+    """Start a system with a queue as short as keeps the workers busy: latency before everything."""
     return Server(
         name="diptych",
         family="diptych",

@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Phase:
-    """What came of one load. Only what was delivered between ``start`` and ``end`` counts as throughput."""
+    """Results of one load. Only what was delivered between ``start`` and ``end`` counts as throughput."""
 
     outcomes: tuple[Outcome, ...]
     start: float
@@ -71,7 +71,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Played:
-    """All phases of one run; ``rate`` is the capacity in requests a second."""
+    """Phases of one run; ``rate`` is the capacity in requests a second."""
 
     rate: float
     peak: Phase
@@ -97,7 +97,7 @@ async def play(backend: Backend, plan: Plan) -> Played:
 async def _over_and_after(
     backend: Backend, lengths: RandomLengths, rate: float, plan: Plan
 ) -> tuple[Phase, Phase]:
-    """The overload ends at once; soon after, while its last answers still run, a high load begins."""
+    """End the overload at once; soon after, while its last answers still run, begin a high load."""
 
     async def later() -> Phase:
         await asyncio.sleep(plan.seconds + AFTER_S)
@@ -117,7 +117,7 @@ async def _open(backend: Backend, lengths: RandomLengths, rate: float, seconds: 
 
 
 async def _closed(backend: Backend, lengths: RandomLengths, plan: Plan) -> Phase:
-    """So many clients at all times; one that is refused comes back a little later."""
+    """Keep so many clients busy at all times; a refused one comes back a little later."""
     loads = [lengths.requests(200, plan.seed * 1000 + number) for number in range(CLIENTS)]
     until = time.perf_counter() + min(plan.seconds, 20.0)
     start = time.perf_counter() + EDGE_S

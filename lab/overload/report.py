@@ -16,7 +16,7 @@ REFUSAL_CODES = frozenset({"QUEUE_FULL", "DEADLINE_UNATTAINABLE"})
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, its target, and whether it is met."""
+    """Figure with its target, and whether it is met."""
 
     name: str
     measured: str
@@ -25,7 +25,7 @@ class Line:
 
 
 def lines(played: Played) -> list[Line]:
-    """Of those that are taken, of all together, of those that are refused, and of the time after."""
+    """Return the lines of accepted, of all, and of refused requests, and of the time after."""
     high, over, after = (_p99_ms(phase.ttfts) for phase in (played.high, played.over, played.after))
     limit = TTFT_FACTOR * high
     share = played.over.tokens_per_s / played.peak.tokens_per_s

@@ -1,4 +1,4 @@
-"""What is measured, in which order, and the journal that lets an interrupted run go on.
+"""Cells of the comparison and their order, and the journal that lets an interrupted run go on.
 
 A cell is one measurement of one server in one round. The order is A B C A B C: the machine's drift meets all
 servers alike.
@@ -42,12 +42,12 @@ def closed_loop(clients: int) -> str:
 
 
 def clients_of(load: str) -> int:
-    """The inverse of `closed_loop`."""
+    """Invert `closed_loop`."""
     return int(load.removeprefix("C="))
 
 
 def loads_of(server: Server, concurrencies: Sequence[int], shapes: Sequence[Shape] = ()) -> list[str]:
-    """All loads of one round."""
+    """Return all loads of one round."""
     more = [STREAMS, QUEUED, *(shape.load for shape in shapes)]
     return [TEXT, *map(closed_loop, concurrencies), PREFILL, *(more if server.streams else [])]
 
@@ -64,7 +64,7 @@ def all_cells(
 
 
 class Journal:
-    """One JSON line a measurement, written as soon as it is there. The first line says what was asked for.
+    """Journal with one JSON line a measurement, written at once. The first line says what was asked for.
 
     A journal of another question (other servers, loads or prompts) is begun anew.
     """
@@ -80,7 +80,7 @@ class Journal:
         path.write_text("\n".join([asked, *map(_line, self.measured)]) + "\n")
 
     def missing(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Those without a measurement, in their order."""
+        """Return the cells without a measurement, in their order."""
         done = {one.cell for one in self.measured}
         return [cell for cell in cells if cell not in done]
 

@@ -1,4 +1,4 @@
-"""From flags to a table: install, make the model's variants, measure in rounds, write the results."""
+"""Command line of the comparison: install, make the model's variants, measure, write the results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write(
     faults: Mapping[str, str],
     versions: Mapping[str, str],
 ) -> None:
-    """The table for people and the figures of every round for programs, beside each other."""
+    """Write the table for people and the figures of every round for programs, beside each other."""
     summary = Summary(journal.measured)
     limits = environment.limits(summary, options.places.folder("bf16") / "config.json", LONG_PROMPT)
     judged = {path: targets(made, summary, limits, path) for path in our_paths(made, summary)}
@@ -159,7 +159,7 @@ def _method(options: Options) -> str:
 
 
 def _question(options: Options, made: Sequence[Server], versions: Mapping[str, str]) -> dict[str, object]:
-    """What a journal is the answer to: with anything of it changed, its measurements no longer belong
+    """Return what a journal answers: with anything of it changed, its measurements no longer belong
     together."""
     return {
         "servers": [asdict(one) for one in made],

@@ -1,4 +1,4 @@
-"""Where figures come from: the machine, and the versions of everything that was compared."""
+"""Description of the machine, and the versions of everything that was compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8
 
 
 def cores() -> list[int]:
-    """The ones that this process, and so every server, may run on."""
+    """Return the cores that this process, and so every server, may run on."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def parse_cpu_info(text: str) -> tuple[str, list[str]]:
-    """The first processor's name and those of its instruction sets that matter here."""
+    """Return the first processor's name and those of its instruction sets that matter here."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -59,7 +59,7 @@ def bf16_peak() -> float:
 
 
 def limits(summary: Summary, config: Path, prompt_len: int) -> Limits | None:
-    """The highest peak of all rounds, and what a prompt of a Hugging Face config.json costs."""
+    """Return the highest peak of all rounds, and the cost of a prompt of a Hugging Face config.json."""
     peak = summary.spread(MACHINE, PEAK, "bf16_flops")
     if peak is None:
         return None
@@ -67,7 +67,7 @@ def limits(summary: Summary, config: Path, prompt_len: int) -> Limits | None:
 
 
 def prompt_flops(config: Mapping[str, Any], length: int) -> float:
-    """Of a Llama's forward pass over a whole prompt (two a multiplication with addition), the head once.
+    """Count a Llama's operations over a whole prompt (two a multiplication with addition), the head once.
 
     `config` is a Hugging Face config.json. Attention is causal: a token looks at half the prompt on average.
     """

@@ -62,14 +62,14 @@ def find_tcmalloc(places: Places, tell: Tell) -> Path | None:
 
 
 def make_gguf(places: Places, source: Path, kind: str, tell: Tell) -> Path:
-    """The model's weights in another GGUF type. Raises InstallFailed."""
+    """Make the model's weights in another GGUF type. Raises InstallFailed."""
     step = recipes.quantize_step(places, source, kind)
     _once(places.models / f"{kind}.stamp", [step], places, tell)
     return places.gguf(kind)
 
 
 def make_folder(places: Places, module: str, source: Path, kind: str, tell: Tell) -> Path:
-    """A Hugging Face folder written by a module of this package. Raises InstallFailed."""
+    """Make a Hugging Face folder by a module of this package. Raises InstallFailed."""
     target = places.folder(kind)
     _once(places.models / f"{kind}.stamp", [recipes.folder_step(module, source, target)], places, tell)
     return target

@@ -23,7 +23,7 @@ from diptych.bench.request import BenchRequest
 STREAMS = 8
 QUEUED_PROMPTS = 4  # in flight where prompts queue
 STREAM_PROMPT, LONG_PROMPT = 128, 512
-STREAM_TOKENS = 1_700  # asked for; nobody reads to the end. With its prompt it fits a context of 2,048.
+STREAM_TOKENS = 1_700  # asked for, never read to the end. With its prompt it fits a context of 2,048.
 _PROMPTS = 400  # more than are sent
 _OTHER_SEED = 500
 
@@ -33,7 +33,7 @@ Connect = Callable[[Callable[[float], None]], AbstractAsyncContextManager[Backen
 
 @dataclass(frozen=True)
 class Watched:
-    """Each stream's moments of output, when each prompt was sent and answered, and the phases' limits.
+    """Moments of each stream's output, when each prompt was sent and answered, and the phases' limits.
 
     The streams were alone from `begin` to `middle`; from there to `end` prompts arrived.
     """
@@ -66,7 +66,7 @@ class Watched:
         return min(len(one) for one in self.streams)
 
     def first(self, outputs: int) -> Watched:
-        """The same with so many outputs of each stream at most."""
+        """Return the same with so many outputs of each stream at most."""
         return replace(self, streams=tuple(one[:outputs] for one in self.streams))
 
     def prompt_rate(self) -> float:
@@ -99,7 +99,7 @@ async def watch(connect: Connect, seed: int, alone_s: float, beside_s: float, in
 
 
 class _Arrivals:
-    """One stream's output as it comes."""
+    """Output of one stream as it comes."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -112,7 +112,7 @@ class _Arrivals:
 
 @asynccontextmanager
 async def _running(readers: Sequence[Backend], asked: Sequence[BenchRequest]) -> AsyncIterator[None]:
-    """The streams, for as long as the block lasts; they are left in the middle. One that fails ends the
+    """Run the streams for as long as the block lasts; they are left in the middle. One that fails ends the
     block."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""One cell: a load on one running server, by the load generator of `diptych bench`.
+"""Cell of the comparison: a load on one running server, by the load generator of `diptych bench`.
 
 All servers get the same prompts: the seed depends on the round and the load alone. Token ids are sent, so
 lengths are exact, and what each server says it read and wrote is held against what was asked.
@@ -38,7 +38,7 @@ _WARM_UP_SEED = 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of each load is sent: `per_client` requests a client of a closed loop, at least `fewest`."""
+    """Sizes of each load: `per_client` requests a client of a closed loop, at least `fewest`."""
 
     input_len: int = 128
     output_len: int = 64
@@ -98,14 +98,14 @@ async def _closed(backend: Backend, clients: int, dataset: RandomLengths, count:
 
 
 async def _prefill(backend: Backend, count: int, seed: int) -> Figures:
-    """The rate is the prompt's length over the median time to its first token: what one client sees."""
+    """Measure the rate one client sees: the prompt's length over the median time to its first token."""
     figures = await _closed(backend, 1, RandomLengths(LONG_PROMPT, 1), count, seed)
     median = figures["median_ttft_ms"]
     return {**figures, "prefill_throughput": 1000 * LONG_PROMPT / median if median else None}
 
 
 async def _text(backend: Backend) -> Figures:
-    """A fast wrong answer is worth little: the table says so beside the figures."""
+    """Check the answer: a fast wrong one is worth little, and the table says so beside the figures."""
     reply = await backend.send(BenchRequest(QUESTION, ANSWER_TOKENS))
     return {"right_answers": float(ANSWER in reply.text)}
 

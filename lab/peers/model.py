@@ -1,4 +1,4 @@
-"""The model that everybody serves."""
+"""Model that all servers of the comparison serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diptych.runtime.settings import resolve_model
 
 
 def find_model(name: str) -> Path:
-    """A GGUF file, by path or as "bundled". Raises FileNotFoundError."""
+    """Find a GGUF file, by path or as "bundled". Raises FileNotFoundError."""
     path = resolve_model(name)
     if path.suffix != ".gguf":
         raise FileNotFoundError(f"{path}: llama.cpp's types are made from a GGUF file")

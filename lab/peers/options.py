@@ -23,7 +23,7 @@ _RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 @dataclass(frozen=True)
 class Options:
-    """What is compared, and how thoroughly."""
+    """Options of the comparison: servers, loads and rounds."""
 
     places: Places
     results: Path

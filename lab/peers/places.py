@@ -1,4 +1,4 @@
-"""Where the peers live: one folder that may be deleted at any time."""
+"""Folder of the peers, which may be deleted at any time."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class Places:
         return self.models / f"model-{kind}.gguf"
 
     def folder(self, kind: str) -> Path:
-        """A Hugging Face folder."""
+        """Return the place of a Hugging Face folder."""
         return self.models / f"hf-{kind}"

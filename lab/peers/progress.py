@@ -1,4 +1,4 @@
-"""One line a measurement: how far, what came out, how much longer."""
+"""Progress: a line a measurement with how far, what came out, and how much longer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Progress:
 
 
 def told(load: str, figures: Mapping[str, float | None]) -> str:
-    """The figures that matter of one load, and every failure."""
+    """Return the figures that matter of one load, and every failure."""
     shown = [
         f"{figures[name]:.1f} {unit}"
         for name, unit in _SHOWN.get(load, _CLOSED)

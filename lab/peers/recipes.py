@@ -1,4 +1,4 @@
-"""How the peers are installed: pinned versions, and the commands as plain lists."""
+"""Recipes by which the peers are installed: pinned versions, and the commands as plain lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a recipe. `told` is what the user reads while it runs."""
+    """Command of a recipe. `told` is what the user reads while it runs."""
 
     told: str
     command: tuple[str, ...]

@@ -31,7 +31,7 @@ class Rounds:
         self.faults: dict[str, str] = {}
 
     def run(self, cells: Sequence[Cell], tell: Callable[[str], None]) -> None:
-        """A server that fails is left out from there on; the others go on."""
+        """Run all rounds. A server that fails is left out from there on; the others go on."""
         missing = self._journal.missing(cells)
         with ExitStack() as stack:
             self._start_parked(missing, stack, tell)

@@ -44,7 +44,7 @@ class Server:
 
 
 def diptych(dtype: str, model: str) -> Server:
-    """As a user starts it."""
+    """Describe Diptych as a user starts it."""
     return Server(
         name=f"diptych-{dtype}",
         family="diptych",

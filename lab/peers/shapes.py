@@ -23,7 +23,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From a flag. Raises ValueError."""
+        """Parse a flag. Raises ValueError."""
         found = _WRITTEN.fullmatch(text)
         numbers = [int(number) for number in found.groups()] if found else [0]
         if not all(numbers):
@@ -32,7 +32,7 @@ class Shape:
 
     @classmethod
     def of_load(cls, load: str) -> Self | None:
-        """The inverse of `load`; None for any other load."""
+        """Invert `load`; None for any other load."""
         found = _LOAD.fullmatch(load)
         return cls(*(int(number) for number in found.groups())) if found else None
 

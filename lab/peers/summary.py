@@ -14,7 +14,7 @@ _SUMMED = frozenset(["failed", "inexact", "short_outputs"])  # a median would hi
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one figure over the rounds; of a count of faults, `median` is the sum."""
+    """Spread of one figure over the rounds; of a count of faults, `median` is the sum."""
 
     median: float
     lowest: float

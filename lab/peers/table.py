@@ -15,7 +15,7 @@ from lab.peers.targets import Limits, Target
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the page says."""
+    """Contents of the page."""
 
     title: str
     method: str

@@ -1,4 +1,4 @@
-"""What Diptych set out to reach beside its peers, and whether it did.
+"""Targets of Diptych beside its peers, and whether they are met.
 
 "Best" of the peers is taken figure by figure, whichever server and precision it comes from. Ours is one
 server for all rows, but for those that say bf16; each of ours is judged by itself.
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine can do, measured in the same run, and what a prompt costs."""
+    """Limits of the machine, measured in the same run, and the cost of a prompt."""
 
     bf16_flops: float  # a second, all threads
     prompt_flops: float  # of one 512-token prompt
@@ -56,13 +56,13 @@ class Limits:
 
 
 def our_paths(servers: Sequence[Server], summary: Summary) -> list[str]:
-    """Those of ours that were measured at sixteen clients, the one with the most tokens a second first."""
+    """Return our paths that were measured at sixteen clients, by tokens a second, the fastest first."""
     rates = {name: summary.median(name, closed_loop(16), _OUT) for name in _names(servers, "diptych")}
     return sorted((n for n, rate in rates.items() if rate), key=lambda n: rates[n] or 0.0, reverse=True)
 
 
 def targets(servers: Sequence[Server], summary: Summary, limits: Limits | None, path: str) -> list[Target]:
-    """In the order in which they were set. `path` names the one of ours that is judged."""
+    """Return the targets in the order in which they were set. `path` names the one of ours that is judged."""
     return [
         *_sixteen(servers, summary, path),
         *_one_and_eight(servers, summary, path),

@@ -1,4 +1,4 @@
-"""How far the logits of one precision lie from those of another: the arithmetic, and sums over windows."""
+"""Divergence of one precision's logits from another's: the arithmetic, and sums over windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Z_95 = 1.96
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the predicted tokens of one window. The reference is fp32, natural logarithms throughout."""
+    """Sums over the predicted tokens of one window. The reference is fp32, natural logarithms throughout."""
 
     tokens: int
     reference_nll: float
@@ -53,7 +53,7 @@ class Quality:
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor, targets: Sequence[int]) -> Sums:
-    """Both logits are float32 `[at least len(targets), vocab]`; row i predicts targets[i]."""
+    """Compare float32 logits `[at least len(targets), vocab]`, of which row i predicts targets[i]."""
     rows = len(targets)
     index = torch.tensor(targets, dtype=torch.int64).unsqueeze(1)
     exact = reference[:rows].log_softmax(-1)
@@ -70,7 +70,7 @@ def compare(reference: torch.Tensor, candidate: torch.Tensor, targets: Sequence[
 
 
 def judge(windows: Iterable[Sums]) -> Quality:
-    """The figures of a text from the sums of its windows. Raises ValueError when nothing was predicted."""
+    """Return the figures of a text from its windows' sums. Raises ValueError when nothing was predicted."""
     kept = [one for one in windows if one.tokens]
     total = sum(kept, NOTHING)
     if not total.tokens:
@@ -87,7 +87,7 @@ def judge(windows: Iterable[Sums]) -> Quality:
 
 
 def _standard_error(windows: Sequence[Sums]) -> float:
-    """Of the mean difference in nats a token: windows are far apart in the text, their tokens are not."""
+    """Return that of the mean difference in nats a token: windows are independent, tokens are not."""
     if len(windows) < 2:
         return 0.0
     differences = [(one.nll - one.reference_nll) / one.tokens for one in windows]

@@ -8,7 +8,7 @@ import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model
-from diptych.engine.prompt_logprobs import all_logits
+from diptych.engine.prompt_logprobs import prompt_logits
 from diptych.engine.runner import Runner
 from lab.quality.divergence import NOTHING, Sums, compare
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 
 class Reader:
-    """One model with room for one window: the prefill path of a worker, in its paged blocks."""
+    """Model with room for one window: the prefill path of a worker, in its paged blocks."""
 
     def __init__(self, model: Model, window: int, threads: int) -> None:
         layout = model.kv_layout(BLOCK_SIZE)
@@ -28,7 +28,7 @@ class Reader:
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Chunks of logits after each token."""
-        return all_logits(self._runner, self._memory, self._table, token_ids)
+        return prompt_logits(self._runner, self._memory, self._table, token_ids)
 
 
 def measure(

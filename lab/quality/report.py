@@ -13,12 +13,12 @@ WORST_RATIO = 1.01
 
 
 def passes(quality: Quality) -> bool:
-    """Whether a precision may be the default."""
+    """Return whether a precision may be the default."""
     return quality.perplexity_ratio <= WORST_RATIO
 
 
 def markdown(found: Mapping[str, Quality], about: Mapping[str, Any]) -> str:
-    """A table with a row for each precision, and what it was measured on."""
+    """Render a table with a row for each precision, and what it was measured on."""
     lines = [
         f"Model: {about['model']} ({about['backend']} backend). Text: {about['source']}, {about['licence']}, "
         f"sha256 {about['sha256'][:16]}…; {about['windows']} windows of {about['window']} tokens.",
@@ -37,7 +37,7 @@ def markdown(found: Mapping[str, Quality], about: Mapping[str, Any]) -> str:
 
 
 def as_object(found: Mapping[str, Quality], about: Mapping[str, Any]) -> dict[str, Any]:
-    """For a JSON file: the description, the bar and the figures."""
+    """Return the description, the bar and the figures for a JSON file."""
     return {
         **about,
         "worst_ratio": WORST_RATIO,

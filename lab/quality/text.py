@@ -27,7 +27,7 @@ class TooShort(ValueError):
 
 
 def python_reference() -> Text:
-    """The chapters of the Python language reference that every CPython carries for `help()`.
+    """Return the chapters of the Python language reference that every CPython carries for `help()`.
 
     Prose of several authors with code in it, some 110,000 tokens. It differs a little between Python
     versions: compare figures of equal digests only.
@@ -42,7 +42,7 @@ def python_reference() -> Text:
 
 
 def text_file(path: Path) -> Text:
-    """A UTF-8 file. Raises OSError or UnicodeDecodeError."""
+    """Read a UTF-8 file. Raises OSError or UnicodeDecodeError."""
     return Text(path.read_text(encoding="utf-8"), source=path.name, licence="as given by its owner")
 
 

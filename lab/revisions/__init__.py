@@ -1,4 +1,4 @@
-"""What a change costs: two revisions of this repository, each a whole system, under the same load by turns.
+"""Cost of a change: two revisions of this repository, each a whole system, under the same load by turns.
 
     python -m lab.revisions BEFORE [AFTER] [--clients 16] [--rounds 10] [--dtype auto]
 

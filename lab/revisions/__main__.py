@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _made(folder: Path) -> Path:
-    """The same revision may be measured beside itself: logs and ready files are apart."""
+    """Make both systems; a revision may be measured beside itself, so logs and ready files are apart."""
     folder.mkdir()
     return folder
 

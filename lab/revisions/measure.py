@@ -1,4 +1,4 @@
-"""Both systems by turns: tokens a second, and the CPU time that a token costs a whole system."""
+"""Turns of both systems: tokens a second, and the CPU time that a token costs a whole system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARM_UP_SEED = 1
 
 @dataclass(frozen=True)
 class Turn:
-    """One system in one round."""
+    """Figures of one system in one round."""
 
     tokens_per_s: float
     cpu_ms_per_token: float  # of all its processes
@@ -27,7 +27,7 @@ class Turn:
 def by_turns(
     systems: Sequence[RunningServer], size: Size, rounds: int, tell: Callable[[int], None]
 ) -> list[list[Turn]]:
-    """For each round, a turn of each system. Raises RuntimeError if a request fails."""
+    """Measure a turn of each system for each round. Raises RuntimeError if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for system in systems:
             runner.run(closed_turn(system, size, WARM_UP_SEED))
@@ -41,7 +41,7 @@ def _round(
     number: int,
     tell: Callable[[int], None],
 ) -> list[Turn]:
-    """Who is first in one round is last in the next."""
+    """Measure both, the first of one round last in the next."""
     order = range(len(systems)) if number % 2 == 0 else range(len(systems))[::-1]
     turns = {index: _turn(runner, systems[index], size, WARM_UP_SEED + 1 + number) for index in order}
     tell(number + 1)

@@ -43,7 +43,7 @@ class Tree:
 
 
 def unpacked(name: str) -> Tree:
-    """The files of a revision, and its native step. Raises NoSuchRevision, CalledProcessError."""
+    """Unpack the files of a revision and build its native step. Raises NoSuchRevision, CalledProcessError."""
     command = ["git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:

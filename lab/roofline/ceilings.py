@@ -1,4 +1,4 @@
-"""What the machine could do at best, measured: bytes read a second, operations a second by number format.
+"""Ceilings of the machine, measured: bytes read a second, operations a second by number format.
 
 A small native file (peak.cpp) reads memory with the widest loads, and multiplies in registers without
 touching memory; torch's own matrix product is measured beside it, because an accelerator such as AMX is
@@ -47,7 +47,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of `threads` cores together."""
+    """Ceilings of `threads` cores together."""
 
     threads: int
     read_rate: float
@@ -55,7 +55,7 @@ class Ceilings:
     peaks: dict[Format, Peak]
 
     def or_better(self, other: Ceilings) -> Ceilings:
-        """The best of two measurements of the same machine: a neighbour may have slowed either down."""
+        """Return the best of two measurements of the machine: a neighbour may have slowed either down."""
         peaks = {
             name: max(peak, other.peaks[name], key=lambda one: one.rate) for name, peak in self.peaks.items()
         }

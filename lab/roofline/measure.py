@@ -26,7 +26,7 @@ _LONG_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Point:
-    """One figure. `tokens` of context for decode, of the prompt for prefill; `batch` is 1 for prefill."""
+    """Figure of one point. `tokens` are of context for decode, of the prompt for prefill (batch 1)."""
 
     kind: Literal["decode", "prefill"]
     batch: int
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured; decode points whose keys and values need more than `kv_bytes` are left out."""
+    """Points to measure; decode points whose keys and values need more than `kv_bytes` are left out."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
@@ -79,7 +79,7 @@ def measure(model: Model, grid: Grid, threads: int) -> Iterator[Point]:
 
 
 def _decode(runner: Runner, memory: KVMemory, order: Sequence[int], batch: int, context: int) -> Point:
-    """The same step again and again: it writes its own position, and reads all those before it."""
+    """Time the same step again and again: it writes its own position, and reads all those before it."""
     each = memory.layout.blocks_for(context)
     steps = [
         SequenceStep(memory, order[row * each : (row + 1) * each], context - 1, [row + 1], wants_logits=True)
@@ -100,9 +100,7 @@ def _prefill(runner: Runner, memory: KVMemory, order: Sequence[int], prompt: int
 
 
 def _timed(kind: Literal["decode", "prefill"], batch: int, tokens: int, work: Callable[[], object]) -> Point:
-    """The median of as many runs as fit into half a second, fifteen at most; of those that take long, of one
-    or two.
-    """
+    """Return the median of as many runs as fit into half a second, fifteen at most and one or two of long ones."""
     times: list[float] = []
     began = time.perf_counter()
     for number in range(_WARM_UPS + _MOST_STEPS):

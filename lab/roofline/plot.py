@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def save_plot(path: Path, runs: Sequence[Run], title: str) -> None:
-    """A row for each run: tokens/s of decode by batch, a line for each context, and of prefill by length."""
+    """Draw a row for each run: tokens/s of decode by batch and context, and of prefill by length."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     figure = Figure(figsize=(12, 3.6 * len(runs)), layout="constrained")

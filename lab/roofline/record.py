@@ -21,7 +21,7 @@ from lab.roofline.work import FORMAT_OF, Work, decode_work, prefill_work, roof, 
 def as_object(
     model: Model, dtype: str, file_bytes: int | None, ceilings: Ceilings, points: Sequence[Point]
 ) -> dict[str, Any]:
-    """A run with the roofline beside each of its points."""
+    """Return a run with the roofline beside each of its points."""
     shape, itemsize = model.shape, model.kv_layout(1).dtype.itemsize
     weights = weight_size(shape, dtype, file_bytes)
 
@@ -62,7 +62,7 @@ def gather(path: Path, run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All runs of a file; none when there is no file. Raises ValueError for what is no JSON."""
+    """Read all runs of a file; none when there is no file. Raises ValueError for what is no JSON."""
     if not path.exists():
         return []
     runs: list[dict[str, Any]] = json.loads(path.read_text())

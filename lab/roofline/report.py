@@ -10,7 +10,7 @@ Run = Mapping[str, Any]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Everything: ceilings, decode steps and prefill rates of each run."""
+    """Render ceilings, decode steps and prefill rates of each run."""
     return "\n\n".join(section for run in runs for section in _sections(run))
 
 

@@ -1,4 +1,4 @@
-"""What a step must do at least: bytes it reads and operations it computes, counted from the model's shape.
+"""Work of a step at least: bytes it reads and operations it computes, counted from the model's shape.
 
 With a machine's ceilings they give the roofline (Williams, Waterman and Patterson 2009): no step can be
 faster than its bytes take to be read, nor than its operations take to be computed.
@@ -22,7 +22,7 @@ BITS_A_WEIGHT: Mapping[str, float] = {"fp32": 32, "bf16": 16, "int8": 8}
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step, or of a whole prefill."""
+    """Work of one step, or of a whole prefill."""
 
     read_bytes: float
     """Weights once a step, and the keys and values that are attended to."""
@@ -65,7 +65,7 @@ def weight_size(shape: ModelShape, precision: str, file_bytes: int | None = None
 
 
 def decode_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, batch: int, context: int) -> Work:
-    """One token for each of `batch` sequences, each attending to `context` tokens, itself included."""
+    """Count one token for each of `batch` sequences, each attending to `context` tokens, itself included."""
     return Work(
         read_bytes=weights.nbytes + batch * context * _kv_elements(shape) * kv_itemsize,
         products=2.0 * batch * (weights.layers + weights.head),
@@ -74,8 +74,9 @@ def decode_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, batch:
 
 
 def prefill_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, tokens: int, chunk: int) -> Work:
-    """A prompt of `tokens`, in chunks; only the last token goes through the head, and through the last layer
-    beyond its keys and values.
+    """Count a prompt of `tokens`, in chunks.
+
+    Only the last token goes through the head, and through the last layer beyond its keys and values.
     """
     steps = -(-tokens // chunk)
     ends = [min(tokens, (step + 1) * chunk) for step in range(steps)]
@@ -88,7 +89,7 @@ def prefill_work(shape: ModelShape, weights: WeightSize, kv_itemsize: int, token
 
 
 def roof(work: Work, ceilings: Ceilings, precision: str, kv_itemsize: int) -> Roof:
-    """The larger of both times: reading and computing may overlap wholly."""
+    """Return the larger of both times: reading and computing may overlap wholly."""
     reading = work.read_bytes / ceilings.read_rate
     for_kv = ceilings.peaks["fp32"].rate
     if kv_itemsize == 2:  # bf16 may be widened: where the CPU does not multiply it, that is faster
@@ -98,7 +99,7 @@ def roof(work: Work, ceilings: Ceilings, precision: str, kv_itemsize: int) -> Ro
 
 
 def _kv_elements(shape: ModelShape) -> int:
-    """Of one token in all layers."""
+    """Count the numbers of one token in all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
 
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the bundled model as the gateway sees it, and a directory."""
+"""Shared fixtures: the bundled model as the gateway loads it, and a directory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def bundled(bundled_path: Path) -> ServedModel:
 
 @pytest.fixture(scope="module")
 def redis_url() -> Iterator[str]:
-    """The directory that the gateways and workers of one file's tests share."""
+    """Yield the URL of the directory that the gateways and workers of one test file share."""
     with valkey() as url:
         yield url

@@ -1,4 +1,4 @@
-"""What a failed call told its client, checked for the form that every error has, at either door."""
+"""Errors as clients of both APIs get them, checked for the form that every error has."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _unpacked(status: status_pb2.Status, found: Told) -> Told:
 
 
 def check_http(status: int, body: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """The error object of OpenAI's form; fails unless it is one."""
+    """Return the error object in OpenAI's form; fail unless it is one."""
     found: dict[str, Any] = json.loads(body)
     assert set(found) == {"error"}
     error: dict[str, Any] = found["error"]

@@ -1,4 +1,4 @@
-"""Counts the turns that others have on the event loop while a piece of work is done there."""
+"""Counter of the turns that other tasks get on the event loop during a piece of work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def turns_beside(work: Awaitable[T]) -> tuple[T, int]:
-    """What the work comes to, and how often somebody else was let in meanwhile."""
+    """Return the result of the work and how often other tasks ran meanwhile."""
     turns = 0
 
     async def others() -> None:

@@ -1,4 +1,4 @@
-"""A gateway in this process on real ports, with a real Valkey and scripted workers around it."""
+"""Gateway in this process on real ports, with a real Valkey and scripted workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECRET = "ab" * 32
 
 @contextlib.contextmanager
 def valkey() -> Iterator[str]:
-    """A server on a free port; yields its URL."""
+    """Run a server on a free port; yield its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -73,7 +73,7 @@ class Stack:
         await until(lambda: self.gateway.ready is ready)
 
     async def until_idle(self) -> None:
-        """Nothing of any request is left in the gateway."""
+        """Wait until no request has left anything in the gateway."""
         async with asyncio.timeout(60):
             await self.gateway.calls.idle()
         assert len(self.gateway.live) == 0
@@ -112,7 +112,7 @@ async def running(
 
 
 async def collect(call: Any) -> list[pb.GenerateResponse]:
-    """The messages from here to the end; raises the RPC's error."""
+    """Return all remaining messages; raise the RPC's error."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -128,7 +128,7 @@ def ids_of(messages: list[pb.GenerateResponse]) -> list[int]:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-    """The ErrorInfo reason in the rich details."""
+    """Return the ErrorInfo reason in the rich details."""
     status = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
     assert status is not None

@@ -1,4 +1,4 @@
-"""Workers without an engine: real gRPC servers on real ports that speak the worker protocol by a script.
+"""Workers without an engine: real gRPC servers on real ports that follow a script.
 
 They register in a real directory, greet, beat, note everything they are told, and say what a test tells them.
 """
@@ -25,7 +25,7 @@ _names = itertools.count(1)
 
 
 class ScriptedWorker:
-    """What both roles share. ``sent`` holds what gateways sent, in order, as (oneof name, message)."""
+    """Base of both roles. ``sent`` holds what gateways sent, in order, as (oneof name, message)."""
 
     role: Role
     response: type[Any]
@@ -73,7 +73,7 @@ class ScriptedWorker:
         await self.publisher.start()
 
     async def kill(self) -> None:
-        """The process is gone: streams break, the lease stays until it runs out."""
+        """Simulate the death of the process: streams break, the lease stays until it expires."""
         if self._server is not None:
             await self._server.stop(None)
 
@@ -83,7 +83,7 @@ class ScriptedWorker:
             await self.publisher.close()
 
     async def wait_for(self, kind: str, count: int = 1) -> list[Any]:
-        """The messages of this kind, once there are ``count``."""
+        """Wait for ``count`` messages of this kind and return them."""
         while True:
             found = [message for name, message in self.sent if name == kind]
             if len(found) >= count:
@@ -97,7 +97,7 @@ class ScriptedWorker:
             outbox.put_nowait(self.response(**message))
 
     async def on_message(self, kind: str, message: Any) -> None:
-        """A script may act on what comes."""
+        """Handle a message, as the script wants."""
 
     def _register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
@@ -219,7 +219,7 @@ def delivered(work: work_pb2.Work) -> int:
 
 
 def answering(ids: list[int], *, per_step: int = 1, pause_s: float = 0.0) -> Script:
-    """A worker whose model always says ``ids`` and then has reached its length."""
+    """Return the script of a worker that always outputs ``ids`` and then ends by length."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         for index in range(delivered(work), len(ids), per_step):
@@ -231,7 +231,7 @@ def answering(ids: list[int], *, per_step: int = 1, pause_s: float = 0.0) -> Scr
 
 
 async def main(redis_url: str, digest: str) -> None:
-    """A silent pair of workers as a process of its own, to be stopped or killed by a test."""
+    """Run an idle pair of workers as a process that a test stops or kills."""
     for worker in (ScriptedPrefill(idle=True), ScriptedDecode()):
         await worker.start(redis_url, digest)
     print("started", flush=True)

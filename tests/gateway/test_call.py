@@ -1,4 +1,4 @@
-"""What every door's calls have around them: who counts what, and what may come out."""
+"""Accounting around every call: authentication, metrics, spans and the exceptions it raises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.diptych.runtime.otlp_collector import OtlpCollector
 METHOD = "POST /v1/things"
 
 
-class Door(Call):
+class ScriptedCall(Call):
     """A protocol of its own; ``answers`` are the codes of ended calls."""
 
     def __init__(self, *, time_left_s: float | None = None) -> None:
@@ -45,18 +45,18 @@ def counting(now: float = 101.0, telemetry: Telemetry | None = None) -> tuple[Ca
 
 
 @pytest.mark.parametrize(("left", "deadline"), [(None, None), (5.0, 105.0), (1e12, None)])
-def test_the_deadline_counts_from_the_arrival_and_an_endless_one_is_none(
+def test_call_deadline_counts_from_arrival_and_infinite_is_none(
     left: float | None, deadline: float | None
 ) -> None:
-    call = Door(time_left_s=left)
+    call = ScriptedCall(time_left_s=left)
     assert call.deadline == deadline
     assert call.time_left_s(104.0) == (None if deadline is None else 1.0)
     assert call.time_left_s(200.0) == (None if deadline is None else 0.0)
 
 
-def test_a_bug_comes_out_as_internal_and_its_text_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_account_turns_a_bug_into_internal_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     calls, _ = counting()
-    call = Door()
+    call = ScriptedCall()
     with pytest.raises(Internal) as caught, calls.account(call):
         raise ValueError("a secret")
     assert "secret" not in str(caught.value)
@@ -64,9 +64,9 @@ def test_a_bug_comes_out_as_internal_and_its_text_stays_in_the_log(caplog: pytes
     assert call.answers == [grpc.StatusCode.INTERNAL]
 
 
-def test_refusals_are_counted_by_reason() -> None:
+def test_account_counts_rejections_by_reason() -> None:
     calls, registry = counting()
-    call = Door()
+    call = ScriptedCall()
     with pytest.raises(DiptychError), calls.account(call):
         raise QueueFull()
     assert registry.get_sample_value("diptych_rejections_total", {"reason": "QUEUE_FULL"}) == 1
@@ -81,22 +81,20 @@ def test_refusals_are_counted_by_reason() -> None:
         (1.0, grpc.StatusCode.DEADLINE_EXCEEDED),
     ],
 )
-def test_the_clock_tells_a_deadline_from_a_client_that_left(
-    left: float | None, code: grpc.StatusCode
-) -> None:
+def test_why_cancelled_tells_deadline_from_disconnect(left: float | None, code: grpc.StatusCode) -> None:
     calls, _ = counting(now=101.0)
-    call = Door(time_left_s=left)
+    call = ScriptedCall(time_left_s=left)
     with pytest.raises(asyncio.CancelledError), calls.account(call):
         raise asyncio.CancelledError
     assert call.answers == [code]
 
 
-def test_the_server_span_speaks_the_words_of_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_span_has_the_attributes_of_the_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
     collector = OtlpCollector()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
     telemetry = Telemetry.start("diptych-gateway", "g")
     calls, _ = counting(telemetry=telemetry)
-    with pytest.raises(QueueFull), calls.account(Door()):
+    with pytest.raises(QueueFull), calls.account(ScriptedCall()):
         raise QueueFull()
     telemetry.stop()
     ((_, span),) = collector.spans(at_least=1)

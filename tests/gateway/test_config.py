@@ -1,4 +1,4 @@
-"""What the gateway's settings refuse before anything starts."""
+"""Gateway settings that are refused before the start."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from gateway.config import GatewaySettings, port_clash
         (7000, 8000, 8000, "--http-port and --admin-port are both 8000"),
     ],
 )
-def test_no_two_doors_have_one_port(
+def test_settings_refuse_one_port_for_two_listeners(
     grpc_port: int, http_port: int, admin_port: int | None, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [f"--grpc-port={grpc_port}", f"--http-port={http_port}"]
@@ -27,5 +27,5 @@ def test_no_two_doors_have_one_port(
 
 
 @pytest.mark.parametrize("ports", [(0, 0, None), (0, 0, 0), (7000, 8000, None), (65535, 0, None)])
-def test_any_free_ports_never_clash(ports: tuple[int, int, int | None]) -> None:
+def test_port_zero_never_clashes(ports: tuple[int, int, int | None]) -> None:
     assert port_clash(*ports) is None

@@ -14,7 +14,7 @@ from gateway.worker_pool.load_metrics import LoadMetrics
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
-def test_the_documented_metrics_are_those_that_are_exported() -> None:
+def test_documented_metrics_equal_exported_metrics() -> None:
     gateway, prefill, decode = new_registry(), CollectorRegistry(), CollectorRegistry()
     metrics = GatewayMetrics(gateway)
     gateway.register(LoadMetrics(list))

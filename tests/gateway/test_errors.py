@@ -1,4 +1,4 @@
-"""Each row of the contract's table of errors that is about workers and load, at both doors of a real gateway.
+"""Rows of the contract's table of errors about workers and load, in both APIs of a real gateway.
 
 The rows about bad requests are in tests/end_to_end/public_api/test_bad_input.py, those about credentials,
 permissions and quotas in tests/gateway/access/test_credentials.py.
@@ -20,7 +20,7 @@ import pytest
 
 from diptych.runtime import errors
 from diptych.worker.v1 import work_pb2
-from gateway.admission.admission import FIRST_RETRY_S
+from gateway.admission.queue import FIRST_RETRY_S
 from gateway.model.served_model import ServedModel
 from tests.gateway.failing_calls import SECRET, Told, check_http, told
 from tests.gateway.running_gateway import Stack, collect, running, until
@@ -31,7 +31,7 @@ PROMPT = f"Say {SECRET} to nobody"
 
 
 def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:
-    """A worker that fails so, once `after` tokens went out."""
+    """Return the script of a worker that fails after `after` tokens."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         if after:
@@ -43,7 +43,7 @@ def failing(reason: work_pb2.FailureReason, *, after: int = 0) -> Script:
 
 @asynccontextmanager
 async def hung(stack: Stack) -> AsyncIterator[None]:
-    """One request has the only place."""
+    """Occupy the only place with one request."""
     call = stack.stub.StreamGenerate(stack.request("Hello", request_id="first"))
     await until(lambda: stack.gateway.gate.queue.running == 1)
     yield
@@ -51,14 +51,14 @@ async def hung(stack: Stack) -> AsyncIterator[None]:
 
 
 def measured(stack: Stack, tokens_per_s: float) -> None:
-    """As if prefill had been so fast for long."""
+    """Set the measured prefill rate."""
     rate = stack.gateway.gate.queue.rate
     rate._units, rate._seconds = 1000 * tokens_per_s, 1000.0
 
 
 @asynccontextmanager
 async def slow(stack: Stack) -> AsyncIterator[None]:
-    """One request has the only place, and those before took a second for each token."""
+    """Occupy the only place with one request, at a measured rate of one token per second."""
     async with hung(stack):
         measured(stack, 1.0)
         yield
@@ -66,7 +66,7 @@ async def slow(stack: Stack) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def crowded(stack: Stack) -> AsyncIterator[None]:
-    """One request runs and another fills the queue."""
+    """Fill the queue: one request runs and another waits."""
     async with hung(stack):
         waiting = stack.stub.StreamGenerate(stack.request("a b c " * 8))
         await until(lambda: stack.gateway.gate.queue.waiting == 1)
@@ -76,7 +76,7 @@ async def crowded(stack: Stack) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def draining(stack: Stack) -> AsyncIterator[None]:
-    """The gateway has been told to stop, and the running request keeps it."""
+    """Drain the gateway while a request runs."""
     async with hung(stack):
         drain = asyncio.ensure_future(stack.gateway.drain())
         await stack.until_ready(False)
@@ -91,7 +91,7 @@ async def nothing(stack: Stack) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Row:
-    """How it comes to be, and what must be told."""
+    """Error condition and the status that both APIs must report."""
 
     code: grpc.StatusCode
     reason: str
@@ -201,7 +201,9 @@ async def over_http(stack: Stack, row: Row) -> tuple[int, dict[str, Any], dict[s
 
 
 @pytest.mark.parametrize("name", ROWS)
-async def test_row(bundled: ServedModel, redis_url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_condition_has_its_documented_status_and_details(
+    bundled: ServedModel, redis_url: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     row = ROWS[name]
     workers = row.workers(row.script)
     async with running(bundled, redis_url, *workers, **row.settings) as stack, row.situation(stack):
@@ -253,7 +255,7 @@ async def _last_of_http(stack: Stack) -> str:
         (work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED, "KV_TRANSFER_FAILED"),
     ],
 )
-async def test_what_fails_after_tokens_went_out_is_aborted(
+async def test_failure_after_output_is_aborted(
     bundled: ServedModel, redis_url: str, tell: Tell, reason: work_pb2.FailureReason, expected: str
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -266,7 +268,7 @@ async def test_what_fails_after_tokens_went_out_is_aborted(
         assert await tell(stack) == expected
 
 
-async def test_a_deadline_ends_the_call_at_both_doors(bundled: ServedModel, redis_url: str) -> None:
+async def test_deadline_ends_the_call_in_both_apis(bundled: ServedModel, redis_url: str) -> None:
     """gRPC's own client tells its caller; over HTTP the server does, with the phase."""
     row = Row(Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", 504, timeout_s=0.3)
     async with running(bundled, redis_url, ScriptedPrefill(idle=True), ScriptedDecode()) as stack:
@@ -278,7 +280,7 @@ async def test_a_deadline_ends_the_call_at_both_doors(bundled: ServedModel, redi
         await stack.until_idle()
 
 
-async def test_a_live_id_is_refused_by_name_at_both_doors(bundled: ServedModel, redis_url: str) -> None:
+async def test_live_request_id_is_refused_in_both_apis(bundled: ServedModel, redis_url: str) -> None:
     async with running(bundled, redis_url, ScriptedPrefill(idle=True), ScriptedDecode()) as stack:
         async with hung(stack):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -295,8 +297,8 @@ async def test_a_live_id_is_refused_by_name_at_both_doors(bundled: ServedModel, 
         assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_the_hint_is_what_the_queue_needs(bundled: ServedModel, redis_url: str) -> None:
-    """Without a measure of speed a fixed time, with one the time that what waits will take."""
+async def test_retry_hint_is_the_wait_of_the_queue(bundled: ServedModel, redis_url: str) -> None:
+    """Check a fixed time before any rate was measured, then the time of the waiting tokens."""
     row = ROWS["the queue is full"]
     workers = ScriptedPrefill(), ScriptedDecode()
     async with running(bundled, redis_url, *workers, **row.settings) as stack, crowded(stack):
@@ -306,8 +308,8 @@ async def test_the_hint_is_what_the_queue_needs(bundled: ServedModel, redis_url:
         assert (await over_grpc(stack, row)).retry_s == pytest.approx(4.0, abs=0.01)
 
 
-def test_the_table_of_errors_is_whole() -> None:
-    """A new error class without a row here, or among the bad requests, fails."""
+def test_every_documented_error_has_a_condition() -> None:
+    """Fail for a new error class without a row here or among the bad requests."""
 
     def leaves(cls: type) -> Iterator[type]:
         subs = cls.__subclasses__()

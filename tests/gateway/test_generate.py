@@ -14,7 +14,7 @@ from diptych.runtime.block_hash import block_keys, namespace_key
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway import limits
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 from gateway.model.served_model import ServedModel
 from tests.gateway.running_gateway import (
     DIGEST,
@@ -43,7 +43,7 @@ async def failure(call: object) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_stream_carries_text_ids_usage_and_timings(
+async def test_stream_has_text_ids_usage_and_timings(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     times = work_pb2.PhaseTimes(
@@ -98,11 +98,11 @@ async def test_stream_carries_text_ids_usage_and_timings(
     assert set(bundled.card.eos_token_ids) <= set(attach.stopping.stop_token_ids)
     assert len(attach.cache_namespace) == 32
     assert not attach.HasField("time_left")
-    # The prefill worker may be told to cancel: its last word is on another link, and may come after decode's.
+    # The prefill worker may be cancelled: its terminal message, on another stream, may come after decode's.
     assert [k for k, _ in decode.sent if k == "cancel"] == []
 
 
-async def test_generate_gives_one_message(bundled: ServedModel, redis_url: str, answer: list[int]) -> None:
+async def test_generate_returns_one_message(bundled: ServedModel, redis_url: str, answer: list[int]) -> None:
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, *workers) as stack:
         response = await stack.stub.Generate(stack.request())
@@ -112,7 +112,7 @@ async def test_generate_gives_one_message(bundled: ServedModel, redis_url: str, 
     assert response.timings.HasField("total")
 
 
-async def test_the_first_token_need_not_wait_for_the_handoff(
+async def test_first_token_does_not_wait_for_the_handoff(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
@@ -130,7 +130,7 @@ async def test_the_first_token_need_not_wait_for_the_handoff(
     assert rest[-1].usage.completion_tokens == len(answer)
 
 
-async def test_client_cancel_reaches_both_workers(
+async def test_client_cancellation_reaches_both_workers(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
@@ -161,7 +161,7 @@ async def test_deadline_reaches_the_workers_and_then_cancels_on_both(
     assert 0 < attach.time_left.ToNanoseconds() / 1e9 < 1.51  # gRPC sends 1 to 10 s rounded up to 10 ms
 
 
-async def test_time_limit_finishes_with_what_there_is(
+async def test_time_limit_finishes_with_partial_output(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -203,7 +203,7 @@ async def test_stop_string_ends_the_stream_and_the_overrun_is_not_billed(
     assert ids_of(messages) == answer[:billed]
 
 
-async def test_stop_token_is_billed_but_not_shown(
+async def test_stop_token_is_billed_and_not_shown(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     stop = bundled.tokenizer.encode("!")[0]
@@ -221,7 +221,9 @@ async def test_stop_token_is_billed_but_not_shown(
             assert messages[-1].usage.completion_tokens == 5
 
 
-async def test_preemption_is_invisible(bundled: ServedModel, redis_url: str, answer: list[int]) -> None:
+async def test_preemption_does_not_change_the_output(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         start, attempt = delivered(work), work.id.attempt
         assert list(work.token_ids[work.prompt_tokens :]) == answer[:start]
@@ -247,7 +249,7 @@ async def test_preemption_is_invisible(bundled: ServedModel, redis_url: str, ans
     assert len({w.sampling.seed for w in works}) == 1
 
 
-async def test_silent_worker_is_lost_in_seconds(bundled: ServedModel, redis_url: str) -> None:
+async def test_worker_without_heartbeat_is_lost_within_seconds(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
     async with running(bundled, redis_url, prefill, decode, recovery_wait_s=0) as stack:
         call = stack.stub.StreamGenerate(stack.request())
@@ -282,18 +284,20 @@ async def test_failed_handoff_is_recomputed_once(
     assert reason_of(error) == "KV_TRANSFER_FAILED"
 
 
-async def test_draining_worker_is_avoided(bundled: ServedModel, redis_url: str, answer: list[int]) -> None:
+async def test_draining_worker_gets_no_new_request(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
     async def refuse(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         worker.fail(work, work_pb2.FAILURE_REASON_DRAINING)
 
     workers = ScriptedPrefill(), ScriptedDecode(refuse), ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, *workers) as stack:
-        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 3)
+        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 3)
         for _ in range(8):  # whichever comes first
             assert text_of(await collect(stack.stub.StreamGenerate(stack.request()))) == ANSWER
 
 
-async def test_a_gap_in_the_tokens_is_an_internal_error(
+async def test_gap_in_token_positions_is_an_internal_error(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -305,7 +309,7 @@ async def test_a_gap_in_the_tokens_is_an_internal_error(
     assert error.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_too_long_for_every_pool(bundled: ServedModel, redis_url: str) -> None:
+async def test_prompt_longer_than_every_pool_is_refused(bundled: ServedModel, redis_url: str) -> None:
     workers = ScriptedPrefill(), ScriptedDecode(total_blocks=4)
     async with running(bundled, redis_url, *workers) as stack:
         fits = pb.StoppingCriteria(max_tokens=63)
@@ -320,7 +324,7 @@ async def test_too_long_for_every_pool(bundled: ServedModel, redis_url: str) -> 
     assert reason_of(error) == "CONTEXT_LENGTH_EXCEEDED"
 
 
-async def test_no_worker_is_unavailable_with_a_hint(bundled: ServedModel, redis_url: str) -> None:
+async def test_no_ready_worker_is_unavailable_with_a_retry_hint(bundled: ServedModel, redis_url: str) -> None:
     decode = ScriptedDecode()
     async with running(bundled, redis_url, decode) as stack:
         error = await failure(stack.stub.StreamGenerate(stack.request()))
@@ -330,7 +334,7 @@ async def test_no_worker_is_unavailable_with_a_hint(bundled: ServedModel, redis_
         assert not stack.gateway.ready
 
 
-async def test_queue_bounds_order_and_refusal(
+async def test_queue_keeps_priority_order_and_refuses_above_its_bound(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
@@ -354,7 +358,7 @@ async def test_queue_bounds_order_and_refusal(
         await stack.until_idle()
 
 
-async def test_duplicate_live_id_and_cancel_by_id(
+async def test_duplicate_live_id_is_refused_and_cancel_by_id_works(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
@@ -374,7 +378,7 @@ async def test_duplicate_live_id_and_cancel_by_id(
         assert not (await stack.stub.CancelRequest(cancel)).was_running
 
 
-async def test_the_index_sends_a_prompt_to_the_worker_that_has_its_prefix(
+async def test_router_sends_a_prompt_to_the_worker_with_its_prefix(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
 
@@ -384,7 +388,7 @@ async def test_the_index_sends_a_prompt_to_the_worker_that_has_its_prefix(
     owner, others = ScriptedDecode(answering(answer)), [ScriptedDecode(answering(answer)) for _ in range(3)]
     owner.keys = block_keys(namespace, ids, 16)
     async with running(bundled, redis_url, ScriptedPrefill(), owner, *others) as stack:
-        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 5)
+        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 5)
         await until(lambda: bool(stack.gateway.mirror.prefix_hits(owner.keys)))
         for _ in range(4):
             await collect(stack.stub.StreamGenerate(stack.request(prompt)))
@@ -397,7 +401,7 @@ async def test_the_index_sends_a_prompt_to_the_worker_that_has_its_prefix(
     assert decisions == 4
 
 
-async def test_work_ids_differ_though_the_client_repeats_its_own(
+async def test_work_ids_differ_for_repeated_request_ids(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
@@ -409,7 +413,7 @@ async def test_work_ids_differ_though_the_client_repeats_its_own(
     assert first.id.request_id != second.id.request_id
 
 
-async def test_many_streams_at_once_and_random_cancels(
+async def test_concurrent_streams_and_random_cancels_leave_nothing_behind(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(answering(answer, pause_s=0.002))
@@ -425,7 +429,7 @@ async def test_many_streams_at_once_and_random_cancels(
 
         await asyncio.gather(*map(one, range(120)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.fleet.roster.linked())
+        assert not any(w.outstanding for w in stack.gateway.worker_pool.registry.linked())
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
@@ -445,15 +449,17 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
         await asyncio.wait_for(drain, 1)
 
 
-async def test_drain_waits_for_texts_that_are_being_read(
+async def test_drain_waits_for_long_texts_in_the_tokenizer_pool(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
-    """A call is there before it is a request: its text, or its grammar, may have to wait for others'."""
+    """Start a call whose text waits in the pool: it is no request yet."""
     read, turn = threading.Event(), pb.TokenizeRequest(text="a" * limits.INLINE_PARSE_BYTES)
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
     settings = {"drain_grace_s": 30, "share_ports": True}  # with a successor, nothing is refused
     async with running(bundled, redis_url, *workers, **settings) as stack:
-        before_it = asyncio.create_task(stack.gateway.texts.read(turn, DEFAULT_TENANT, lambda: read.wait(60)))
+        before_it = asyncio.create_task(
+            stack.gateway.tokenizer_pool.run(turn, DEFAULT_TENANT, lambda: read.wait(60))
+        )
         long = stack.request("a " * limits.INLINE_PARSE_BYTES, stopping={"max_tokens": len(answer)})
         call = asyncio.ensure_future(collect(stack.stub.StreamGenerate(long)))
         await until(lambda: stack.gateway.calls.running)
@@ -466,7 +472,7 @@ async def test_drain_waits_for_texts_that_are_being_read(
         await asyncio.wait_for(drain, 30)
 
 
-async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(
+async def test_stream_gets_shutdown_status_after_the_grace_period(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     decode = ScriptedDecode()
@@ -480,7 +486,9 @@ async def test_after_the_grace_a_stream_hears_that_the_server_shut_down(
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.ABORTED, "SHUTTING_DOWN")
 
 
-async def test_after_the_grace_the_rest_gets_a_status(bundled: ServedModel, redis_url: str) -> None:
+async def test_waiting_request_gets_a_status_after_the_grace_period(
+    bundled: ServedModel, redis_url: str
+) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     stack: Stack
     async with running(bundled, redis_url, prefill, decode, drain_grace_s=0.1) as stack:
@@ -492,10 +500,10 @@ async def test_after_the_grace_the_rest_gets_a_status(bundled: ServedModel, redi
         await decode.wait_for("cancel")
 
 
-async def test_what_a_resumed_request_finds_cached_is_prompt_only_as_far_as_the_prompt_goes(
+async def test_cached_tokens_of_a_resumed_request_are_bounded_by_its_prompt(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
-    """The tokens that it had delivered are cached, too, and are no prompt of the client's."""
+    """Resume after delivered tokens, which are cached as well but are no part of the client's prompt."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         worker.tokens(work, delivered(work), answer[delivered(work) :], cached_tokens=len(work.token_ids) - 1)

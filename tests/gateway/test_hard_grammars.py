@@ -1,4 +1,4 @@
-"""Requests whose grammars take long to compile, through the real gateway: what they and others wait for."""
+"""Requests with grammars that take long to compile, in a real gateway."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answ
 
 
 def endless(number: int) -> dict[str, Any]:
-    """A schema that takes the child's half second, and is no other one."""
+    """Return a distinct schema that takes half a second to compile."""
     patterns = [{"type": "string", "pattern": f"a{{{n}}}.*b{number}"} for n in range(1, 30)]
     return {"allOf": patterns}
 
 
 async def ask(stack: Stack, schema: dict[str, Any], timeout_ms: int = 60_000) -> tuple[int, str]:
-    """The status, and the error's code."""
+    """Return the HTTP status and the error's code."""
     body = {"model": stack.model.card.name, "prompt": "Hello", "json_schema": schema}
     url = f"http://127.0.0.1:{stack.gateway.http_port}/v1/completions"
     headers = {"x-request-timeout-ms": str(timeout_ms)}
@@ -35,7 +35,7 @@ async def ask(stack: Stack, schema: dict[str, Any], timeout_ms: int = 60_000) ->
         return answer.status, check_http(answer.status, await answer.text(), answer.headers)["code"]
 
 
-async def test_a_deadline_passes_while_others_are_compiled_and_no_worker_hears_of_it(
+async def test_deadline_during_grammar_compilation_reaches_no_worker(
     bundled: ServedModel, redis_url: str
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(answering([10, 11]))
@@ -52,9 +52,9 @@ async def test_a_deadline_passes_while_others_are_compiled_and_no_worker_hears_o
     assert not [kind for kind, _ in (*prefill.sent, *decode.sent) if kind == "attach"]
 
 
-async def test_children_that_die_are_no_fault_of_the_request(bundled: ServedModel, redis_url: str) -> None:
+async def test_dead_grammar_child_does_not_fail_the_request(bundled: ServedModel, redis_url: str) -> None:
     async def kill(stack: Stack) -> None:
-        child = stack.gateway.reader._grammars.child
+        child = stack.gateway.request_parser._grammars.child
         while True:
             if child.process is not None:
                 child.process.kill()
@@ -75,10 +75,10 @@ async def test_children_that_die_are_no_fault_of_the_request(bundled: ServedMode
         assert answer.usage.completion_tokens == 1
 
 
-async def test_a_request_counts_before_its_grammar_is_compiled(
+async def test_request_is_charged_before_its_grammar_is_compiled(
     bundled: ServedModel, redis_url: str, tmp_path: Path
 ) -> None:
-    """Else who has used its quota up could still keep the child busy."""
+    """Check the charge before the grammar: an exhausted key could else keep the child busy."""
     keys = Keys(tmp_path / "keys.jsonl")
     key = keys.add("flood", requests_per_minute=1)
     workers = ScriptedPrefill(), ScriptedDecode(answering([10]))

@@ -1,4 +1,4 @@
-"""Every limit of `gateway.limits`, at the limit and one above; a new one without a test fails here."""
+"""Every limit of `gateway.limits`, at the limit and above; a new one without a test fails here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from diptych.parameters import GREEDY_BELOW, PARAMETERS, Parameter
 from diptych.runtime.errors import InvalidParameter
 from diptych.runtime.tokenizer.control_tokens import ControlTokens
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
-from gateway import tokenizer_service as text_calls
+from gateway import limits, tokenizer_service
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
@@ -39,7 +38,7 @@ class Case:
 
 
 def next_float32(value: float, step: int = 1) -> float:
-    """The neighbour of a positive float32, away from zero."""
+    """Return the neighbour of a positive float32, away from zero."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value))
     (neighbour,) = struct.unpack("<f", struct.pack("<i", bits + step))
     return float(neighbour)
@@ -119,13 +118,13 @@ FIELDS = {
 # What no field of a generation request shows: the functions below, and the tests of a neighbour, which name
 # the limit and one above it.
 HERE = {
-    "MAX_PROMPT_BYTES": "test_prompt_bytes",
-    "MAX_DETOKENIZE_IDS": "test_detokenized_ids",
-    "MAX_RENDER_SECONDS": "test_render_time",
-    "MAX_PROMPTS": "test_prompts_of_a_body",
-    "MAX_JSON_IDS": "test_ids_of_a_body",
-    "MAX_JSON_LIST": "test_lists_of_a_body",
-    "MAX_COPIED_BYTES": "test_what_several_prompts_share",
+    "MAX_PROMPT_BYTES": "test_prompt_bytes_are_limited",
+    "MAX_DETOKENIZE_IDS": "test_detokenize_ids_are_limited",
+    "MAX_RENDER_SECONDS": "test_template_rendering_time_is_limited",
+    "MAX_PROMPTS": "test_number_of_prompts_in_a_body_is_limited",
+    "MAX_JSON_IDS": "test_number_of_ids_in_a_body_is_limited",
+    "MAX_JSON_LIST": "test_list_lengths_in_a_body_are_limited",
+    "MAX_COPIED_BYTES": "test_bytes_shared_by_several_prompts_are_limited",
 }
 ELSEWHERE = {
     "MAX_MESSAGE_BYTES": "end_to_end/public_api/test_limits.py",
@@ -157,7 +156,9 @@ def limit_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in FIELDS.items() for case in cases])
-def test_a_field_at_its_limit_and_above(bundled: ServedModel, name: str, case: Case) -> None:
+def test_field_is_accepted_at_its_limit_and_refused_above(
+    bundled: ServedModel, name: str, case: Case
+) -> None:
     limit = limit_of(name)
     try:
         parse(bundled, case.make(limit))
@@ -204,36 +205,36 @@ def test_a_number_at_the_ends_of_its_range_and_beyond(bundled: ServedModel, row:
         assert (violation.field, violation.description) == (row.wire, f"must be {row.rule}")
 
 
-def test_greedy(bundled: ServedModel) -> None:
+def test_temperature_below_the_threshold_is_greedy(bundled: ServedModel) -> None:
     edge = next_float32(GREEDY_BELOW)
     assert parse(bundled, {"sampling": {"temperature": edge}}).sampling.temperature == pytest.approx(edge)
     below = {"sampling": {"temperature": GREEDY_BELOW * 0.999}}
     assert parse(bundled, below).sampling.temperature == 0.0
 
 
-def test_prompt_bytes(bundled: ServedModel) -> None:
+def test_prompt_bytes_are_limited(bundled: ServedModel) -> None:
     def ids(length: int) -> list[int]:
         text = ("a " * length)[:length]
         request = pb.TokenizeRequest(model=bundled.card.name, text=text)
-        return text_calls.tokenize(request, bundled).ids
+        return tokenizer_service.tokenize(request, bundled).ids
 
     assert ids(limits.MAX_PROMPT_BYTES)
     with pytest.raises(InvalidParameter, match=r"^text: "):
         ids(limits.MAX_PROMPT_BYTES + 1)
 
 
-def test_detokenized_ids(bundled: ServedModel) -> None:
+def test_detokenize_ids_are_limited(bundled: ServedModel) -> None:
     def text(count: int) -> str:
         request = pb.DetokenizeRequest(model=bundled.card.name, token_ids=[30] * count)
-        return text_calls.detokenize(request, bundled)
+        return tokenizer_service.detokenize(request, bundled)
 
     assert len(text(limits.MAX_DETOKENIZE_IDS)) >= limits.MAX_DETOKENIZE_IDS
     with pytest.raises(InvalidParameter, match=r"^token_ids: "):
         text(limits.MAX_DETOKENIZE_IDS + 1)
 
 
-def test_render_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes on by a hundredth of the limit with each look at it."""
+def test_template_rendering_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advance the clock by a hundredth of the limit at each reading."""
     looks = [0]
 
     def clock() -> float:
@@ -258,20 +259,20 @@ def body(**members: Any) -> dict[str, Any]:
     return parsed
 
 
-def test_prompts_of_a_body() -> None:
+def test_number_of_prompts_in_a_body_is_limited() -> None:
     assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).builders) == limits.MAX_PROMPTS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=["x"] * (limits.MAX_PROMPTS + 1)))
 
 
-def test_ids_of_a_body() -> None:
+def test_number_of_ids_in_a_body_is_limited() -> None:
     builder = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).builders[0]
     assert len(builder.request.token_ids.ids) == limits.MAX_JSON_IDS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=[1] * (limits.MAX_JSON_IDS + 1)))
 
 
-def test_lists_of_a_body() -> None:
+def test_list_lengths_in_a_body_are_limited() -> None:
     def chat(parts: int) -> dict[str, Any]:
         content = [{"type": "text", "text": "x"}] * parts
         return {"model": "m", "messages": [{"role": "user", "content": content}]}
@@ -292,15 +293,17 @@ def test_lists_of_a_body() -> None:
         ("guided_choice", limits.MAX_CHOICES, lambda n: ["x"] * n),
     ],
 )
-def test_lists_that_several_prompts_share(name: str, most: int, make: Callable[[int], Any]) -> None:
-    """They are looked at before every prompt gets its copy."""
+def test_lists_shared_by_several_prompts_are_limited(
+    name: str, most: int, make: Callable[[int], Any]
+) -> None:
+    """Check the limit before each prompt gets its copy."""
     prompts = ["x"] * limits.MAX_PROMPTS
     assert read_completions(body(prompt=prompts, **{name: make(most)}))
     with pytest.raises(InvalidParameter, match=rf"^{name}: .*at most {most} "):
         read_completions(body(prompt=prompts, **{name: make(most + 1)}))
 
 
-def test_what_several_prompts_share() -> None:
+def test_bytes_shared_by_several_prompts_are_limited() -> None:
     """Texts are the core's to measure, but not when there are too many copies of them."""
     model_and_limit = 16
     room = limits.MAX_COPIED_BYTES // limits.MAX_PROMPTS - model_and_limit
@@ -310,7 +313,7 @@ def test_what_several_prompts_share() -> None:
         read_completions(body(prompt=["x"] * limits.MAX_PROMPTS, **shared))
 
 
-def test_no_limit_is_without_a_test() -> None:
+def test_every_limit_has_a_test() -> None:
     declared = {name for name in vars(limits) if name.isupper()}
     for row in PARAMETERS.values():
         columns = ("most", "longest") if row in NUMBERS else ("most", "longest", "high")

@@ -1,4 +1,4 @@
-"""The program itself: starts without Redis and without torch, says when it is ready, drains and ends."""
+"""Gateway program: starts without Redis and torch, announces readiness, drains and ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 ROOT = Path(__file__).parents[2]
 
 
-def test_start_serve_and_stop() -> None:
+def test_gateway_program_starts_serves_and_stops() -> None:
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [
@@ -64,7 +64,7 @@ def test_start_serve_and_stop() -> None:
         (None, ("--host", "0.0.0.0"), "refusing to listen on 0.0.0.0"),
     ],
 )
-def test_a_mistake_of_its_user_is_told_in_one_line(
+def test_user_error_is_reported_in_one_line(
     content: str | None, flags: tuple[str, ...], problem: str, tmp_path: Path
 ) -> None:
     if content is not None:
@@ -87,7 +87,7 @@ def test_a_mistake_of_its_user_is_told_in_one_line(
     assert problem.format(**values) in line
 
 
-def test_help_says_what_its_ports_are_for() -> None:
+def test_help_describes_the_ports() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -97,7 +97,7 @@ def test_help_says_what_its_ports_are_for() -> None:
     assert "null" not in said
 
 
-def test_unknown_flags_are_errors() -> None:
+def test_unknown_flag_is_an_error() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gateway", "--no-such-flag", "1"], cwd=ROOT, capture_output=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Requests that the decode workers' memory would not hold to their end wait in a real gateway."""
+"""Admission by KV memory in a real gateway."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ class Quarantining(ScriptedDecode):
         return work_pb2.Load(total_blocks=self.total_blocks, quarantined_blocks=self.quarantined)
 
 
-async def test_the_second_of_two_that_do_not_fit_together_waits_for_the_first(
-    bundled: ServedModel, redis_url: str
-) -> None:
+async def test_request_waits_until_its_kv_memory_fits(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode(total_blocks=BLOCKS)
     async with running(bundled, redis_url, prefill, decode) as stack:
         queue = stack.gateway.gate.queue
@@ -44,7 +42,7 @@ async def test_the_second_of_two_that_do_not_fit_together_waits_for_the_first(
         assert queue.kv.reserved == 0
 
 
-async def test_who_is_known_for_short_outputs_comes_in_at_once(bundled: ServedModel, redis_url: str) -> None:
+async def test_tenant_with_short_outputs_is_admitted_at_once(bundled: ServedModel, redis_url: str) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         worker.tokens(work, 0, [5])
         worker.finish(work)
@@ -63,7 +61,7 @@ async def test_who_is_known_for_short_outputs_comes_in_at_once(bundled: ServedMo
         await stack.until_idle()
 
 
-async def test_blocks_in_quarantine_hold_nothing(bundled: ServedModel, redis_url: str) -> None:
+async def test_quarantined_blocks_do_not_count_as_capacity(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(), Quarantining(total_blocks=BLOCKS)
     async with running(bundled, redis_url, prefill, decode) as stack:
         kv = stack.gateway.gate.queue.kv

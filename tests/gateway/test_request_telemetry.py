@@ -1,4 +1,4 @@
-"""What a request that is over adds to the gateway's metrics."""
+"""Metrics of a finished request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill
 ADMISSION = "diptych_request_phase_duration_seconds_count"
 
 
-async def test_requests_that_are_refused_at_once_had_no_wait_and_no_prompt_that_was_computed(
+async def test_refused_requests_count_no_wait_and_no_input_tokens(
     bundled: ServedModel, redis_url: str
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()

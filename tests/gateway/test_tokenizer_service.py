@@ -14,8 +14,7 @@ from gateway.cooperative_yield import PORTION
 from gateway.model.served_model import ServedModel
 from gateway.request.field_checks import existing_request_id
 from gateway.request.validation import parse_request
-from gateway.text_rpcs import tokenized
-from gateway.tokenizer_service import Tokenized, check_list_models, detokenize, tokenize
+from gateway.tokenizer_service import Tokenized, check_list_models, detokenize, tokenize, tokenize_response
 from tests.gateway.loop_turns import turns_beside
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -23,16 +22,14 @@ CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="Hi")])
 
 
 @pytest.mark.parametrize("prompt", [{"text": "Hello <|im_end|>"}, {"chat": CHAT}])
-def test_tokenize_gives_the_ids_a_generation_would_run_on(
-    bundled: ServedModel, prompt: dict[str, Any]
-) -> None:
+def test_tokenize_returns_the_ids_of_a_generation(bundled: ServedModel, prompt: dict[str, Any]) -> None:
     found = tokenize(pb.TokenizeRequest(model=MODEL, **prompt), bundled)
     request = pb.GenerateRequest(model=MODEL, **prompt)
     assert tuple(found.ids) == parse_request(request, bundled).prompt_ids
     assert (found.tokens, found.offsets) == ([], [])
 
 
-def test_spellings_and_positions_on_request(bundled: ServedModel) -> None:
+def test_tokenize_returns_tokens_and_offsets_on_request(bundled: ServedModel) -> None:
     request = pb.TokenizeRequest(model=MODEL, text="Hi 你", return_tokens=True, return_offsets=True)
     found = tokenize(request, bundled)
     assert found.tokens[:2] == ["Hi", "Ġ"]
@@ -43,7 +40,7 @@ def test_spellings_and_positions_on_request(bundled: ServedModel) -> None:
     assert chat.tokens[0] == "<|im_start|>"
 
 
-def test_detokenize_undoes_tokenize(bundled: ServedModel) -> None:
+def test_detokenize_inverts_tokenize(bundled: ServedModel) -> None:
     ids = tokenize(pb.TokenizeRequest(model=MODEL, text="naïve 😀"), bundled).ids
     assert detokenize(pb.DetokenizeRequest(model=MODEL, token_ids=ids), bundled) == "naïve 😀"
     assert detokenize(pb.DetokenizeRequest(model=MODEL), bundled) == ""
@@ -81,7 +78,7 @@ def test_tokenize_names_the_bad_field(
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_special_tokens_may_be_declined(bundled: ServedModel) -> None:
+def test_tokenize_can_omit_special_tokens(bundled: ServedModel) -> None:
     request = pb.TokenizeRequest(model=MODEL, chat=CHAT, add_special_tokens=False)
     assert tokenize(request, bundled).ids
 
@@ -95,14 +92,14 @@ def test_detokenize_names_the_bad_field(bundled: ServedModel) -> None:
         assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_other_models_are_not_found(bundled: ServedModel) -> None:
+def test_unknown_model_is_not_found(bundled: ServedModel) -> None:
     with pytest.raises(UnknownModel):
         tokenize(pb.TokenizeRequest(model="other", text="a"), bundled)
     with pytest.raises(UnknownModel):
         detokenize(pb.DetokenizeRequest(model="other", token_ids=[1]), bundled)
 
 
-def test_there_is_one_page_of_models() -> None:
+def test_list_models_has_one_page() -> None:
     check_list_models(pb.ListModelsRequest(page_size=10))
     for field, request in (
         ("page_size", pb.ListModelsRequest(page_size=-1)),
@@ -113,17 +110,17 @@ def test_there_is_one_page_of_models() -> None:
         assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_a_request_to_cancel_is_named() -> None:
+def test_cancel_request_requires_a_valid_id() -> None:
     assert existing_request_id("a-1") == "a-1"
     for bad in ("", "a b", "x" * (PARAMETERS["request_id"].longest + 1)):
         with pytest.raises(InvalidParameter, match="request_id"):
             existing_request_id(bad)
 
 
-async def test_many_offsets_are_written_in_turns() -> None:
+async def test_tokenize_response_yields_between_portions_of_offsets() -> None:
     count = 20 * PORTION
     found = Tokenized([7] * count, ["a"] * count, [(i, i + 1) for i in range(count)])
-    response, turns = await turns_beside(tokenized(found, 99))
+    response, turns = await turns_beside(tokenize_response(found, 99))
     assert [(offset.start, offset.end) for offset in response.offsets] == found.offsets
     assert (list(response.token_ids), list(response.tokens)) == (found.ids, found.tokens)
     assert response.max_context_length == 99

@@ -1,4 +1,4 @@
-"""The names of vLLM: what an inference gateway or a dashboard scrapes, with our own figures in it."""
+"""Metrics under vLLM's names, as inference gateways and dashboards scrape them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def decode_worker(free: int, total: int) -> Any:
     return SimpleNamespace(load=SimpleNamespace(free_blocks=free, total_blocks=total))
 
 
-def test_the_figures_are_ours_summed_over_labels_that_vllm_does_not_have() -> None:
+def test_vllm_metrics_sum_the_gateway_metrics_over_other_labels() -> None:
     registry = new_registry()
     metrics = GatewayMetrics(registry)
     registry.register(VllmMetrics(metrics, "m", lambda: [decode_worker(30, 40), decode_worker(60, 60)]))
@@ -58,11 +58,11 @@ def test_the_figures_are_ours_summed_over_labels_that_vllm_does_not_have() -> No
     assert {sample.labels["model_name"] for sample in families["vllm:prompt_tokens"].samples} == {"m"}
 
 
-def test_no_workers_use_nothing() -> None:
+def test_kv_cache_usage_is_zero_without_workers() -> None:
     assert kv_cache_usage([]) == 0.0
 
 
-async def test_a_gateway_offers_them_when_asked(bundled: ServedModel) -> None:
+async def test_gateway_exports_vllm_metrics_if_configured(bundled: ServedModel) -> None:
     with valkey() as url:
         workers = ScriptedPrefill(), ScriptedDecode(answering([1, 2, 3]))
         async with running(bundled, url, *workers, metrics_compat="vllm") as stack:

@@ -47,7 +47,7 @@ def answers(precision: Precision, *, graphs: bool) -> list[tuple[int, ...]]:
 
 
 def agreed(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens two texts have in common before they part."""
+    """Return how many tokens two texts have in common before they part."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -61,8 +61,8 @@ def test_segments_of_zeros_and_of_no_numbers() -> None:
     assert written.scales[3].isfinite().all()
 
 
-def test_a_group_whose_values_are_all_alike_costs_the_line_nothing() -> None:
-    """Of a scale that no code uses the slope may be any, far beyond 16 bits."""
+def test_a_group_of_equal_values_is_coded_exactly() -> None:
+    """Slopes of a scale that no code uses may be any, far beyond 16 bits."""
     blocks = random_blocks(1, 64, "q4_1")
     parts = blocks.blocks.view(1, 2, 20)
     parts[0, 0, :2] = torch.tensor([6000.0]).half().view(torch.uint8)
@@ -77,7 +77,7 @@ def test_q8_0_has_no_codes() -> None:
     assert code_matrix(random_blocks(3, 64, "q8_0")) is None
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_coded_bytes_refuses_parts_that_do_not_fit() -> None:
     made = coded(random_blocks(3, 300, "q4_0"))
     with pytest.raises(ValueError, match="330 columns"):
         CodedBytes(330, made.codes, made.slopes, made.scales)

@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
         (2049, (4, 544)),
     ],
 )
-def test_rows_are_cut_evenly(columns: int, cut: tuple[int, int]) -> None:
+def test_segments_cut_rows_evenly(columns: int, cut: tuple[int, int]) -> None:
     assert segments(columns) == cut
     for width in range(1, 5000, 7):
         count, wide = segments(width)
@@ -74,7 +74,7 @@ def test_a_fifth_outlier_sets_the_scale() -> None:
     torch.testing.assert_close(scales, torch.tensor([[[100.0 / 127]]]), rtol=1e-4, atol=0)
 
 
-def test_neighbours_of_an_outlier_are_wide_with_it() -> None:
+def test_neighbours_of_an_outlier_have_sixteen_bits_with_it() -> None:
     x = random(1, 256).clamp(-1, 1)
     x[0, 8:12] = torch.tensor([50.0, 40.0, 30.0, 20.0])
     values, scales = quantise_rows(x)
@@ -91,7 +91,7 @@ def test_an_outlier_beyond_sixteen_bits_sets_the_scale() -> None:
     torch.testing.assert_close(scales, torch.full((1, 1, 1), 1e6 / 127 / 256), rtol=1e-4, atol=0)
 
 
-def test_only_four_lines_leave_eight_bits() -> None:
+def test_only_outlier_columns_leave_eight_bits() -> None:
     values, _ = quantise_rows(random(64, 1024, seed=3) * random(64, 1024, seed=4).exp())
     lines = values.unflatten(-1, (-1, 4)).abs().amax(dim=-1)
     assert ((lines > 127).sum(dim=-1) <= 4).all()

@@ -12,7 +12,7 @@ from kernels.paged_decode import paged_decode, write_kv_rows
 LAYERS, LAYER = 2, 1
 
 
-def test_what_is_too_large_is_cut_off_and_the_rest_rounded_to_three_bits() -> None:
+def test_quantise_cuts_off_large_numbers_and_rounds_to_three_bits() -> None:
     x = torch.tensor([1e9, -1e9, 0.0, 1.19, -7.3]).view(1, 1, 5)
     assert quantise(x, torch.tensor([1.0])).float().flatten().tolist() == [LARGEST, -LARGEST, 0.0, 1.25, -7.5]
     smaller = quantise(x, torch.tensor([4.0])).float().flatten().tolist()
@@ -21,7 +21,7 @@ def test_what_is_too_large_is_cut_off_and_the_rest_rounded_to_three_bits() -> No
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(6, 3, 40, 16), (5, 1, 8, 7)])
-def test_attention_is_that_over_what_the_cache_means(
+def test_attention_over_fp8_equals_attention_over_dequantised(
     heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
     torch.manual_seed(1)

@@ -39,7 +39,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None)
     [(9, 3, 64, 16), (6, 3, 40, 16), (5, 1, 8, 7), (4, 4, 2, 1)],
 )
 @pytest.mark.parametrize("window", [None, 1, 13, 1000])
-def test_it_is_attention(
+def test_paged_attention_equals_dense_attention(
     heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
     torch.manual_seed(1)
@@ -56,7 +56,7 @@ def test_it_is_attention(
         assert memory[:, 0].isnan().all(), "the other layer is not touched"
 
 
-def test_the_layout_is_keys_transposed_values_not() -> None:
+def test_write_kv_transposes_keys_and_not_values() -> None:
     memory = blocks(3, 2, 4, 5)
     keys, values = torch.arange(8.0).view(1, 2, 4), torch.arange(8.0, 16.0).view(1, 2, 4)
     write_kv(memory, 0, torch.tensor([2, 1]), 6, keys, values)
@@ -65,7 +65,7 @@ def test_the_layout_is_keys_transposed_values_not() -> None:
     assert int((~memory.isnan()).sum()) == 16
 
 
-def test_bfloat16_sums_in_float32() -> None:
+def test_paged_attention_sums_bfloat16_in_float32() -> None:
     torch.manual_seed(3)
     q, k, v = (torch.randn(300, n, 64).bfloat16() for n in (3, 3, 3))
     memory = blocks(20, 3, 64, 16).bfloat16()

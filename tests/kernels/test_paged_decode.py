@@ -13,7 +13,7 @@ from kernels.paged_decode import paged_decode, write_kv_rows
     ("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (6, 3, 40, 16), (5, 1, 8, 7)]
 )
 @pytest.mark.parametrize("window", [None, 1, 13])
-def test_rows_equal_sequences(
+def test_paged_decode_equals_paged_attention_by_row(
     heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
 ) -> None:
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ def turned(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
     return rotary(x, angles.cos(), angles.sin())
 
 
-def test_it_multiplies_pairs_as_complex_numbers() -> None:
+def test_rotary_multiplies_pairs_as_complex_numbers() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 40)
     positions = torch.tensor([0.0, 1.0, 7.0, 300.0])

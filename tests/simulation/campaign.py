@@ -1,4 +1,4 @@
-"""Many seeds over some processes, and what they found taken together."""
+"""A campaign of many seeds over some processes, and its summary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Summary:
         self.violations = sorted([*self.violations, *other.violations])
 
     def table(self) -> str:
-        """Markdown, for people and for lab/results."""
+        """Return a Markdown table for people and for lab/results."""
         rows = [
             ("seeds", f"{self.seeds:,}"),
             ("events", f"{self.events:,}"),
@@ -65,7 +65,7 @@ class Summary:
             ("faults that met something", f"{self.faults.total():,}: {_counts(self.faults)}"),
             ("requests", f"{self.ends.total():,}: {_counts(self.ends)}"),
             ("tokens delivered, each compared with the oracle", f"{self.tokens:,}"),
-            ("attempts taken up again", f"{self.retries.total():,}: {_counts(self.retries)}"),
+            ("attempts retried", f"{self.retries.total():,}: {_counts(self.retries)}"),
             ("simulated time", f"{self.virtual_s / 3600:.1f} h"),
             ("CPU time", f"{self.cpu_s:.0f} s, {1000 * self.cpu_s / max(self.seeds, 1):.0f} ms a seed"),
             ("wall time", f"{self.wall_s:.0f} s"),
@@ -79,7 +79,7 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def prepare() -> None:
-    """What every run needs is made before the first; the collector need not look at it again and again."""
+    """Build what every run needs, and exclude it from garbage collection."""
     torch.set_num_threads(1)
     os.environ.setdefault("OTEL_SDK_DISABLED", "true")
     served_model()
@@ -88,7 +88,7 @@ def prepare() -> None:
 
 
 def run_seeds(seeds: Iterable[int]) -> Summary:
-    """Run them in this process."""
+    """Run these seeds in this process."""
     summary, started = Summary(), time.process_time()
     for seed in seeds:
         summary.add(seed, simulate(make_scenario(seed)))
@@ -97,7 +97,7 @@ def run_seeds(seeds: Iterable[int]) -> Summary:
 
 
 def campaign(first: int, count: int, *, jobs: int, progress: Callable[[Summary], None]) -> Summary:
-    """Run `count` seeds from `first` on over `jobs` processes; `progress` hears of each portion."""
+    """Run `count` seeds from `first` on over `jobs` processes; `progress` is called after each portion."""
     total, started = Summary(), time.perf_counter()
     portions = [range(n, min(n + PORTION, first + count)) for n in range(first, first + count, PORTION)]
     with multiprocessing.get_context("spawn").Pool(jobs, prepare) as pool:

@@ -1,4 +1,4 @@
-"""The simulated machines: real programs on hosts that start, die, and are started again."""
+"""The simulated machines: real programs on hosts that start, die and are restarted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from decode_worker.worker import DecodeWorker
 from diptych.engine.batch import SequenceStep
 from diptych.runtime.settings import resolve_model
 from diptych.runtime.telemetry import Telemetry
-from gateway.access.access import Access
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT, Access
 from gateway.call import Calls
 from gateway.config import GatewaySettings
 from gateway.model.served_model import ServedModel
@@ -23,22 +22,22 @@ from gateway.program import Gateway
 from prefill_worker.config import PrefillSettings
 from prefill_worker.worker import PrefillWorker
 from tests.simulation import model
-from tests.simulation.in_place import Memories
+from tests.simulation.in_place import SharedPools
 from tests.simulation.network import Network
 from tests.simulation.scenario import Scenario
 from tests.simulation.sockets import Sockets
 from tests.simulation.store import Store
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
-from tests.simulation.watched_pool import WatchedPool, check_books, check_granted_write, check_own_write
+from tests.simulation.watched_pool import WatchedPool, check_granted_write, check_own_write, check_pool
 
 RESTART_S = 0.4
 EARLY_SHARE = 0.3
-"""Of steps, whose results are in memory long before the loop hears; the others write at the last moment."""
+"""Share of steps that write to memory long before the loop is notified; the others write at their end."""
 
 
 @cache
 def served_model() -> ServedModel:
-    """The text side of the bundled model: its words are used, its weights are not."""
+    """Return the bundled model's tokenizer and card; its weights are not used."""
     return ServedModel.load(resolve_model("bundled"))
 
 
@@ -55,7 +54,7 @@ def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
 
 @dataclass
 class Machine:
-    """What runs on one host."""
+    """The program on one host, and its pools."""
 
     host: Host
     program: Any = None
@@ -66,31 +65,31 @@ class Machine:
 
     @property
     def receiver(self) -> Any:
-        """Of a decode worker."""
+        """The KV receiver of a decode worker."""
         return self.program._handoff._receiver
 
     def owns(self, sequence: SequenceStep) -> bool:
-        """Whether a step writes to the memory of this decode worker, which is alive."""
+        """Return whether a step writes to the memory of this decode worker, which is alive."""
         alive = self.pool is not None and not self.host.dead and self.program is not None
         return alive and self.program._loop._memory is sequence.memory
 
 
 class Cluster:
-    """Everything of one run but clients and faults."""
+    """The machines, the network and the stores of one run."""
 
     def __init__(
-        self, scenario: Scenario, note: Callable[..., None], violated: Callable[[str], None]
+        self, scenario: Scenario, note: Callable[..., None], report_violation: Callable[[str], None]
     ) -> None:
         self.scenario = scenario
         self.note = note
-        self.violated = violated
+        self.report_violation = report_violation
         self.loop = VirtualLoop(self._after_event, self.failed)
         self.loop.run_on_thread = self._compute
         self.network = Network(self.loop, scenario.network, note)
         self.network.failed = self.failed
         self.sockets = Sockets(self.network)
         self.loop.streams = self.sockets
-        self.memories = Memories(self.loop, self.kill)
+        self.shared_pools = SharedPools(self.loop, self.kill)
         self.store = Store(self.loop)
         self.machines: dict[str, Machine] = {}
         self.hosts: list[Host] = []
@@ -120,22 +119,22 @@ class Cluster:
         try:
             status = await run(machine)
         except Exception as error:
-            self.violated(f"{machine.host} ended with {error!r}")
+            self.report_violation(f"{machine.host} ended with {error!r}")
             raise
         if status:
-            self.violated(f"{machine.host} ended with status {status}")
+            self.report_violation(f"{machine.host} ended with status {status}")
         self.loop.call_soon(self.kill, machine.host, "it ended")
 
     def kill(self, host: Host, why: str) -> None:
-        """SIGKILL: not another callback of this host runs. Its supervisor starts another one."""
+        """Kill a host as SIGKILL does: no callback of it runs again. Its supervisor starts another one."""
         if host.dead:
             return
         host.dead = True
         host.held.clear()
         self.note(host.name, "dies", why)
         self.network.servers = {a: s for a, s in self.network.servers.items() if s.host is not host}
-        for told in host.on_death:
-            told()
+        for callback in host.on_death:
+            callback()
         self.restarting += 1
         self._outside(RESTART_S * self._random.uniform(0.3, 2.0), self._restart, host.name)
 
@@ -150,12 +149,12 @@ class Cluster:
         current_host.reset(token)
 
     def _replaced_by(self, host: Host) -> str:
-        """What a supervisor tells a worker: who has died in its place."""
+        """Return the dead workers that a supervisor names to their replacement."""
         ids = [h.worker_id for h in self.hosts if h.dead and h.name == host.name]
         return ",".join(one for one in ids if one != host.worker_id)
 
     def port_of(self, host: Host) -> int:
-        """Half of the restarted programs come back at the address of the one before."""
+        """Return the port of a host; half of the restarted programs get that of the one before."""
         names = [*(f"g{n}" for n in range(self.scenario.gateways)), *self.scenario.workers]
         moved = host.incarnation if host.incarnation > len(names) and host.incarnation % 2 else 0
         return 1000 + names.index(host.name) + 100 * moved
@@ -176,7 +175,7 @@ class Cluster:
             }
         )
         gateway = Gateway(settings, served_model(), model.DIGEST)
-        if self.scenario.network % 2:  # it believes in short outputs: more come in than memory holds
+        if self.scenario.network % 2:  # predicts short outputs: more requests are admitted than memory holds
             gateway.gate.queue.kv.learn(DEFAULT_TENANT, 1)
         machine.stop = asyncio.Event()
         await gateway.start()
@@ -232,13 +231,13 @@ class Cluster:
     # ---- pools ---------------------------------------------------------------------------------------
 
     def decode_pool(self, num_blocks: int) -> WatchedPool:
-        """Stands where a decode worker makes its `BlockPool`."""
+        """Stand in for a decode worker's `BlockPool`."""
         machine = self._here()
         machine.pool = WatchedPool(num_blocks)
         return machine.pool
 
     def scratch_pool(self, num_blocks: int) -> WatchedPool:
-        """Stands where a prefill worker makes its own."""
+        """Stand in for a prefill worker's `BlockPool`."""
         pool = WatchedPool(num_blocks)
         self._here().scratch.append(pool)
         return pool
@@ -250,7 +249,7 @@ class Cluster:
     # ---- the engine's thread -------------------------------------------------------------------------
 
     def _compute(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
-        """A step takes its time; its writes fall on the beginning or on the very end of it."""
+        """Run a step for its duration; it writes at its beginning or at its very end."""
         host, loop = current_host.get(), self.loop
         done = loop.create_future()
         if executor is None:  # asyncio.to_thread
@@ -273,9 +272,9 @@ class Cluster:
     # ---- checks --------------------------------------------------------------------------------------
 
     def failed(self, context: dict[str, Any]) -> None:
-        """An exception that nobody expected."""
+        """Report an unexpected exception."""
         error = context.get("exception")
-        self.violated(f"{context['message']}: {error!r}")
+        self.report_violation(f"{context['message']}: {error!r}")
 
     def _after_event(self, host: Host | None) -> None:
         machine = self.machines.get(host.name) if host is not None else None
@@ -283,12 +282,12 @@ class Cluster:
             return
         try:
             if machine.pool is not None and machine.pool.changed:
-                check_books(machine.pool, machine.receiver)
+                check_pool(machine.pool, machine.receiver)
             for pool in machine.scratch:
                 if pool.changed:
-                    check_books(pool, None)
+                    check_pool(pool, None)
         except Exception as error:
-            self.violated(f"{host}: {error}")
+            self.report_violation(f"{host}: {error}")
 
     def _check_write(self, machine: Machine, sequence: SequenceStep) -> None:
         try:
@@ -299,10 +298,10 @@ class Cluster:
                 if other.owns(sequence):
                     check_granted_write(other.receiver, machine.host, sequence)
         except Exception as error:
-            self.violated(f"{machine.host}: {error}")
+            self.report_violation(f"{machine.host}: {error}")
 
     def leftovers(self) -> list[str]:
-        """What should not be there when no request is."""
+        """Return the resources that are still held although no request is live."""
         found = []
         for name, machine in self.machines.items():
             program = machine.program

@@ -1,6 +1,6 @@
-"""Every run ends with a collection of garbage: what was there before is left out of it, from here on.
+"""Preparation of the simulation's tests: objects that exist before are excluded from garbage collection.
 
-What else a run changes in this process is set back: other tests follow, some of which look at traces.
+Other changes to the process are undone: other tests follow, some of which read traces.
 """
 
 from __future__ import annotations

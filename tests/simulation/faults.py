@@ -1,9 +1,9 @@
-"""What each kind of fault does to the cluster."""
+"""The faults: the effect of each kind on the cluster."""
 
 from __future__ import annotations
 
 from tests.simulation.cluster import Cluster
-from tests.simulation.network import Weather
+from tests.simulation.network import LinkConditions
 from tests.simulation.scenario import Fault
 from tests.simulation.sockets import Damage
 from tests.simulation.store import LATENCY_S
@@ -16,7 +16,7 @@ _CUTTING = frozenset({"hang", "reset"})
 
 
 class Faults:
-    """Applies faults and counts those that met something to do harm to."""
+    """The faults of a run; `done` are those that had an effect."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -24,7 +24,7 @@ class Faults:
 
     @property
     def silences(self) -> int:
-        """How often a gateway could take somebody for dead who was not: until he comes back, he is."""
+        """Faults after which a gateway may take a live worker for dead, until its link is back."""
         return sum(f.kind in _CUTTING or (f.kind in _SILENCING and f.lasts_s >= 1.0) for f in self.done)
 
     def schedule(self, faults: tuple[Fault, ...]) -> None:
@@ -62,7 +62,7 @@ class Faults:
         return True
 
     def _hang(self, fault: Fault) -> bool:
-        """Stopped for good: who needs it gone has to see to that."""
+        """Stop a process for good; a peer that waits for its end has to fence it."""
         machine = self._cluster.alive(fault.target[0])
         if machine is None or machine.host.stopped:
             return False
@@ -79,7 +79,7 @@ class Faults:
         return True
 
     def _drain(self, fault: Fault) -> bool:
-        """SIGTERM."""
+        """Send SIGTERM."""
         machine = self._cluster.alive(fault.target[0])
         if machine is None or machine.stop is None or machine.host.stopped:
             return False
@@ -88,10 +88,10 @@ class Faults:
         return True
 
     async def _wake(self) -> None:
-        """A signal wakes the loop of the process that it is for."""
+        """Wake the loop of the process, as a signal does."""
 
     def _flush_cache(self, fault: Fault) -> bool:
-        """An operator's flush, of every decode worker."""
+        """Flush the prefix cache of every decode worker, as an operator does."""
         for machine in list(self._cluster.machines.values()):
             if machine.pool is not None and not machine.host.dead and not machine.host.stopped:
                 self._cluster.loop.start(machine.host, lambda m=machine: self._flush(m))  # type: ignore[misc]
@@ -108,25 +108,25 @@ class Faults:
             stream.reset()
         return bool(streams)
 
-    def _weather(self, fault: Fault) -> list[Weather]:
+    def _conditions_of(self, fault: Fault) -> list[LinkConditions]:
         one, other = fault.target
-        weather = self._cluster.network.weather
-        return [weather.setdefault(ends, Weather()) for ends in ((one, other), (other, one))]
+        conditions = self._cluster.network.conditions
+        return [conditions.setdefault(ends, LinkConditions()) for ends in ((one, other), (other, one))]
 
     def _partition(self, fault: Fault) -> bool:
-        for weather in self._weather(fault):
-            weather.held_until = max(weather.held_until, self._cluster.loop.now + fault.lasts_s)
+        for conditions in self._conditions_of(fault):
+            conditions.held_until = max(conditions.held_until, self._cluster.loop.now + fault.lasts_s)
         return bool(self._cluster.network.between(*fault.target))
 
     def _delay(self, fault: Fault) -> bool:
-        for weather in self._weather(fault):
-            weather.extra_delay_s = DELAY_S
-            self._cluster.loop.call_later(fault.lasts_s, setattr, weather, "extra_delay_s", 0.0)
+        for conditions in self._conditions_of(fault):
+            conditions.extra_delay_s = DELAY_S
+            self._cluster.loop.call_later(fault.lasts_s, setattr, conditions, "extra_delay_s", 0.0)
         return bool(self._cluster.network.between(*fault.target))
 
     def _repeat(self, fault: Fault) -> bool:
-        for weather in self._weather(fault):
-            weather.repeat += fault.number
+        for conditions in self._conditions_of(fault):
+            conditions.repeat += fault.number
         return bool(self._cluster.network.between(*fault.target))
 
     # ---- data
@@ -159,6 +159,6 @@ class Faults:
         self._cluster.store.flush()
 
     def _store_stale(self, fault: Fault) -> None:
-        """A replica that fell behind half a second ago takes over."""
+        """Fail over to a replica that fell behind half a second ago."""
         self._cluster.store.remember()
         self._cluster.loop.call_later(0.5, self._cluster.store.fail_over)

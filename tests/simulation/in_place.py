@@ -1,6 +1,6 @@
 """The shared-memory transport between simulated hosts: one memory, and a kernel that reports deaths.
 
-It stands where `kvtransfer.transports.shared_memory` stands, which speaks to the real kernel.
+It stands in for `kvtransfer.transports.shared_memory`, which uses the real kernel.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from kvtransfer.transports.shared_memory import NAME
 from tests.simulation.virtual_loop import Host, VirtualLoop, current_host
 
 KERNEL_S = 0.003
-"""From a process' end to the word that it has ended."""
+"""Seconds from a process' end to the kernel's report of it."""
 
 
 class InPlaceReceiver:
-    """The decode worker's end."""
+    """The decode worker's end of the transport."""
 
     name = NAME
     in_place = True
 
-    def __init__(self, memories: Memories, pool: PoolMemory, hooks: ReceiverHooks) -> None:
-        self._memories = memories
+    def __init__(self, shared_pools: SharedPools, pool: PoolMemory, hooks: ReceiverHooks) -> None:
+        self._shared_pools = shared_pools
         self.memory = pool.memory
         self._hooks = hooks
         self._context = copy_context()
         self._admitted: dict[bytes, WriterId] = {}
         self._writers: dict[WriterId, Host] = {}
-        self.endpoint = memories.enter(self)
+        self.endpoint = shared_pools.enter(self)
 
     def unreachable_reason(self, writer: Locality) -> str | None:
-        """All hosts are processes of one machine, as far as this transport is offered."""
+        """Return None: all hosts that offer this transport are processes of one machine."""
         return None
 
     async def start(self) -> None: ...
     def pushed(self, writer: WriterId, ref: GrantRef, first: int, count: int) -> None: ...
 
     def admit(self, writer: WriterId, pid: int) -> bytes:
-        token = f"{self.endpoint}/{next(self._memories.numbers)}".encode()
+        token = f"{self.endpoint}/{next(self._shared_pools.numbers)}".encode()
         for old in [t for t, admitted in self._admitted.items() if admitted == writer]:
             del self._admitted[old]
         self._admitted[token] = writer
@@ -57,14 +57,14 @@ class InPlaceReceiver:
         """Kill the process; its death is reported by the kernel."""
         host = self._writers.get(writer)
         if host is not None:
-            self._memories.kill(host, "fenced")
+            self._shared_pools.kill(host, "fenced")
 
     def link_lost(self, writer: WriterId) -> None:
-        """Proves nothing."""
+        """Do nothing: a lost link proves nothing."""
 
     async def close(self) -> None:
         self._writers.clear()
-        self._memories.leave(self)
+        self._shared_pools.leave(self)
 
     def keep(self, token: bytes, host: Host) -> None:
         writer = self._admitted.pop(token, None)
@@ -79,12 +79,12 @@ class InPlaceReceiver:
                 del self._writers[writer]
                 self._hooks.dead(writer)
 
-        loop = self._memories.loop
+        loop = self._shared_pools.loop
         host.on_death.append(lambda: loop.at(loop.now + KERNEL_S, reported, context=self._context))
 
 
-class Memories:
-    """Which pools there are to map."""
+class SharedPools:
+    """The pools that can be mapped, by endpoint."""
 
     def __init__(self, loop: VirtualLoop, kill: Callable[[Host, str], None]) -> None:
         self.loop = loop
@@ -101,10 +101,10 @@ class Memories:
         self._receivers.pop(receiver.endpoint, None)
 
     async def open(self, welcome: Welcome, device: object) -> KVMemory:
-        """Stands where `registry.map_pool` stands."""
+        """Stand in for `registry.map_pool`."""
         await asyncio.sleep(0.001)
         receiver, host = self._receivers.get(welcome.endpoint), current_host.get()
         if receiver is None or host is None:
-            raise TransportError("nobody listens there")
+            raise TransportError("no receiver listens there")
         receiver.keep(welcome.token, host)
         return receiver.memory

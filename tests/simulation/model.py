@@ -1,9 +1,9 @@
-"""A model whose every token is a function of all that its attention would read, and the oracle beside it.
+"""The simulated model, whose every token is a function of all that attention reads, and its oracle.
 
 The "keys and values" of a token are eight bytes: a hash of the token and of the entry before it. The logits
 of a position are a hash of all entries up to it, read block by block through the block table, as attention
-does. So a block that was freed too early, written by a stranger, shared by mistake or copied wrongly changes
-the next token, and the stream differs from `oracle`, which knows no blocks.
+does. So a block that was freed too early, written by another process, shared by mistake or copied wrongly
+changes the next token, and the stream differs from `oracle`, which knows no blocks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvtransfer.transports.base import CPU
 
 BLOCK_SIZE = 4
 MAX_CONTEXT = 256
-VOCABULARY = 49152  # of the bundled tokenizer, whose ordinary words are used
-FIRST_TOKEN, TOKENS = 1000, 40  # the model says only these
-POISON = 2000  # a prompt that begins with it kills whoever computes it
+VOCABULARY = 49152  # of the bundled tokenizer
+FIRST_TOKEN, TOKENS = 1000, 40  # the model generates only these
+POISON = 2000  # a prompt that begins with it kills the worker that computes it
 DIGEST = "d" * 64
 LAYOUT = KVLayout(1, 1, 1, BLOCK_SIZE, torch.float32)
 ENTRY = LAYOUT.bytes_per_block // BLOCK_SIZE
@@ -69,12 +69,12 @@ class _Model:
     shape: _Shape = _Shape()
 
     def kv_memory(self, layout: KVLayout, num_blocks: int) -> KVMemory:
-        """Blocks of a process' own."""
+        """Return memory of the process' own."""
         return KVMemory(layout, num_blocks)
 
 
 class SimulatedRunner:
-    """Stands where `diptych.engine.runner.Runner` stands; logits are integers, one a row."""
+    """Stand-in for `diptych.engine.runner.Runner`; logits are integers, one a row."""
 
     threads = 1
     launches = False
@@ -88,16 +88,16 @@ class SimulatedRunner:
     def step_and_draw(
         self, sequences: Sequence[SequenceStep], draws: object, abort: AbortWords | None = None
     ) -> StepOutput:
-        """Nothing is drawn here: the rows come back as logits."""
+        """Return the rows as logits; nothing is sampled here."""
         rows = self.step(sequences, abort)
         return StepOutput([None] * len(rows), rows)
 
     def samples_on_device(self, row: object) -> bool:
-        """Nothing is launched here."""
+        """Return False: nothing is launched here."""
         return False
 
     def spare_core(self) -> bool:
-        """Every process has cores of its own here."""
+        """Return True: every process has cores of its own here."""
         return True
 
     def own(self) -> None: ...
@@ -107,11 +107,11 @@ class SimulatedRunner:
     def set_backlog(self, waited_s: float | None) -> None: ...
 
     def others_waited_s(self) -> float | None:
-        """Every process has cores of its own here."""
+        """Return None: every process has cores of its own here."""
         return None
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
-        """Nothing is recorded."""
+        """Return 0: nothing is recorded."""
         return 0
 
     def prepare_decode(self, memory: KVMemory) -> None: ...
@@ -153,7 +153,7 @@ def _write(sequence: SequenceStep, entries: bytearray) -> None:
 
 
 def sample(logits: Sequence[int], rows: Sequence[SampleRow]) -> list[Sampled]:
-    """Stands where `diptych.engine.sampling.sample` stands: a token for each row, by all that a row depends on."""
+    """Stand in for `diptych.engine.sampling.sample`: a token for each row, by all that a row depends on."""
     return [Sampled(_draw(digest, row), None) for digest, row in zip(logits, rows, strict=True)]
 
 
@@ -169,12 +169,12 @@ def _draw(digest: int, row: SampleRow) -> int:
 
 
 class SimulatedDrafter:
-    """Stands where `decode_worker.prompt_lookup.PromptLookup` stands: it knows, and errs in a third."""
+    """Stand-in for `decode_worker.prompt_lookup.PromptLookup`: two thirds of its drafts are right."""
 
     def __init__(self, most: int) -> None: ...
 
     def draft(self, sequence: DecodeSequence, count: int) -> Sequence[int]:
-        """What the model will say; a wrong token changes what is right after it, as everywhere."""
+        """Return the tokens to come, some of them wrong; a wrong one changes what is right after it."""
         row, text = sequence.next_row, bytearray()
         _extend(text, [*row.prompt_ids, *row.output_ids])
         draft: list[int] = []
@@ -187,13 +187,13 @@ class SimulatedDrafter:
         return draft
 
     def rests(self, sequence: DecodeSequence) -> bool:
-        """Never."""
+        """Return False: it never rests."""
         return False
 
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """Stands where `diptych.worker_process.engine_loader.LoadedEngine` stands."""
+    """Stand-in for `diptych.worker_process.engine_loader.LoadedEngine`."""
 
     runner: SimulatedRunner
     model: _Model = _Model()
@@ -204,15 +204,15 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """How a request draws its tokens."""
+class RequestSampling:
+    """The sampling of a request."""
 
     temperature: float = 0.0
     seed: int = 0
     frequency_penalty: float = 0.0
 
     def params(self, choice: int) -> SamplingParams:
-        """Of one choice, as the workers make them."""
+        """Return the parameters of one choice, as the workers derive them."""
         seed = choice_seed(self.seed, choice) if self.temperature else self.seed
         return SamplingParams(
             temperature=self.temperature, seed=seed, frequency_penalty=self.frequency_penalty
@@ -221,10 +221,14 @@ class Draws:
 
 @lru_cache(maxsize=256)
 def oracle(
-    prompt: tuple[int, ...], draws: Draws, choice: int, stop_ids: frozenset[int], limits: tuple[int, int]
+    prompt: tuple[int, ...],
+    sampling: RequestSampling,
+    choice: int,
+    stop_ids: frozenset[int],
+    limits: tuple[int, int],
 ) -> tuple[int, ...]:
-    """What a choice says, computed alone, at once, and without blocks; `limits` are min and max tokens."""
-    params, entries, output = draws.params(choice), bytearray(), list[int]()
+    """Return a choice's output, computed alone, at once and without blocks; `limits`: min and max tokens."""
+    params, entries, output = sampling.params(choice), bytearray(), list[int]()
     _extend(entries, prompt)
     while len(output) < limits[1]:
         suppress = tuple(stop_ids) if len(output) < limits[0] else ()

@@ -1,9 +1,9 @@
 """Simulated gRPC: channels, servers and long streams between hosts, with the promises of the real thing.
 
 One stream keeps its messages in order and delivers each once or breaks; nothing is promised between streams,
-not even between an old one and its successor. Messages are serialised and parsed, so that nobody shares an
-object. A host that dies breaks its streams; one that is stopped leaves them open. Who hears of a break when
-is up to the delays.
+not even between an old one and its successor. Messages are serialised and parsed, so that no two hosts share
+an object. A host that dies breaks its streams; one that is stopped leaves them open. Each end notices a break
+after a delay of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SLOW_SHARE = 0.04
 
 
 @dataclass
-class Weather:
-    """What the network does to the traffic between two hosts at the moment."""
+class LinkConditions:
+    """The current faults of the network between two hosts."""
 
     extra_delay_s: float = 0.0
     held_until: float = 0.0  # a partition: TCP delivers when it is over
-    repeat: int = 0  # so many step batches come twice
+    repeat: int = 0  # number of step batches to deliver twice
 
 
 class Pipe:
@@ -47,33 +47,33 @@ class Pipe:
         self._last = 0.0
 
     def send(self, deliver: Callable[..., None], *args: Any) -> None:
-        """Call `deliver` over there, after whatever was sent before."""
+        """Call `deliver` on the receiving host, after all that was sent before."""
         network = self._network
         draw = self._random.random()
         low, high = SLOW_DELAY_S if draw < SLOW_SHARE else USUAL_DELAY_S
         delay = low + (high - low) * self._random.random()
-        weather = network.weather.get(self._ends)
+        conditions = network.conditions.get(self._ends)
         when = network.loop.now + delay
-        if weather is not None:
-            when = max(when + weather.extra_delay_s, weather.held_until + delay)
+        if conditions is not None:
+            when = max(when + conditions.extra_delay_s, conditions.held_until + delay)
         self._last = max(self._last, when)
         network.loop.at(self._last, deliver, *args, context=self._context).network = True
 
 
 class Inbox:
-    """What has arrived and was not read."""
+    """The messages that have arrived and were not read."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
-        self.end: Callable[[], Any] | None = None  # what reading gives once the items are read
+        self.end: Callable[[], Any] | None = None  # result of reading once the items are read
 
     def put(self, item: Any) -> None:
         self._items.append(item)
         self._wake()
 
     def close(self, end: Callable[[], Any], *, at_once: bool = False) -> None:
-        """No more comes; `at_once` drops what was not read."""
+        """End the inbox; `at_once` drops the messages that were not read."""
         if at_once:
             self._items.clear()
         if self.end is None or at_once:
@@ -212,7 +212,7 @@ class Stream:
             self.end(lambda: grpc.aio.EOF)
 
     def end(self, end: Callable[[], Any]) -> None:
-        """The handler is done: its status follows what it wrote."""
+        """End the handler's side: its status follows its messages."""
         if not self.server_over:
             self.server_over = True
             self.to_server.close(lambda: grpc.aio.EOF, at_once=True)
@@ -225,7 +225,7 @@ class Stream:
             self.to_server.put(message)
 
     def gone(self) -> None:
-        """The client cancelled, died, or cannot be reached."""
+        """End the stream for the handler: the client cancelled, died, or cannot be reached."""
         if self.server_over:
             return
         self.server_over = True
@@ -260,7 +260,7 @@ class Stream:
         return True
 
     def reset(self) -> None:
-        """The connection breaks; each end hears of it in its own time."""
+        """Break the connection; each end notices it in its own time."""
         self.down.send(self.lost)
         self.up.send(self.gone)
 
@@ -302,7 +302,7 @@ class Server:
         self.generic += handlers
 
     def handler(self, path: str) -> Any:
-        """What serves this method; None where nothing does."""
+        """Return the handler of a method; None where there is none."""
         wanted = SimpleNamespace(method=path, invocation_metadata=())
         return next((found for one in self.generic if (found := one.service(wanted)) is not None), None)
 
@@ -321,7 +321,7 @@ class Server:
 
 
 class Network:
-    """All hosts' traffic."""
+    """The traffic of all hosts."""
 
     def __init__(self, loop: VirtualLoop, seed: object, note: Callable[..., None]) -> None:
         self.loop = loop
@@ -330,7 +330,7 @@ class Network:
         self.failed: Callable[[dict[str, Any]], None] = lambda context: None
         self.servers: dict[str, Server] = {}
         self.live: dict[Stream, None] = {}
-        self.weather: dict[tuple[str, str], Weather] = {}
+        self.conditions: dict[tuple[str, str], LinkConditions] = {}
         self.streams = 0
         self.messages = 0
         self._opened: dict[tuple[str, str], int] = {}
@@ -343,11 +343,11 @@ class Network:
         return Channel(self, address)
 
     def sent(self, stream: Stream, message: Any) -> None:
-        """Repeats a step batch, where the weather says so: tokens carry their index and may come twice."""
-        weather = self.weather.get(stream.ends)
-        if weather is None or not weather.repeat or message.WhichOneof("message") != "step":
+        """Repeat a step batch where the link does so: tokens carry their index and may come twice."""
+        conditions = self.conditions.get(stream.ends)
+        if conditions is None or not conditions.repeat or message.WhichOneof("message") != "step":
             return
-        weather.repeat -= 1
+        conditions.repeat -= 1
         twin = type(message)()
         twin.CopyFrom(message)
         del twin.step.ended[:]

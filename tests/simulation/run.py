@@ -1,4 +1,4 @@
-"""One run: a scenario in, what came of it out. The same scenario gives the same trace, whatever else runs."""
+"""A simulated run: a scenario in, an outcome out. The same scenario always gives the same trace."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import gateway.session.choice_state as session_module
+import gateway.session.choice_state as choice_state_module
 from diptych.runtime.errors import DiptychError
 from gateway.session.retry_policy import GiveUp, Retry, RetryContext
 from tests.simulation.clients import Client
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import Faults
 from tests.simulation.scenario import Scenario
-from tests.simulation.stand_ins import standing_in
+from tests.simulation.stand_ins import installed_stand_ins
 from tests.simulation.virtual_loop import Livelock
 
-DEATHS = 2
-"""The most that a request may cost."""
+MAX_DEATHS = 2
+"""Workers that may die under one request."""
 LONGEST_S = 45.0
-"""Of virtual time: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
+"""Virtual seconds of a run: a writer that does not stop is fenced after 30 s, and nothing waits longer."""
 
 
 @dataclass
 class Outcome:
-    """What a run was like; `violation` is the first thing that must not happen and did."""
+    """The outcome of a run; `violation` is the first invariant that was violated."""
 
     violation: str = ""
     trace: list[str] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Run:
         self.outcome = Outcome()
         self._keep = keep_trace
         self._digest = hashlib.blake2b(digest_size=12)
-        self.cluster = Cluster(scenario, self.note, self.violated)
+        self.cluster = Cluster(scenario, self.note, self.report_violation)
         self.faults = Faults(self.cluster)
-        self.clients = [Client(self.cluster, ask, self.violated) for ask in scenario.asks]
-        self.verdicts: list[DiptychError] = []  # that the rules of recovery gave
-        self.suspected = False  # whether some request seemed to have killed two workers
+        self.clients = [Client(self.cluster, plan, self.report_violation) for plan in scenario.requests]
+        self.verdicts: list[DiptychError] = []  # errors that the retry policy gave
+        self.quarantined = False  # whether some request seemed to have killed two workers
 
     def note(self, *what: Any) -> None:
         line = f"{self.cluster.loop.now:.6f} " + " ".join(map(str, what))
@@ -66,30 +66,30 @@ class Run:
         if self._keep:
             self.outcome.trace.append(line)
 
-    def violated(self, what: str) -> None:
+    def report_violation(self, what: str) -> None:
         if self.cluster.loop.is_closed():
-            return  # a coroutine that the collector ends, when all is over
+            return  # a coroutine that the collector ends after the run
         if not self.outcome.violation:
             self.outcome.violation = what
             self.note("VIOLATION", what)
             self.cluster.loop.halted = True
 
-    def heard(self, rule: str, args: tuple[Any, ...], verdict: Any) -> None:
-        """A rule of recovery has spoken."""
+    def record_verdict(self, rule: str, args: tuple[Any, ...], verdict: Any) -> None:
+        """Record the verdict of a rule of the retry policy."""
         error = verdict.error if isinstance(verdict, GiveUp) else verdict
         if isinstance(error, DiptychError):
             self.verdicts.append(error)
         if isinstance(verdict, Retry):
             self.outcome.retries[args[0].value] += 1
-            self.suspected |= not verdict.acquitted
-        if rule == "suspect":
-            self.suspected |= verdict
-        if any(isinstance(arg, RetryContext) and arg.deaths - arg.unproven > DEATHS for arg in args):
-            self.violated(f"a request met its death number {DEATHS + 1}")
+            self.quarantined |= not verdict.confirmed_safe
+        if rule == "quarantined":
+            self.quarantined |= verdict
+        if any(isinstance(arg, RetryContext) and arg.deaths - arg.unconfirmed > MAX_DEATHS for arg in args):
+            self.report_violation(f"a request met its death number {MAX_DEATHS + 1}")
 
     def run(self) -> Outcome:
         try:
-            with standing_in(self.cluster), _recording(self):
+            with installed_stand_ins(self.cluster), _recording(self):
                 self._run()
         except Livelock:
             self.outcome.violation = self.outcome.violation or "callbacks follow one another for ever"
@@ -101,14 +101,14 @@ class Run:
         cluster.start()
         self.faults.schedule(self.scenario.faults)
         for client in self.clients:
-            loop.call_later(client.ask.at, client.start)
+            loop.call_later(client.plan.at, client.start)
         last = max([f.at + f.lasts_s for f in self.scenario.faults] + [0.0])
         if not loop.run(until=LONGEST_S, over=lambda: loop.now > last and self._quiet()):
             if not self.outcome.violation:
-                self.violated("forgotten: " + "; ".join(self._unfinished()))
+                self.report_violation("forgotten: " + "; ".join(self._unfinished()))
             return
-        if self.cluster.deaths_by_poison > DEATHS:
-            self.violated(f"one request killed {self.cluster.deaths_by_poison} workers")
+        if self.cluster.deaths_by_poison > MAX_DEATHS:
+            self.report_violation(f"one request killed {self.cluster.deaths_by_poison} workers")
         for client in self.clients:
             self._check_end(client)
 
@@ -119,29 +119,29 @@ class Run:
         return any(not client.end for client in self.clients)
 
     def _unfinished(self) -> list[str]:
-        return [c.ask.name for c in self.clients if not c.end] + self.cluster.leftovers()
+        return [c.plan.name for c in self.clients if not c.end] + self.cluster.leftovers()
 
     def _check_end(self, client: Client) -> None:
-        """A request is lost only where the rules of recovery say so, and for a reason that was there."""
+        """Check that a request was lost only by a verdict of the retry policy, for a cause that existed."""
         error, end = client.error, client.end
         if error is None:
-            if end == "gateway lost" and not self._died(f"g{client.ask.gateway}"):
-                self.violated(f"{client.ask.name}: its gateway was lost, but never died")
+            if end == "gateway lost" and not self._died(f"g{client.plan.gateway}"):
+                self.report_violation(f"{client.plan.name}: its gateway was lost, but never died")
             return
         given_up = any(known is error or known is error.__cause__ for known in self.verdicts)
         if end == "INTERNAL":
-            # Two workers have to have died, or been out of reach for longer than anybody waits.
+            # Two workers must have died, or been unreachable for longer than any request waits.
             lost = sum(host.dead for host in self.cluster.hosts) + self.faults.silences
-            given_up = (given_up or self.suspected) and lost >= DEATHS
+            given_up = (given_up or self.quarantined) and lost >= MAX_DEATHS
         if end in _VERDICTS and not given_up:
-            self.violated(f"{client.ask.name} ended with {end}, which no rule gave as its verdict")
+            self.report_violation(f"{client.plan.name} ended with {end}, which the retry policy did not give")
         if end not in _LEGAL:
-            self.violated(f"{client.ask.name} ended with {end}: {error}")
+            self.report_violation(f"{client.plan.name} ended with {end}: {error}")
         unprovoked = not (self.faults.done or self.cluster.deaths_by_poison)
         if unprovoked and end in _NEEDS_A_FAULT and not (end == "NO_READY_WORKER" and client.too_early):
-            self.violated(f"{client.ask.name} ended with {end}, though nothing went wrong")
-        if end == "DEADLINE_EXCEEDED" and client.ask.deadline_s is None:
-            self.violated(f"{client.ask.name} was late without a deadline")
+            self.report_violation(f"{client.plan.name} ended with {end}, though nothing went wrong")
+        if end == "DEADLINE_EXCEEDED" and client.plan.deadline_s is None:
+            self.report_violation(f"{client.plan.name} was late without a deadline")
 
     def _died(self, name: str) -> bool:
         return any(host.dead for host in self.cluster.hosts if host.name == name)
@@ -169,30 +169,33 @@ _LEGAL = frozenset(
 
 @contextmanager
 def _recording(run: Run) -> Iterator[None]:
-    """Listen to what the rules of recovery say."""
-    names = ("decide", "no_route", "nobody_came", "over_budget", "shutting_down", "suspect")
-    real = {name: getattr(session_module, name) for name in names}
+    """Record the verdicts of the retry policy."""
+    names = (
+        *("decide", "wait_or_give_up", "no_worker_error"),
+        *("over_budget_error", "shutting_down_error", "quarantined"),
+    )
+    real = {name: getattr(choice_state_module, name) for name in names}
 
     def listener(name: str) -> Any:
         def rule(*args: Any, **options: Any) -> Any:
             verdict = real[name](*args, **options)
-            run.heard(name, args, verdict)
+            run.record_verdict(name, args, verdict)
             return verdict
 
         return rule
 
     try:
         for name in names:
-            setattr(session_module, name, listener(name))
+            setattr(choice_state_module, name, listener(name))
         yield
     finally:
         for name, function in real.items():
-            setattr(session_module, name, function)
+            setattr(choice_state_module, name, function)
 
 
 @contextmanager
-def _loop_of_the_dead() -> Iterator[None]:
-    """An event loop for a `finally` that asks for one: asyncio would make one that nobody closes."""
+def _loop_for_dead_processes() -> Iterator[None]:
+    """Provide an event loop for a `finally` that asks for one: asyncio would make one that stays open."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -203,16 +206,16 @@ def _loop_of_the_dead() -> Iterator[None]:
 
 
 def simulate(scenario: Scenario, *, keep_trace: bool = False) -> Outcome:
-    """Run a scenario. What its dead processes leave behind is collected before this returns."""
+    """Run a scenario, and collect the garbage of its dead processes before returning."""
     enabled, hook, disabled = gc.isenabled(), sys.unraisablehook, logging.root.manager.disable
     gc.disable()
     try:
         run = Run(scenario, keep_trace=keep_trace)
         outcome = run.run()
-        # Coroutines of dead processes end here, where nobody hears what their `finally` says.
+        # Coroutines of dead processes end here, where the errors of their `finally` are dropped.
         sys.unraisablehook = lambda unraisable: None
         logging.disable(logging.CRITICAL)
-        with warnings.catch_warnings(), _loop_of_the_dead():
+        with warnings.catch_warnings(), _loop_for_dead_processes():
             warnings.simplefilter("ignore")
             run.cluster.close()
             del run

@@ -1,6 +1,6 @@
-"""What happens in one run, made from a seed: the machines, the requests and the faults, as plain values.
+"""The scenarios: machines, requests and faults of one run, made from a seed, as plain values.
 
-A scenario without some of its requests or faults is a scenario too, which is how a failing one is made short.
+A scenario without some of its requests or faults is a scenario too, by which a failing one is shortened.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, Draws
+from tests.simulation.model import BLOCK_SIZE, FIRST_TOKEN, POISON, TOKENS, RequestSampling
 
 FAULTS_UNTIL_S = 2.2
-"""Everything is well from here on, but for what a fault that began before still lasts."""
+"""No fault begins after this time."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request of one client; times in seconds of the run."""
+class RequestPlan:
+    """The request of one client; times in seconds of the run."""
 
     name: str
     at: float
     gateway: int
     prompt: tuple[int, ...]
-    draws: Draws
+    sampling: RequestSampling
     max_tokens: int
     min_tokens: int = 0
     choices: int = 1
@@ -38,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong: `kind` at `target`, which two hosts share where it is a link's."""
+    """A fault of `kind` at `target`: one host, or the two ends of a link."""
 
     at: float
     kind: str
@@ -61,7 +61,7 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. `network` seeds the delays."""
+    """The plan of one run. `network` seeds the delays."""
 
     network: int
     gateways: int
@@ -71,7 +71,7 @@ class Scenario:
     max_inflight: int
     max_queued_tokens: int
     step_s: float
-    asks: tuple[Ask, ...]
+    requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
 
     @property
@@ -81,7 +81,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Theme:
-    """What a scenario dwells on: how likely which faults are, and what makes them meet something."""
+    """The focus of a scenario: the weights of its faults, and the shapes that make them matter."""
 
     weights: dict[str, int]
     transports: tuple[str, ...] = ("shared_memory", "shared_memory", "tcp")
@@ -117,7 +117,7 @@ _EVERYTHING = {
 }
 THEMES = {
     "everything": Theme(_EVERYTHING),
-    "writers": Theme(  # who writes where, when writers hang, links break and nobody wants the blocks any more
+    "writers": Theme(  # writes to granted blocks while writers hang, links break and requests are cancelled
         {"stop": 5, "hang": 2, "delay": 5, "partition": 4, "reset": 4, "slow": 2, "kill": 1, "drain": 1},
         transports=("shared_memory",),
         blocks=(12, 14),
@@ -127,7 +127,7 @@ THEMES = {
         leave=0.75,
         at_prefill=True,
     ),
-    "copies": Theme(  # copies that are damaged, late, or for somebody else
+    "copies": Theme(  # copies that are damaged, late, or for another request
         {"flip": 4, "flip_header": 2, "cut": 3, "twice": 3, "reset": 6, "slow": 5, "stop": 2, "kill": 1},
         transports=("tcp",),
         blocks=(12, 16, 24),
@@ -135,7 +135,7 @@ THEMES = {
         burst_s=0.5,
         at_prefill=True,
     ),
-    "crowd": Theme(  # too little memory for too many
+    "crowd": Theme(  # too little memory for the requests
         {"kill": 1, "stop": 1, "reset": 1, "repeat": 2, "slow": 2, "flush_cache": 2},
         blocks=(12,),
         burst_s=0.1,
@@ -145,11 +145,11 @@ THEMES = {
 _SHARES = {"everything": 6, "writers": 3, "copies": 2, "crowd": 1}
 
 
-def make_scenario(seed: int, dwell: str | None = None) -> Scenario:
-    """The scenario of a seed, of one theme if that is named."""
+def make_scenario(seed: int, theme_name: str | None = None) -> Scenario:
+    """Return the scenario of a seed, of the named theme if one is given."""
     rng = random.Random(f"scenario {seed}")
     drawn = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-    theme = THEMES[dwell or drawn]
+    theme = THEMES[theme_name or drawn]
     decodes = tuple(
         DecodeShape(rng.choice(theme.transports), rng.choice(theme.blocks), rng.choice([2, 4, 8]))
         for _ in range(rng.choice([1, 2, 2, 2, 3]))
@@ -163,35 +163,35 @@ def make_scenario(seed: int, dwell: str | None = None) -> Scenario:
         max_inflight=rng.choice([3, 6, 16, 16]),
         max_queued_tokens=rng.choice([100, 300, 1000]),
         step_s=rng.choice(theme.step_s),
-        asks=(),
+        requests=(),
         faults=(),
     )
-    asks = _asks(rng, shape, theme)
-    return replace(shape, asks=asks, faults=_faults(rng, replace(shape, asks=asks), theme))
+    requests = _plan_requests(rng, shape, theme)
+    return replace(shape, requests=requests, faults=_faults(rng, replace(shape, requests=requests), theme))
 
 
-def _asks(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[Ask, ...]:
+def _plan_requests(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[RequestPlan, ...]:
     families = [_words(rng, rng.choice([4, 8, 16])) for _ in range(2)]
     smallest = min(d.blocks for d in shape.decodes) * BLOCK_SIZE
     poisoned = rng.random() < 0.06
-    asks = [_ask(rng, shape, theme, families, smallest) for _ in range(rng.randint(4, 9))]
+    requests = [_plan_request(rng, shape, theme, families, smallest) for _ in range(rng.randint(4, 9))]
     if poisoned:
-        asks[0] = replace(asks[0], prompt=(POISON, *asks[0].prompt))
-    asks.sort(key=lambda ask: ask.at)
-    return tuple(replace(ask, name=f"r{number}") for number, ask in enumerate(asks))
+        requests[0] = replace(requests[0], prompt=(POISON, *requests[0].prompt))
+    requests.sort(key=lambda plan: plan.at)
+    return tuple(replace(plan, name=f"r{number}") for number, plan in enumerate(requests))
 
 
-def _ask(
+def _plan_request(
     rng: random.Random, shape: Scenario, theme: Theme, families: Sequence[tuple[int, ...]], room: int
-) -> Ask:
+) -> RequestPlan:
     prompt = (*rng.choice([*families, ()]), *_words(rng, rng.randint(1, 12)))
     most = min(rng.choice([1, 3, 8, 16, 24]), room - len(prompt) - 2)
-    return Ask(
+    return RequestPlan(
         name="",
         at=round(rng.uniform(0.3, 0.3 + theme.burst_s), 3),
         gateway=rng.randrange(shape.gateways),
         prompt=prompt,
-        draws=Draws(rng.choice([0.0, 0.5]), rng.getrandbits(32), rng.choice([0.0, 0.0, 0.5])),
+        sampling=RequestSampling(rng.choice([0.0, 0.5]), rng.getrandbits(32), rng.choice([0.0, 0.0, 0.5])),
         max_tokens=most,
         min_tokens=rng.choice([0, 0, min(3, most)]),
         choices=rng.choice([1, 1, 1, 1, 2, 3]),
@@ -219,7 +219,7 @@ def _faults(rng: random.Random, shape: Scenario, theme: Theme) -> tuple[Fault, .
 def _fault(rng: random.Random, shape: Scenario, theme: Theme) -> Fault:
     at = rng.uniform(0.3, FAULTS_UNTIL_S)
     if rng.random() < 0.7:  # while some request is on its way
-        at = rng.choice(shape.asks).at + rng.uniform(0.0, 0.2)
+        at = rng.choice(shape.requests).at + rng.uniform(0.0, 0.2)
     at = round(at, 4)
     gateways = [f"g{n}" for n in range(shape.gateways)]
     prefills, decodes = [w for w in shape.workers if w[0] == "p"], [w for w in shape.workers if w[0] == "d"]

@@ -1,4 +1,4 @@
-"""The shortest scenario that still fails: faults and requests are taken out while the failure stays.
+"""The search for the shortest scenario that still fails, without as many faults and requests as possible.
 
 Delta debugging. Source: Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input" (2002).
 """
@@ -16,9 +16,9 @@ Item = TypeVar("Item")
 
 
 def shrink(scenario: Scenario, *, most_runs: int = 300) -> Scenario:
-    """A scenario from which no single fault or request can be taken without the failure going away.
+    """Return a scenario that no longer fails without any single one of its faults and requests.
 
-    Any violation counts as the failure: a shorter way to another one is as welcome.
+    Any violation counts as the failure: a shorter scenario with another one is as good.
     """
     runs = 0
 
@@ -36,7 +36,7 @@ def shrink(scenario: Scenario, *, most_runs: int = 300) -> Scenario:
 
 
 def _without(scenario: Scenario, name: str, fails: Callable[[Scenario], bool]) -> Scenario:
-    """With as few of its `name` as it takes to fail."""
+    """Return the scenario with as few of its `name` as it takes to fail."""
 
     def keeping(items: Sequence[object]) -> Scenario:
         changed: dict[str, Any] = {name: tuple(items)}
@@ -46,7 +46,7 @@ def _without(scenario: Scenario, name: str, fails: Callable[[Scenario], bool]) -
 
 
 def minimised(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> list[Item]:
-    """A 1-minimal sublist of `items` that still fails; all of them are known to."""
+    """Return a 1-minimal sublist of `items` that still fails; the whole list is known to."""
     kept, parts = list(items), 2
     if kept and fails([]):
         return []
@@ -65,14 +65,14 @@ def minimised(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) ->
 
 
 def explain(seed: int, scenario: Scenario) -> str:
-    """What a person needs to see of a failing seed: the shortest scenario and its trace."""
+    """Return a report on a failing seed: the shortest scenario and its trace."""
     short = shrink(scenario)
     outcome: Outcome = simulate(short, keep_trace=True)
     lines = [
         f"seed {seed}: {outcome.violation}",
         f"{short.gateways} gateways, {short.prefills} prefill workers, decode workers {short.decodes}",
         "requests:",
-        *(f"  {ask}" for ask in short.asks),
+        *(f"  {plan}" for plan in short.requests),
         "faults:",
         *(f"  {fault}" for fault in short.faults),
         "trace:",

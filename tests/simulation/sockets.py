@@ -19,7 +19,7 @@ HEADER = 36  # bytes of a frame's header
 
 
 class Connection:
-    """One connection, from a writer's socket to a receiver's protocol."""
+    """A connection from a writer's socket to a receiver's protocol."""
 
     def __init__(self, sockets: Sockets, client: Host, listener: Listener) -> None:
         self.sockets, self.client, self.server = sockets, client, listener.host
@@ -78,7 +78,7 @@ class Connection:
         self._up.send(self._feed, data)
 
     def cut(self) -> None:
-        """The client closed its end, or the network did."""
+        """Close the connection from the client's end, or by the network."""
         self.broken = True
         self._up.send(self._gone)
 
@@ -123,14 +123,14 @@ class SimulatedSocket:
 
 @dataclass
 class Damage:
-    """What is done to the next frame between two hosts."""
+    """The damage to the next frame between two hosts."""
 
     kind: str  # flip, flip_header, cut, twice
     seed: int
 
 
 class Listener:
-    """What `loop.create_server` gives."""
+    """Stand-in for the result of `loop.create_server`."""
 
     def __init__(self, sockets: Sockets, host: Host, factory: Callable[[], Any], port: int) -> None:
         self._sockets, self.host, self.factory, self._port = sockets, host, factory, port
@@ -151,7 +151,7 @@ class Listener:
 
 
 class Sockets:
-    """All listeners and the damage that waits for a frame."""
+    """The listeners, and the damage that waits for a frame."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -162,7 +162,7 @@ class Sockets:
     def listen(self, factory: Callable[[], Any], host: str) -> Listener:
         owner = current_host.get()
         if owner is None:
-            raise OSError("nobody listens")
+            raise OSError("no host listens")
         port = 20_000 + len(self._listeners)
         self._listeners[port] = Listener(self, owner, factory, port)
         return self._listeners[port]
@@ -170,13 +170,13 @@ class Sockets:
     def connect(self, address: tuple[str, int]) -> Connection:
         listener, client = self._listeners.get(address[1]), current_host.get()
         if listener is None or listener.closed or listener.host.dead or client is None:
-            raise ConnectionRefusedError("nobody listens there")
+            raise ConnectionRefusedError("no listener there")
         connection = Connection(self, client, listener)
         listener.open[connection] = None
         return connection
 
     def damaged(self, connection: Connection, data: bytes, before: bytes) -> bytes:
-        """What goes out instead of `data`; `before` is what was sent last. Tokens go as they are."""
+        """Return the bytes to send instead of `data`, a header or a payload; `before` was sent last."""
         waiting = self.damage.get(connection.ends)
         if not waiting:
             return data

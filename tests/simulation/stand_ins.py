@@ -1,4 +1,4 @@
-"""What the programs reach outside themselves by, and what stands there in a run.
+"""The stand-ins for the programs' edges to the outside during a run.
 
 The product's code runs as it is; only its edges are replaced: clocks, chance, process ids, channels and
 servers, sockets, shared memory, Redis, the engine's arithmetic, HTTP and metrics.
@@ -39,7 +39,7 @@ _make_receiver = registry.make_receiver
 
 
 @contextlib.contextmanager
-def standing_in(cluster: Cluster) -> Iterator[None]:
+def installed_stand_ins(cluster: Cluster) -> Iterator[None]:
     """Replace the edges for the time of one run."""
     with contextlib.ExitStack() as stack:
         for target, stand_in in _stand_ins(cluster).items():
@@ -58,7 +58,7 @@ def standing_in(cluster: Cluster) -> Iterator[None]:
 
 
 class _Errors(logging.Handler):
-    """An error with a traceback in the log is a bug that somebody survived."""
+    """A handler that reports every logged error with a traceback: a bug that the program survived."""
 
     def __init__(self, failed: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(logging.ERROR)
@@ -80,10 +80,10 @@ def _stand_ins(cluster: Cluster) -> Mapping[str, Any]:
         "secrets.token_bytes": lambda size=16: chance.randbytes(size),
         "secrets.randbits": chance.getrandbits,
         "diptych.runtime.rpc_streams.grpc_stream.make_channel": network.channel,
-        "diptych.runtime.rpc_streams.unix_stream.connect": _nobody_beside,
+        "diptych.runtime.rpc_streams.unix_stream.connect": _no_unix_socket,
         "diptych.runtime.discovery.store.connect": lambda url: StoreClient(cluster.store),
         "kvtransfer.drivers.server.make_receiver": _receiver_maker(cluster),
-        "kvtransfer.transports.registry.map_pool": cluster.memories.open,
+        "kvtransfer.transports.registry.map_pool": cluster.shared_pools.open,
         "kvtransfer.transports.data_connection.socket": SimpleNamespace(
             socket=SimulatedSocket, SOCK_STREAM=1, IPPROTO_TCP=6, TCP_NODELAY=1, SHUT_RDWR=2
         ),
@@ -142,12 +142,12 @@ def _incarnation() -> int:
 
 
 def _leave(status: int) -> None:
-    """Of this process there is only one."""
+    """Raise: the test process must not exit."""
     raise RuntimeError(f"{_host()} leaves with status {status}")
 
 
 def _pid() -> int:
-    """Of the simulated process: it travels in messages, and a trace holds how long those are."""
+    """Return the simulated process' id: it is sent in messages, whose lengths are in the trace."""
     host = current_host.get()
     return 0 if host is None else host.incarnation
 
@@ -159,7 +159,7 @@ def _pool_memory(layout: KVLayout, num_blocks: int) -> PoolMemory:
 def _receiver_maker(cluster: Cluster) -> Callable[..., Any]:
     def make(name: str, memory: PoolMemory, host: str, hooks: Any) -> Any:
         if name == shared_memory.NAME:
-            return InPlaceReceiver(cluster.memories, memory, hooks)
+            return InPlaceReceiver(cluster.shared_pools, memory, hooks)
         return _make_receiver(name, memory, host, hooks)
 
     return make
@@ -181,8 +181,8 @@ async def _health(server: object, names: object) -> Any:
     return SimpleNamespace(set_ready=set_ready)
 
 
-async def _nobody_beside(address: str, method: object) -> None:
-    """Every host is a machine of its own."""
+async def _no_unix_socket(address: str, method: object) -> None:
+    """Return no connection: every host is a machine of its own."""
 
 
 async def _nothing(*_: object) -> None:

@@ -16,7 +16,7 @@ SOCKET_TIMEOUT_S = 0.5
 
 
 class Store:
-    """The server: its data, and the state that it is in."""
+    """The server: its data, and its mode."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
@@ -29,27 +29,27 @@ class Store:
         self._copy: tuple[dict[str, Any], dict[str, float], int] | None = None
 
     def flush(self) -> None:
-        """FLUSHALL."""
+        """Delete all keys, as FLUSHALL does."""
         self._data.clear()
         self._expires.clear()
 
     def remember(self) -> None:
-        """What a replica that falls behind from here on knows."""
+        """Copy the data to a replica that falls behind from now on."""
         self._copy = (copy.deepcopy(self._data), dict(self._expires), self._entries)
 
     def fail_over(self) -> None:
-        """The replica takes over with what it knows."""
+        """Replace the data by the replica's."""
         if self._copy is not None:
             self._data, self._expires, self._entries = copy.deepcopy(self._copy)
 
     async def call(self, run: Callable[[], Any]) -> Any:
-        """One round trip."""
+        """Run a command in one round trip."""
         if self.mode == "down":
             await asyncio.sleep(LATENCY_S)
             raise redis.exceptions.ConnectionError("refused")
         if self.mode == "frozen" or self.latency_s >= SOCKET_TIMEOUT_S:
             await asyncio.sleep(SOCKET_TIMEOUT_S)
-            run()  # it was only slow: the answer is what is lost
+            run()  # the command ran: only its answer is lost
             raise redis.exceptions.TimeoutError("no answer")
         await asyncio.sleep(self.latency_s)
         return run()
@@ -135,7 +135,7 @@ class Store:
         return [[key.encode(), found[:count]]] if found else []
 
     async def wait(self, milliseconds: int) -> None:
-        """Until somebody adds to a stream, at most so long."""
+        """Wait until an entry is added to a stream, at most for so long."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         timer = asyncio.get_running_loop().call_later(

@@ -1,4 +1,4 @@
-"""The simulator at its own test: bugs like those of others, put into the real classes, have to be found."""
+"""Planted bugs: the simulator must find each bug that is patched into the real classes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from decode_worker.choices import Choice
 from decode_worker.request_manager import RequestManager
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
-from gateway.admission.admission import AdmissionQueue
+from gateway.admission.queue import AdmissionQueue
+from gateway.attempt.types import TokensArrived
 from gateway.attempt.work import build_work
-from gateway.attempt.worker_events import TokensArrived
 from gateway.session.choice_state import ChoiceState
-from gateway.session.session_actions import Emit
+from gateway.session.events import Emit
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import tcp
@@ -27,7 +27,7 @@ from tests.simulation.scenario import make_scenario
 Patch = pytest.MonkeyPatch
 
 
-def quarantine_ends_by_itself(patch: Patch) -> None:
+def quarantine_ends_without_proof(patch: Patch) -> None:
     """Blocks are freed under a writer that was only asked to stop."""
 
     def quarantine(self: TransferTable, attempt: Any) -> None:
@@ -51,8 +51,8 @@ def quarantine_ends_by_the_clock(patch: Patch) -> None:
     patch.setattr(Receiver, "tick", tick)
 
 
-def a_lost_link_counts_as_death(patch: Patch) -> None:
-    """A closed stream is taken for the proof that nothing is written any more."""
+def lost_link_counts_as_death(patch: Patch) -> None:
+    """A closed stream counts as a proof that the writer has stopped."""
 
     def link_lost(self: Receiver, writer: Any) -> list[Any]:
         return [*real(self, writer), *self.writer_dead(writer)] if writer in self._links else []
@@ -61,8 +61,8 @@ def a_lost_link_counts_as_death(patch: Patch) -> None:
     patch.setattr(Receiver, "link_lost", link_lost)
 
 
-def digests_are_not_looked_at(patch: Patch) -> None:
-    """What comes over the copying transport is believed."""
+def digests_are_not_checked(patch: Patch) -> None:
+    """Blocks of the copying transport are not verified."""
 
     def believed(ref: Any, index: int, payload: Any) -> bytes:
         return b"0" * 16
@@ -70,8 +70,8 @@ def digests_are_not_looked_at(patch: Patch) -> None:
     patch.setattr(tcp, "block_digest", believed)
 
 
-def drafts_are_believed(patch: Patch) -> None:
-    """What was drafted counts as what the model said."""
+def drafts_are_not_verified(patch: Patch) -> None:
+    """Drafted tokens are accepted unseen."""
 
     def take(self: Choice, picked: Sequence[Any]) -> Any:
         (found,) = picked
@@ -84,8 +84,8 @@ def drafts_are_believed(patch: Patch) -> None:
     patch.setattr(Choice, "take", take)
 
 
-def tokens_come_twice(patch: Patch) -> None:
-    """What was delivered before is delivered again."""
+def tokens_are_delivered_twice(patch: Patch) -> None:
+    """Tokens that were delivered are delivered again."""
 
     def tokens(self: ChoiceState, event: TokensArrived, now: float) -> list[Any]:
         if event.position > len(self.output_ids):
@@ -93,13 +93,13 @@ def tokens_come_twice(patch: Patch) -> None:
         before = len(self.output_ids)
         actions = real(self, event, now)
         again = event.token_ids[: before - event.position]
-        return [Emit(event.position, again, self.choice), *actions] if again else actions
+        return [Emit(event.position, again, self.index), *actions] if again else actions
 
     real = ChoiceState._tokens
     patch.setattr(ChoiceState, "_tokens", tokens)
 
 
-def a_gap_is_passed_over(patch: Patch) -> None:
+def token_gap_is_ignored(patch: Patch) -> None:
     """A step batch that is lost goes unnoticed."""
 
     def tokens(self: ChoiceState, event: TokensArrived, now: float) -> list[Any]:
@@ -111,8 +111,8 @@ def a_gap_is_passed_over(patch: Patch) -> None:
     patch.setattr(ChoiceState, "_tokens", tokens)
 
 
-def a_retry_takes_output_for_prompt(patch: Patch) -> None:
-    """The attempt after a preemption is told what was delivered as if the client had written it."""
+def retry_counts_output_as_prompt(patch: Patch) -> None:
+    """The attempt after a preemption gets the delivered tokens as a part of the prompt."""
 
     def build(*args: Any) -> Any:
         work = build_work(*args)
@@ -122,8 +122,8 @@ def a_retry_takes_output_for_prompt(patch: Patch) -> None:
     patch.setattr("gateway.session.request_driver.build_work", build)
 
 
-def a_lost_gateway_leaks(patch: Patch) -> None:
-    """Attempts outlive the gateway that attached them, for as long as their grants are not asked for."""
+def attempts_outlive_their_gateway(patch: Patch) -> None:
+    """Attempts of a lost gateway stay until their grants are requested."""
     patch.setattr(RequestManager, "gateway_lost", lambda self, gateway: gateway.close())
     patch.setattr(PrefillAttempts, "gateway_lost", lambda self, gateway: gateway.close())
 
@@ -156,7 +156,7 @@ def blocks_are_released_during_the_step(patch: Patch) -> None:
 
 
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
-    """Blocks enter the prefix cache when they are granted, before anybody has verified them."""
+    """Blocks enter the prefix cache when they are granted, before they are verified."""
 
     def try_grant(self: TransferTable, attempt: Any) -> Any:
         grant = real(self, attempt)
@@ -171,8 +171,8 @@ def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:
     patch.setattr(TransferTable, "try_grant", try_grant)
 
 
-def a_release_is_forgotten(patch: Patch) -> None:
-    """One reference too many stays where a prefix was shared."""
+def shared_block_is_not_released(patch: Patch) -> None:
+    """One reference too many stays on a shared prefix block."""
 
     def release(self: BlockPool, blocks: Any) -> None:
         real(self, [b for b in blocks if self._refs[b] != 2])
@@ -181,8 +181,8 @@ def a_release_is_forgotten(patch: Patch) -> None:
     patch.setattr(BlockPool, "release", release)
 
 
-def a_place_is_not_given_back(patch: Patch) -> None:
-    """A request that leaves the queue before its turn keeps its tokens there."""
+def queued_tokens_are_not_released(patch: Patch) -> None:
+    """A request that leaves the queue before it is admitted keeps its tokens there."""
 
     def leave(self: AdmissionQueue, ticket: Any, *args: Any) -> Any:
         if not ticket.admitted:
@@ -194,27 +194,29 @@ def a_place_is_not_given_back(patch: Patch) -> None:
 
 
 PLANTED: list[Any] = [
-    (drafts_are_believed, "everything", 40),
-    (quarantine_ends_by_itself, "writers", 60),
+    (drafts_are_not_verified, "everything", 40),
+    (quarantine_ends_without_proof, "writers", 60),
     (quarantine_ends_by_the_clock, "writers", 250),
-    pytest.param(a_lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),
-    (digests_are_not_looked_at, "copies", 40),
-    (tokens_come_twice, "everything", 40),
-    (a_gap_is_passed_over, "everything", 10),
-    (a_retry_takes_output_for_prompt, "crowd", 40),
-    (a_lost_gateway_leaks, "everything", 100),
+    pytest.param(lost_link_counts_as_death, "writers", 250, marks=pytest.mark.full),
+    (digests_are_not_checked, "copies", 40),
+    (tokens_are_delivered_twice, "everything", 40),
+    (token_gap_is_ignored, "everything", 10),
+    (retry_counts_output_as_prompt, "crowd", 40),
+    (attempts_outlive_their_gateway, "everything", 100),
     (shared_blocks_are_written, "crowd", 10),
     (blocks_are_released_during_the_step, "writers", 60),
     (quarantined_blocks_stay_in_the_cache, "everything", 10),
-    (a_place_is_not_given_back, "everything", 60),
-    (a_release_is_forgotten, "everything", 10),
+    (queued_tokens_are_not_released, "everything", 60),
+    (shared_block_is_not_released, "everything", 10),
 ]
 
 
 @pytest.mark.parametrize(
-    ("plant", "dwell", "within"), PLANTED, ids=lambda value: getattr(value, "__name__", None)
+    ("plant", "theme_name", "within"), PLANTED, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_it_is_caught(plant: Callable[[Patch], None], dwell: str, within: int, monkeypatch: Patch) -> None:
+def test_planted_bug_is_found(
+    plant: Callable[[Patch], None], theme_name: str, within: int, monkeypatch: Patch
+) -> None:
     plant(monkeypatch)
-    found = (seed for seed in range(within) if simulate(make_scenario(seed, dwell)).violation)
+    found = (seed for seed in range(within) if simulate(make_scenario(seed, theme_name)).violation)
     assert next(found, None) is not None, f"{within} seeds do not show it"

@@ -1,4 +1,4 @@
-"""Seeds, replayed and shortened. `make simulate SEEDS=10000` is the long form."""
+"""Seeds of the simulation, replayed and shortened. `make simulate SEEDS=10000` is the long form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEEDS = 120
 REPLAYED = range(5000, 5010)
 
 
-def test_nothing_is_violated() -> None:
+def test_seeds_violate_no_invariant() -> None:
     summary = Summary()
     for seed in range(SEEDS):
         scenario = make_scenario(seed)
@@ -27,12 +27,12 @@ def test_nothing_is_violated() -> None:
         if outcome.violation:
             pytest.fail(explain(seed, scenario), pytrace=False)
         summary.add(seed, outcome)
-    assert summary.ends["ok"] > SEEDS, "hardly anything went well: the runs show nothing"
+    assert summary.ends["ok"] > SEEDS, "too few requests ended well: the runs show nothing"
     assert summary.faults.total() > 2 * SEEDS
 
 
-def test_a_seed_has_one_trace() -> None:
-    """In one process and in another: strings hash otherwise, objects lie elsewhere, and its id is long."""
+def test_seed_has_one_trace_in_two_processes() -> None:
+    """The other process has another string hash, other addresses, and a longer id."""
     here = [simulate(make_scenario(seed)).digest for seed in REPLAYED]
     script = (
         "import os\n"
@@ -56,12 +56,12 @@ def test_a_seed_has_one_trace() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_seed_has_one_trace_a_hundred_times() -> None:
+def test_seed_has_one_trace_in_a_hundred_runs() -> None:
     for seed in (5011, 5012):
         assert len({simulate(make_scenario(seed)).digest for _ in range(100)}) == 1
 
 
-def test_a_failure_is_shortened() -> None:
+def test_minimised_keeps_a_minimal_failing_sublist() -> None:
     tried: list[list[int]] = []
 
     def fails(items: Sequence[int]) -> bool:

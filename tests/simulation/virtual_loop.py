@@ -2,7 +2,7 @@
 
 Every callback belongs to the `Host` (the simulated process) in whose context it was scheduled. Callbacks of a
 dead host are dropped, as SIGKILL does: no `finally` runs. Those of a stopped host wait until it goes on, as
-SIGSTOP does: its timers are late and its sockets fill. Time passes only when nobody has anything to do.
+SIGSTOP does: its timers are late and its sockets fill. Time passes only when no callback is ready.
 
 Each host's monotonic clock starts elsewhere, so that a time that crosses hosts is wrong at once.
 """
@@ -18,8 +18,9 @@ from typing import Any
 
 
 class Host:
-    """One simulated process. ``incarnation`` is its identity: a restarted worker is another host.
-    ``worker_id`` is what others call it.
+    """A simulated process. ``incarnation`` is its identity: a restarted worker is another host.
+
+    ``worker_id`` is its id in the directory.
     """
 
     def __init__(self, name: str, incarnation: int, clock_offset: float) -> None:
@@ -30,7 +31,7 @@ class Host:
         self.stopped = False
         self.slowness = 1.0
         self.held: list[Handle] = []
-        self.on_death: list[Callable[[], None]] = []  # what the kernel does when it ends
+        self.on_death: list[Callable[[], None]] = []  # called when it ends, by the kernel
 
     def __repr__(self) -> str:
         return f"{self.name}#{self.incarnation}"
@@ -66,7 +67,7 @@ class Handle:
 
 
 class Livelock(Exception):
-    """Callbacks follow one another for ever while no time passes."""
+    """An endless sequence of callbacks while no time passes."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -79,8 +80,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.events = 0
         self.halted = False
         self.run_on_thread: Callable[..., asyncio.Future[Any]] | None = None
-        self.streams: Any = None
-        """Who answers for sockets; see `tests.simulation.sockets`."""
+        self.streams: Any = None  # `tests.simulation.sockets.Sockets`
         self._after_event = after_event
         self._failed = failed
         self._ready: deque[Handle] = deque()
@@ -92,7 +92,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # ---- running -------------------------------------------------------------------------------------
 
     def run(self, *, until: float, over: Callable[[], bool]) -> bool:
-        """Run until `over()` (True), or until that time or until nothing is left to happen (False)."""
+        """Run until `over()` (True), or until that time or the last callback (False)."""
         asyncio._set_running_loop(self)
         try:
             while True:
@@ -134,7 +134,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 raise Livelock
 
     def resume(self, host: Host, *, network_first: bool) -> None:
-        """SIGCONT: what waited runs now, messages and timers in order of time or messages first."""
+        """Resume a host, as SIGCONT does: its held callbacks run now, in order of time or messages first."""
         host.stopped = False
         held, host.held = host.held, []
         if network_first:
@@ -166,7 +166,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Handle:
-        """Like `call_at`, on the simulation's own clock."""
+        """Schedule a callback as `call_at` does, on the simulation's own clock."""
         handle = Handle(callback, args, context, when)
         if not self._closed:
             self._order += 1
@@ -181,7 +181,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, name=name or "task", context=context)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self._tasks.append(task)  # a coroutine that is collected runs its `finally`, which the dead do not
+        self._tasks.append(
+            task
+        )  # a collected coroutine would run its `finally`, which a killed process does not
         return task
 
     def start(self, host: Host | None, make: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
@@ -224,7 +226,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def close(self) -> None:
-        """Nothing happens any more, whatever the garbage collector wakes."""
+        """Close the loop: no callback runs any more, whatever the garbage collector wakes."""
         self._closed = True
         self._ready.clear()
         self._timers.clear()

@@ -1,4 +1,4 @@
-"""A block pool whose books are checked whenever they change, and what may be written to it."""
+"""A block pool whose invariants are checked at every change, and checks of the writes to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.simulation.virtual_loop import Host
 
 
 class Violation(Exception):
-    """Something happened that must never happen."""
+    """A violated invariant."""
 
 
 class WatchedPool(BlockPool):
-    """`version` grows with every change."""
+    """A block pool that counts its changes in `version`."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -26,7 +26,7 @@ class WatchedPool(BlockPool):
 
     @property
     def changed(self) -> bool:
-        """Since its books were checked."""
+        """True when it changed since the last check."""
         return self.version != self.checked
 
 
@@ -55,8 +55,8 @@ for _name in (
     setattr(WatchedPool, _name, _counted(_name))
 
 
-def check_books(pool: WatchedPool, receiver: Receiver | None) -> None:
-    """Free + held + cached + quarantined is all; what a writer may write is nobody else's."""
+def check_pool(pool: WatchedPool, receiver: Receiver | None) -> None:
+    """Check that all blocks are accounted for, and that no other request has a writer's blocks."""
     pool.checked = pool.version
     pool.invariants()
     if receiver is None:
@@ -75,18 +75,18 @@ def check_books(pool: WatchedPool, receiver: Receiver | None) -> None:
 
 
 def check_own_write(pool: WatchedPool, sequence: SequenceStep) -> None:
-    """A decode step reads what it holds and writes what it alone holds."""
+    """Check that a decode step reads blocks that are held and writes blocks that only it holds."""
     blocks = list(sequence.block_table)
     written = _written(sequence)
     for block in blocks:
-        _require(pool.references(block) > 0, f"a step reads block {block}, which nobody holds")
+        _require(pool.references(block) > 0, f"a step reads block {block}, which no request holds")
     for block in written:
         _require(pool.references(block) == 1, f"a step writes block {block}, which others hold too")
         _require(pool._cache.key_of(block) is None, f"a step writes block {block}, which is in the cache")
 
 
 def check_granted_write(receiver: Receiver, writer: Host, sequence: SequenceStep) -> None:
-    """A prefill step that computes in place writes what was granted to this very process."""
+    """Check that a prefill step in place writes only blocks that were granted to this process."""
     mine: set[int] = set()
     for who, grant in receiver.open_grants():
         if (who.worker_id, who.incarnation) == (writer.worker_id, writer.incarnation):

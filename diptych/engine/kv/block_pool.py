@@ -1,8 +1,8 @@
-"""Who holds which block: reference counts, the free list, the prefix cache, quarantine.
+"""Block pool: reference counts, the free list, the prefix cache, quarantine.
 
 Counts and ids only, never requests. At every moment each block is in exactly one of four states:
 
-    free          nobody's; its content means nothing
+    free          on the free list; its content means nothing
     held          reference count >= 1 (it may be cached at the same time)
     cached        reference count 0, reachable by its key, reclaimed when room is needed
     quarantined   given to a writer that may still write; out of use until proof that it will not
@@ -58,19 +58,19 @@ class BlockPool:
         return len(self._free) + self._cache.evictable
 
     def free(self) -> int:
-        """Blocks that are nobody's."""
+        """Return the number of blocks on the free list."""
         return len(self._free)
 
     def cached(self) -> int:
-        """Blocks that have a key, held or not."""
+        """Return the number of blocks that have a key, held or not."""
         return len(self._cache)
 
     def quarantined(self) -> int:
-        """Blocks out of use until their writer is known to have stopped."""
+        """Return the number of blocks out of use until their writer is known to have stopped."""
         return len(self._quarantine)
 
     def references(self, block: int) -> int:
-        """How often `block` is held."""
+        """Return the reference count of `block`."""
         return self._refs[block]
 
     # -- holding
@@ -99,7 +99,7 @@ class BlockPool:
         """Hold each of `blocks`, which must be held already, once more."""
         for block in blocks:
             if self._refs[block] == 0:
-                raise BlockMisuse(f"block {block} is held by nobody")
+                raise BlockMisuse(f"block {block} is not held")
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -124,7 +124,7 @@ class BlockPool:
         anything else is allocated. Raises OutOfBlocks with nothing changed.
         """
         if self._refs[block] == 0:
-            raise BlockMisuse(f"block {block} is held by nobody")
+            raise BlockMisuse(f"block {block} is not held")
         if self._refs[block] == 1 and self._cache.key_of(block) is None:
             return None
         (fresh,) = self.allocate(1)
@@ -134,7 +134,7 @@ class BlockPool:
     # -- prefix cache
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many leading `keys` are cached. Holds nothing: the answer is good until the next allocation."""
+        """Return how many leading `keys` are cached, valid until the next allocation: no block is held."""
         return sum(1 for _ in self._cache.leading(keys))
 
     def acquire_prefix(self, keys: Sequence[bytes]) -> list[int]:
@@ -154,7 +154,7 @@ class BlockPool:
         (evicted, or cleared meanwhile): the block is then simply uncached, which is no error.
         """
         if self._refs[block] == 0:
-            raise BlockMisuse(f"block {block} is held by nobody")
+            raise BlockMisuse(f"block {block} is not held")
         if not key:
             raise BlockMisuse("an empty key")
         current = self._cache.key_of(block)
@@ -179,7 +179,7 @@ class BlockPool:
         return self._uncache(self._cache.clear())
 
     def cached_keys(self) -> list[bytes]:
-        """All cached keys, parents before children."""
+        """Return all cached keys, parents before children."""
         return self._cache.keys()
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:

@@ -21,7 +21,7 @@ LAYOUT_NAME = "block-major/k-transposed/1"
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What one block looks like. Two processes may share blocks only if their layouts are equal."""
+    """Layout of one block. Two processes may share blocks only if their layouts are equal."""
 
     num_layers: int
     num_kv_heads: int
@@ -90,9 +90,9 @@ class KVMemory:
 
     @classmethod
     def on_device(cls, layout: KVLayout, num_blocks: int, device: torch.device | str) -> KVMemory:
-        """Fresh zeroed blocks in one allocation of `device`.
+        """Allocate zeroed blocks in one allocation of `device`.
 
-        Zeroed, because what another process left there is nobody's to read. Raises torch.OutOfMemoryError.
+        Zeroed, so that bytes which another process left there cannot be read. Raises torch.OutOfMemoryError.
         """
         return cls.over_tensor(
             layout, num_blocks, torch.zeros(_size(layout, num_blocks), dtype=torch.uint8, device=device)
@@ -121,12 +121,12 @@ class KVMemory:
 
     @property
     def address(self) -> int:
-        """Where block 0 starts in this process, or on its device."""
+        """Address of block 0 in this process, or on its device."""
         return self.data.data_ptr()
 
     @property
     def device(self) -> torch.device:
-        """Where the blocks are."""
+        """Device of the blocks."""
         return self.data.device
 
     @property
@@ -135,7 +135,7 @@ class KVMemory:
         return self.data.nbytes
 
     def block_bytes(self, block: int) -> memoryview:
-        """The writable bytes of one block.
+        """Return the writable bytes of one block.
 
         Raises IndexError for a block that is not there, RuntimeError for memory that the host cannot reach.
         """

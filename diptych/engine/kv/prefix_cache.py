@@ -56,20 +56,20 @@ class PrefixCache:
         return self._unpinned
 
     def keys(self) -> list[bytes]:
-        """All cached keys, parents before children."""
+        """Return all cached keys, parents before children."""
         return list(self._nodes)
 
     def block_of(self, key: bytes) -> int | None:
-        """The block under `key`."""
+        """Return the block under `key`, None if it is not cached."""
         node = self._nodes.get(key)
         return None if node is None else node.block
 
     def key_of(self, block: int) -> bytes | None:
-        """The key under which `block` is cached."""
+        """Return the key under which `block` is cached, None if it is not."""
         return self._key_of.get(block)
 
     def leading(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """The blocks of the longest cached prefix of `keys`."""
+        """Yield the blocks of the longest cached prefix of `keys`."""
         for key in keys:
             node = self._nodes.get(key)
             if node is None:
@@ -94,7 +94,7 @@ class PrefixCache:
         return True
 
     def set_referenced(self, block: int, referenced: bool) -> None:
-        """The pool's count for a cached block left or reached zero."""
+        """Note that the pool's reference count of a cached block left or reached zero."""
         self._set_referenced(self._nodes[self._key_of[block]], referenced)
 
     def evict(self) -> tuple[bytes, int] | None:

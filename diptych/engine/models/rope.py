@@ -1,4 +1,4 @@
-"""The angles of rotary embedding, with the ways in which long-context models stretch them."""
+"""Rotary embedding: inverse frequencies and magnitude, with the scalings of long-context models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def inverse_frequencies(shape: ModelShape) -> torch.Tensor:
 
 
 def rotary_magnitude(shape: ModelShape) -> float:
-    """What cos and sin are multiplied with: 1 for all but yarn, which sharpens the attention of long
-    contexts.
-    """
+    """Return the factor of cos and sin: 1 for all but yarn, which sharpens the attention of long contexts."""
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -38,7 +36,7 @@ def rotary_magnitude(shape: ModelShape) -> float:
 
 
 def yarn_magnitude(factor: float) -> float:
-    """The magnitude that yarn's paper takes for contexts `factor` times as long."""
+    """Return the magnitude that yarn's paper takes for contexts `factor` times as long."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
@@ -57,7 +55,7 @@ def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 def _yarn(plain: torch.Tensor, scaling: RopeScaling, shape: ModelShape) -> torch.Tensor:
     def dimension_of(rotations: float) -> float:
-        """The pair that turns `rotations` times within the trained context."""
+        """Return the pair that turns `rotations` times within the trained context."""
         turns = scaling.original_context / (rotations * 2 * math.pi)
         return shape.head_dim * math.log(turns) / (2 * math.log(shape.rope_theta))
 

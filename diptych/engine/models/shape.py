@@ -1,5 +1,4 @@
-"""What a model looks like: the sizes and switches that one decoder definition needs for every supported
-family.
+"""The shape of a model: sizes and switches that one decoder definition needs for every supported family.
 
 Sources: `config.json` of a Hugging Face folder, or the metadata of a GGUF file (see diptych/engine/weights/).
 """
@@ -16,7 +15,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length that the model was trained on.
+    """Scaling of rotary frequencies beyond the length that the model was trained on.
 
     `linear` divides all frequencies by `factor` (Chen et al. 2023); `llama3` keeps high frequencies, divides
     low ones and blends between (Llama 3.1 report); `yarn` blends by the number of rotations within the
@@ -84,6 +83,6 @@ class ModelShape:
             raise UnsupportedModel("an attention window is below 1")
 
     def window(self, layer: int) -> int | None:
-        """The attention window of `layer` in tokens, None for all: also where no context outgrows it."""
+        """Return the attention window of `layer` in tokens, None for all (also if no context outgrows it)."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= self.max_context else window

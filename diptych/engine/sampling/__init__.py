@@ -1,7 +1,6 @@
-"""From logits to tokens: rules, temperature, top-k, top-p, min-p, and a draw that time and neighbours do not
-sway.
+"""Sampling of tokens from logits: logits processors, truncation, and random numbers by seed and counter.
 
-A row goes through these stations in this order; one that its request does not ask for is not entered:
+A row passes these stations in this order; one that its request does not ask for is not entered:
 
     logit bias             added before everything else
     allowed token ids      all others are forbidden
@@ -13,10 +12,10 @@ A row goes through these stations in this order; one that its request does not a
     truncation             temperature, top-k and what else keeps the likely tokens only
     the draw
 
-Forbidden is minus infinity, which no later station lifts. Scores that are told (`TokenLogprob`) are those of the
-model itself: they know nothing of any station.
+Forbidden is minus infinity, which no later station lifts. Log-probabilities (`TokenLogprob`) are those of the
+model itself, before any station.
 
-The draw is counter-based: its one random number is a hash of (seed, index of the output token). A request
+Sampling is counter-based: its one random number is a hash of (seed, index of the output token). A request
 that is resumed elsewhere after any fault continues with the same tokens, and a row never depends on the batch
 around it.
 """
@@ -32,8 +31,7 @@ from diptych.engine.sampling.sample_row import (
     TokenLogprob,
     TokenMask,
 )
-from diptych.engine.sampling.token_logprobs import score_tokens
-from diptych.engine.sampling.topk import likeliest
+from diptych.engine.sampling.topk import token_logprobs, top_logprobs
 
 __all__ = [
     "Candidate",
@@ -46,8 +44,8 @@ __all__ = [
     "candidates",
     "choice_seed",
     "distribution",
-    "likeliest",
     "sample",
-    "score_tokens",
+    "token_logprobs",
+    "top_logprobs",
     "uniform",
 ]

@@ -1,4 +1,4 @@
-"""Rule: only these tokens."""
+"""Logits processor of allowed_token_ids."""
 
 from __future__ import annotations
 

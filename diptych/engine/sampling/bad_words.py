@@ -1,4 +1,4 @@
-"""Rule: sequences of tokens that must not come (`bad_words_ids` of transformers)."""
+"""Logits processor of bad_words: sequences of tokens that must not come (`bad_words_ids` of transformers)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BadWords:
 
 
 def _tail(history: History, count: int) -> tuple[int, ...]:
-    """The last tokens of prompt and output, at most `count`."""
+    """Return the last tokens of prompt and output, at most `count`."""
     output = tuple(history.output_ids[-count:])
     missing = count - len(output)
     return (*history.prompt_ids[-missing:], *output) if missing else output

@@ -1,5 +1,6 @@
-"""Rule: tokens of the output become less likely, by a fixed amount and by one for each time they came (the
-OpenAI API's presence_penalty and frequency_penalty).
+"""Logits processor of the OpenAI API's presence_penalty and frequency_penalty.
+
+Tokens of the output become less likely, by a fixed amount and by one for each time they came.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rule: a number added to the logits of chosen tokens (the OpenAI API's logit_bias)."""
+"""Logits processor of the OpenAI API's logit_bias: a number added to the logits of chosen tokens."""
 
 from __future__ import annotations
 

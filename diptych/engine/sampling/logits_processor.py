@@ -1,4 +1,4 @@
-"""What a rule of sampling is: something that changes one row of logits, knowing what came before."""
+"""The interface of logits processors, which change one row of logits by what came before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class History(Protocol):
     def output_ids(self) -> Sequence[int]: ...
 
 
-class Rule(Protocol):
-    """Holds what one request asked for, in the form that is quickest to apply."""
+class LogitsProcessor(Protocol):
+    """Change of logits that one request asked for, in the form that is quickest to apply."""
 
     def apply(self, scores: Scores, history: History) -> None:
         """Change `scores` in place; minus infinity forbids a token."""

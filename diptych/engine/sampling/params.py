@@ -9,7 +9,7 @@ from diptych.engine.sampling.allowed_tokens import AllowedTokens
 from diptych.engine.sampling.bad_words import BadWords
 from diptych.engine.sampling.frequency_presence import FrequencyPresence
 from diptych.engine.sampling.logit_bias import LogitBias
-from diptych.engine.sampling.logits_processor import Rule
+from diptych.engine.sampling.logits_processor import LogitsProcessor
 from diptych.engine.sampling.repetition_penalty import RepetitionPenalty
 from diptych.parameters import GREEDY_BELOW, OFF, PARAMETERS, Sampling
 
@@ -25,7 +25,7 @@ class SamplingParams(Sampling):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True where the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
 
     @cached_property
@@ -34,17 +34,17 @@ class SamplingParams(Sampling):
         return self.logprobs is None and all(getattr(self, name) == off for name, off in _HOST_ONLY)
 
     @cached_property
-    def rules(self) -> tuple[Rule, ...]:
+    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
         """Logits processors of this request, in order. Built once: a step only applies them."""
-        rules: list[Rule] = []
+        processors: list[LogitsProcessor] = []
         if self.logit_bias:
-            rules.append(LogitBias(self.logit_bias))
+            processors.append(LogitBias(self.logit_bias))
         if self.allowed_token_ids:
-            rules.append(AllowedTokens(self.allowed_token_ids))
+            processors.append(AllowedTokens(self.allowed_token_ids))
         if self.bad_words:
-            rules.append(BadWords(self.bad_words))
+            processors.append(BadWords(self.bad_words))
         if self.repetition_penalty != 1.0:
-            rules.append(RepetitionPenalty(self.repetition_penalty))
+            processors.append(RepetitionPenalty(self.repetition_penalty))
         if self.frequency_penalty != 0.0 or self.presence_penalty != 0.0:
-            rules.append(FrequencyPresence(self.frequency_penalty, self.presence_penalty))
-        return tuple(rules)
+            processors.append(FrequencyPresence(self.frequency_penalty, self.presence_penalty))
+        return tuple(processors)

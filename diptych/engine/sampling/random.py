@@ -13,7 +13,7 @@ import numpy.typing as npt
 from diptych.engine.sampling.logits_processor import Scores
 from diptych.engine.sampling.params import SamplingParams
 from diptych.engine.sampling.sample_row import SampleRow
-from diptych.engine.sampling.topk import reaching
+from diptych.engine.sampling.topk import topk_candidates
 
 Weights = npt.NDArray[np.float64]
 _64_BITS = 0xFFFFFFFFFFFFFFFF
@@ -24,12 +24,12 @@ _FEW = 512
 
 
 def uniform(seed: int, counter: int) -> float:
-    """The random number in [0, 1) of output token `counter` under `seed`: 53 bits of a hash of both."""
+    """Return the random number in [0, 1) of output token `counter` under `seed`: 53 bits of their hash."""
     return (_hash(seed, counter, b"diptych draw") >> 11) * 2.0**-53
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed, in [0, 2**64), of one of several answers to a request.
+    """Return the seed, in [0, 2**64), of one of several answers to a request.
 
     The first has the request's own, so that it is what the request would give alone.
     """
@@ -41,18 +41,18 @@ def _hash(seed: int, number: int, purpose: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=purpose).digest(), "little")
 
 
-def draw(scores: Scores, row: SampleRow) -> int:
-    """Token of one row by inverting the cumulative distribution at the row's random number."""
+def sample_token(scores: Scores, row: SampleRow) -> int:
+    """Sample one row's token by inverting the cumulative distribution at its random number."""
     ids, weights = distribution(scores, row.params)
-    return int(ids[invert(weights, uniform(row.params.seed, len(row.output_ids)))])
+    return int(ids[invert_cdf(weights, uniform(row.params.seed, len(row.output_ids)))])
 
 
-def invert(weights: Weights, at: float) -> int:
-    """The entry where the running sum of `weights` passes `at` of their total; never one that weighs nothing.
+def invert_cdf(weights: Weights, at: float) -> int:
+    """Return the entry where the running sum of `weights` passes `at` of their total.
 
-    `weights` are at least 0 and one is above; `at` is in [0, 1). The order of the sum is fixed, and not that
-    of the entries: first which column of a table holds the place, then which row. A running sum over a whole
-    vocabulary would be a chain of 49,152 dependent additions.
+    It never weighs nothing. `weights` are at least 0 and one is above; `at` is in [0, 1). The order of the
+    sum is fixed, and not that of the entries: first which column of a table holds the place, then which row.
+    A running sum over a whole vocabulary would be a chain of 49,152 dependent additions.
     """
     columns = len(weights) // _ROWS
     if columns == 0:
@@ -68,7 +68,7 @@ def invert(weights: Weights, at: float) -> int:
 
 
 def _passes(sums: Weights, at: float) -> int:
-    """The first place of a running sum that is above `at` of its end.
+    """Return the first place of a running sum that is above `at` of its end.
 
     Rounding may leave none: the last that added something is meant then.
     """
@@ -77,10 +77,10 @@ def _passes(sums: Weights, at: float) -> int:
 
 
 def distribution(scores: Scores, params: SamplingParams) -> tuple[npt.NDArray[np.int64], Weights]:
-    """Ids that one row of scores `[vocab]`, rules applied, may give, and their probabilities up to a common
-    factor.
+    """Return the ids that one row of processed scores `[vocab]` may give, and their weights.
 
-    At least one score is above -inf. The likeliest token's weight is 1.
+    The weights are probabilities up to a common factor; the likeliest token's is 1. At least one score is
+    above -inf.
     """
     if params.top_n_sigma > 0.0:
         scores = _within_sigmas(scores, params.top_n_sigma)
@@ -111,9 +111,9 @@ def _within_sigmas(scores: Scores, sigmas: float) -> Scores:
 
 
 def _possible(scores: Scores, highest: float, params: SamplingParams) -> npt.NDArray[np.int64]:
-    """Ids that top-k leaves; where min-p alone decides, those that it might leave."""
+    """Return the ids that top-k leaves; where min-p alone decides, those that it might leave."""
     if 0 < params.top_k < len(scores):
-        places = reaching(scores, params.top_k)
+        places = topk_candidates(scores, params.top_k)
         reached = scores[places]
         if len(places) > params.top_k:
             # Everything that ties with the last one kept is kept, as in transformers.
@@ -133,13 +133,14 @@ def _all(count: int) -> npt.NDArray[np.int64]:
 
 
 def _nucleus(logs: Scores, weights: Weights, top_p: float) -> npt.NDArray[np.int64]:
-    """Places of the smallest set of likeliest tokens that has `top_p` of the mass (Holtzman et al. 2019), in
-    order; of equal ones the lower places.
+    """Return the places of the smallest set of likeliest tokens that has `top_p` of the mass, in order.
+
+    Of equal tokens the lower places count (Holtzman et al. 2019).
     """
     total = weights.sum()
     if len(logs) > _FEW:
         # Mostly few tokens have that mass, and only these need sorting.
-        places = reaching(logs, _FEW)
+        places = topk_candidates(logs, _FEW)
         kept = _heaviest(places, weights[places], top_p * total)
         if len(kept) < len(places):
             return kept
@@ -150,7 +151,9 @@ def _nucleus(logs: Scores, weights: Weights, top_p: float) -> npt.NDArray[np.int
 
 
 def _heaviest(places: npt.NDArray[np.int64], weights: Weights, enough: float) -> npt.NDArray[np.int64]:
-    """Those of `places` whose `weights`, one a place, come first until they are `enough`; all, if never."""
+    """Return those of `places` whose `weights`, one a place, come first until they are `enough`; all, if
+    never.
+    """
     # Sorting values is much quicker than sorting places by them.
     ranked = np.sort(weights)[::-1]
     count = max(1, int(np.count_nonzero(ranked.cumsum() - ranked < enough)))

@@ -1,4 +1,7 @@
-"""Rule: tokens that are there already become less likely (Keskar et al. 2019, as in transformers)."""
+"""Logits processor of repetition_penalty (Keskar et al. 2019, as in transformers).
+
+Tokens of prompt and output become less likely.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token for each row of a step's logits, or the candidates of each beam."""
+"""Sampling of one token for each row of a step's logits, and the candidates of beams."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import numpy as np
 import torch
 
 from diptych.engine.sampling.logits_processor import Scores
-from diptych.engine.sampling.random import draw
+from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import Candidate, Sampled, SampleFailure, SampleRow
-from diptych.engine.sampling.token_logprobs import scores_of
-from diptych.engine.sampling.topk import largest, log_total
+from diptych.engine.sampling.topk import log_sum_exp, row_logprobs, topk
 
 NOT_FINITE = SampleFailure("the logits are not finite")
 NOTHING_LEFT = SampleFailure("every token is forbidden", by_request=True)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SampleFailure]:
-    """One token a row. `logits` is float32 `[len(rows), vocab]` on the CPU; it is not changed.
+    """Sample one token a row. `logits` is float32 `[len(rows), vocab]` on the CPU; it is not changed.
 
     A row that cannot be sampled gives a SampleFailure and leaves the others alone.
     """
@@ -27,7 +26,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Sa
     # numpy: its reductions are ten times as fast as torch's, and wake no OpenMP threads that would then spin
     # on the cores of the other workers.
     plain: Scores = logits.detach().numpy()
-    # A greedy row without rules costs these two passes and nothing else. argmax finds a NaN, if there is one.
+    # A plain greedy row costs these two passes and nothing else. argmax finds a NaN, if there is one.
     best = plain.argmax(axis=-1)
     finite = np.isfinite(plain[np.arange(len(rows)), best]) & np.isfinite(plain.min(axis=-1))
     return [
@@ -43,12 +42,11 @@ Choice = Callable[[Sequence[int]], Sequence[int]]
 def candidates(
     logits: torch.Tensor, rows: Sequence[SampleRow], count: int, wanted: Choice | None = None
 ) -> list[list[Candidate] | SampleFailure]:
-    """The `count` likeliest tokens of each row after the rules, likeliest first; of equal ones the lower id.
-    With `wanted`, those of them that it chooses.
+    """Return the `count` likeliest tokens of each row after its logits processors, likeliest first.
 
-    As in transformers' beam search the rules change log-probabilities, which are not normalised again.
-    Temperature, top-k, top-p and min-p play no part. Fewer come where the rules allow fewer. `logits` as in
-    `sample`.
+    Of equal ones the lower id comes first. With `wanted`, those of them that it chooses. As in transformers'
+    beam search the processors change log-probabilities, which are not normalised again. Temperature, top-k,
+    top-p and min-p play no part. Fewer come where the processors allow fewer. `logits` as in `sample`.
     """
     plain: Scores = logits.detach().numpy()
     return [
@@ -58,26 +56,26 @@ def candidates(
 
 
 def _sample(plain: Scores, row: SampleRow, best: int) -> Sampled | SampleFailure:
-    """The token of one row of finite logits whose likeliest token is `best`."""
+    """Return the token of one row of finite logits whose likeliest token is `best`."""
     params, scores = row.params, plain
     if row.ruled:
-        scores = _ruled(plain.copy(), row)
+        scores = _process(plain.copy(), row)
         best = int(scores.argmax())
         if scores[best] == -np.inf:
             return NOTHING_LEFT
-    token = best if params.greedy else draw(scores, row)
+    token = best if params.greedy else sample_token(scores, row)
     if params.logprobs is None:
         return Sampled(token)
-    return Sampled(token, scores_of(plain, [token], params.logprobs)[0])
+    return Sampled(token, row_logprobs(plain, [token], params.logprobs)[0])
 
 
 def _candidates(
     plain: Scores, row: SampleRow, count: int, wanted: Choice | None
 ) -> list[Candidate] | SampleFailure:
-    scores = plain - log_total(plain)
+    scores = plain - log_sum_exp(plain)
     if row.ruled:
-        _ruled(scores, row)
-    ids = largest(scores, count)
+        _process(scores, row)
+    ids = topk(scores, count)
     if not len(ids):
         return NOTHING_LEFT
     if wanted is not None:
@@ -85,14 +83,14 @@ def _candidates(
     tokens, logprobs = ids.tolist(), scores[ids].tolist()
     if row.params.logprobs is None:
         return [Candidate(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
-    told = scores_of(plain, tokens, row.params.logprobs)
+    told = row_logprobs(plain, tokens, row.params.logprobs)
     return [Candidate(*fields) for fields in zip(tokens, logprobs, told, strict=True)]
 
 
-def _ruled(scores: Scores, row: SampleRow) -> Scores:
+def _process(scores: Scores, row: SampleRow) -> Scores:
     """`scores`, changed in place by everything that the row asks for."""
-    for rule in row.params.rules:
-        rule.apply(scores, row)
+    for processor in row.params.logits_processors:
+        processor.apply(scores, row)
     if row.suppress:
         scores[list(row.suppress)] = -np.inf
     if row.mask is not None:

@@ -1,4 +1,4 @@
-"""What goes into sampling for one row of logits, and what comes out."""
+"""Input and output of sampling for one row of logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych.engine.sampling.params import SamplingParams
 
 
 class TokenMask(Protocol):
-    """What may come now, by knowledge that is not the engine's: the state of a grammar."""
+    """Mask of the tokens that may come now, by knowledge that is not the engine's: the state of a grammar."""
 
     def apply(self, scores: Scores) -> None:
         """Set what must not come to minus infinity, in place. `scores` is float32 `[vocab]`."""
@@ -19,7 +19,7 @@ class TokenMask(Protocol):
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What one row of logits is sampled with."""
+    """Parameters and tokens by which one row of logits is sampled."""
 
     params: SamplingParams
     prompt_ids: Sequence[int]
@@ -31,12 +31,12 @@ class SampleRow:
 
     @property
     def ruled(self) -> bool:
-        """Whether anything changes the logits."""
-        return bool(self.params.rules) or bool(self.suppress) or self.mask is not None
+        """True where a logits processor, suppression or a mask changes the logits."""
+        return bool(self.params.logits_processors) or bool(self.suppress) or self.mask is not None
 
 
 class TokenLogprob(NamedTuple):
-    """What the model itself thought of a token: before biases, penalties, masks and temperature."""
+    """Log-probability of a token by the model itself: before biases, penalties, masks and temperature."""
 
     logprob: float
     """Natural logarithm."""
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
     token_id: int
     logprob: float
-    """After the rules: what the score of the beam grows by."""
+    """After the logits processors: what the score of the beam grows by."""
     score: TokenLogprob | None = None
     """If the row's parameters ask for scores."""
 
@@ -70,4 +70,4 @@ class SampleFailure:
 
     reason: str
     by_request: bool = False
-    """Whether the request's own rules leave no token: nobody's fault but the caller's."""
+    """True where the request's own parameters leave no token."""

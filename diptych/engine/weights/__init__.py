@@ -1,10 +1,10 @@
 """A model's tensors under canonical names, whatever file they came from.
 
 `gguf_file.py` reads GGUF files, `safetensors_folder.py` Hugging Face folders, quantised ones too
-(quantised/); both give the `Weights` of `canonical.py` and the `ModelShape` of diptych/engine/models/shape.py. The canonical
-form, with all matrices `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in Hugging
-Face's order (the rotation pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes llama.cpp's
-interleaving):
+(quantised/); both give the `Weights` of `canonical.py` and a `ModelShape` (diptych/engine/models/shape.py).
+The canonical form, with all matrices `[out, in]` as torch.nn.functional.linear takes them, rows of q and k in
+Hugging Face's order (the rotation pairs lane i with lane i + head_dim/2 of a head; the GGUF reader undoes
+llama.cpp's interleaving):
 
     Weights        embed [vocab, hidden], layers (one LayerWeights each), final_norm [hidden],
                    head [vocab, hidden] or None when tied to embed
@@ -16,10 +16,11 @@ interleaving):
                    gate and up [intermediate, hidden], down [hidden, intermediate],
                    gate_bias, up_bias, down_bias or None
 
-All tensors are contiguous, on the CPU, and stored as the precision says (diptych/engine/dtype.py): in fp32 and
-bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in int8
-ByteMatrix (kernels/byte_linear.py) or, where the file has codes of four bits, the same bytes in such codes,
-CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else float32.
+All tensors are contiguous, on the CPU, and stored as the precision says (diptych/engine/dtype.py): in fp32
+and bf16 all in that dtype, norms too; in gguf the matrices are BlockMatrix (kernels/quantised_linear.py), in
+int8 ByteMatrix (kernels/byte_linear.py) or, where the file has codes of four bits, the same bytes in such
+codes, CodedBytes (kernels/byte_codes.py); the head is always among them, `embed` is bfloat16, and all else
+float32.
 """
 
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, LayerWeights, Matrix, Storage, Weights

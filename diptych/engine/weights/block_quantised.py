@@ -1,4 +1,4 @@
-"""Which tensors of a quantised model are kept in blocks, and what becomes of the others."""
+"""Storage of tensors in the quantised precisions: which are kept in blocks, and how others are stored."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _KEPT: dict[gguf.GGMLQuantizationType, BlockFormat] = {
 
 
 def is_matrix(name: str) -> bool:
-    """Whether the tensor of this canonical name is multiplied with (the embedding is only looked up)."""
+    """Return whether the tensor of this canonical name is a factor of products (the embedding is not)."""
     return name.rsplit(".", 1)[-1] in _MATRICES
 
 
 def multiplied_together(name: str) -> list[str]:
-    """Canonical names of all matrices that one product joins with `name`, itself included."""
+    """Return the canonical names of all matrices that one product joins with `name`, itself included."""
     prefix, _, field = name.rpartition(".")
     for group in _FUSED:
         if field in group:
@@ -34,21 +34,21 @@ def multiplied_together(name: str) -> list[str]:
 
 
 def kept_format(kinds: set[gguf.GGMLQuantizationType]) -> BlockFormat | None:
-    """The format in which matrices of these types are kept together, None if they cannot be."""
+    """Return the format in which matrices of these types are kept together, None if they cannot be."""
     return _KEPT.get(next(iter(kinds))) if len(kinds) == 1 else None
 
 
 def blocks_in_precision(blocks: BlockMatrix, precision: Precision) -> Matrix | None:
-    """Blocks of the file as `precision` stores them, if it makes no full numbers of them; else None."""
+    """Return blocks of the file as `precision` stores them, None where it makes full numbers of them."""
     if precision == "gguf":
         return blocks
     return byte_codes.code_matrix(blocks) if precision == "int8" else None
 
 
 def in_precision(name: str, tensor: torch.Tensor, precision: Precision) -> Matrix:
-    """A tensor of full numbers as `precision` stores it, in memory of its own.
+    """Return a tensor of full numbers as `precision` stores it, in memory of its own.
 
-    `tensor` may be the file itself, mapped: whoever writes another model over it would change one in use.
+    `tensor` may be the mapped file itself: a model that is written over it must not change one in use.
     """
     if precision in PLAIN:
         return tensor.to(PLAIN[precision], copy=True)

@@ -45,7 +45,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model."""
+    """The tensors of a model."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def storage(self) -> Storage:
-        """What the matrices are."""
+        """Kind of the model's matrices."""
         match self.layers[0].q:
             case BlockMatrix():
                 return "blocks"
@@ -71,7 +71,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a model's files hold."""
+    """Contents of a model's files."""
 
     shape: ModelShape
     weights: Weights

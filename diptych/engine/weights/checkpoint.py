@@ -1,4 +1,4 @@
-"""One way in for all kinds of model files."""
+"""Reader of checkpoints of every format: GGUF files and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych.engine.weights.canonical import Checkpoint
 
 
 def is_quantised(path: Path) -> bool:
-    """Whether a model's matrices are in quantised blocks, or in codes that can be kept in such.
+    """Return whether a model's matrices are in quantised blocks, or in codes that can be kept in such.
 
     Raises FileNotFoundError, UnsupportedModel or BadModelFile.
     """
@@ -26,7 +26,7 @@ def is_quantised(path: Path) -> bool:
 
 
 def weight_bytes(path: Path) -> int:
-    """Size of the files that hold a model's weights; 0 where there are none. Raises BadModelFile."""
+    """Return the size in bytes of the files with a model's weights, 0 for none. Raises BadModelFile."""
     if path.is_dir():
         from diptych.engine.weights import safetensors_folder
 

@@ -21,7 +21,7 @@ from diptych.engine.weights.block_quantised import (
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
 from diptych.engine.weights.gguf_header import GgufTensor, Scalar, read_header
 from diptych.engine.weights.gguf_shape import shape_from_header
-from diptych.engine.weights.unexpected_tensors import refuse_leftovers
+from diptych.engine.weights.unexpected_tensors import refuse_unexpected_tensors
 from kernels.quantised_linear import BlockMatrix, dequantise
 
 _MODEL_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -52,7 +52,9 @@ _INTERLEAVED = ("llama", "mistral")
 
 
 def has_quantised_matrices(path: Path) -> bool:
-    """Whether any matrix of the layers is in blocks of fewer than 16 bits a number. Raises BadModelFile."""
+    """Return whether any matrix of the layers is in blocks of fewer than 16 bits a number. Raises
+    BadModelFile.
+    """
     layers = (tensor for name, tensor in read_header(path).tensors.items() if name.startswith(_LAYER_PREFIX))
     return any(gguf.GGML_QUANT_SIZES[tensor.kind][0] > 1 for tensor in layers)
 
@@ -63,7 +65,7 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     tensors = header.tensors
     factors = _dequantised(tensors[_ROPE_FACTORS]).flatten().tolist() if _ROPE_FACTORS in tensors else None
     shape = shape_from_header(header, factors)
-    refuse_leftovers(filter(_may_be_left, tensors), shape, _LAYER_PREFIX, _LAYER_NAMES)
+    refuse_unexpected_tensors(filter(_only_shape_decides, tensors), shape, _LAYER_PREFIX, _LAYER_NAMES)
 
     def find(name: str) -> GgufTensor:
         stored = _stored_name("embed" if name == "head" and shape.tied_embeddings else name)
@@ -86,8 +88,10 @@ def read_gguf(path: Path, precision: Precision) -> Checkpoint:
     return Checkpoint(shape, assemble(shape, read, own_head=own_head), _stop_tokens(header.metadata))
 
 
-def _may_be_left(name: str) -> bool:
-    """Whether only the shape can say that a tensor is read. Old converters left the angles of each layer."""
+def _only_shape_decides(name: str) -> bool:
+    """Return whether only the shape can say that a tensor is read. Old converters left the angles of each
+    layer.
+    """
     return name not in {*_MODEL_NAMES.values(), _ROPE_FACTORS} and ".attn_rot_embd" not in name
 
 

@@ -27,7 +27,7 @@ _MAX_ITEMS = 1 << 24
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: `data` is `[..., bytes of a row]` of uint8, as gguf.quants takes it."""
+    """A tensor: `data` is `[..., bytes of a row]` of uint8, as gguf.quants takes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says about itself."""
+    """Metadata and tensors of a file."""
 
     metadata: dict[str, Scalar]
     arrays: frozenset[str]
@@ -54,7 +54,7 @@ class _Cursor:
         self.position = 0
 
     def take(self, layout: str) -> int | float | bool:
-        """One scalar of a struct format character."""
+        """Read a scalar of a struct format character."""
         size = struct.calcsize("<" + layout)
         self._require(size)
         value: int | float | bool = struct.unpack_from("<" + layout, self._data, self.position)[0]
@@ -62,7 +62,7 @@ class _Cursor:
         return value
 
     def count(self) -> int:
-        """An unsigned 64-bit number of things that must all be in the file."""
+        """Read an unsigned 64-bit number of things that must all be in the file."""
         value = int(self.take("Q"))
         if value > _MAX_ITEMS:
             raise BadModelFile(f"the GGUF header counts {value} items")
@@ -125,7 +125,7 @@ def _read(path: Path) -> GgufHeader:
 
 
 def _value(cursor: _Cursor, kind: int) -> Scalar | None:
-    """A value of the metadata, None for an array, which is stepped over."""
+    """Read a value of the metadata, None for an array, which is stepped over."""
     if kind == _STRING:
         return cursor.string()
     if kind in _SCALARS:

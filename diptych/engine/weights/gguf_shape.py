@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to a ModelShape, each key with llama.cpp's meaning and default.
+"""ModelShape from a GGUF file's metadata, each key with llama.cpp's meaning and default.
 
 What the engine does not compute is refused, by key. That holds for keys made up later too: below `attention.`
 and `rope.`, and among the scales, only what is named here passes, and 0, which is llama.cpp's "not set".
@@ -41,7 +41,8 @@ _WATCHED_END = ("_scale", "_softcapping", "use_parallel_residual")
 
 
 def shape_from_header(header: GgufHeader, rope_factors: Sequence[float] | None) -> ModelShape:
-    """The shape that a header describes; `rope_factors` are the numbers of rope_freqs.weight, if it is there.
+    """Return the shape that a header describes; `rope_factors` are the numbers of rope_freqs.weight, if
+    present.
 
     Raises UnsupportedModel or BadModelFile, naming the key or tensor.
     """
@@ -171,7 +172,7 @@ def _rope_scaling(metadata: _Metadata, factors: Sequence[float] | None) -> RopeS
 
 
 def _stretch(metadata: _Metadata) -> float:
-    """What all frequencies are divided by. Its first name was `rope.scale_linear`; 0 is "not set"."""
+    """Return the divisor of all frequencies. Its first name was `rope.scale_linear`; 0 is "not set"."""
     for name in ("rope.scaling.factor", "rope.scale_linear"):
         if (given := metadata.number(name)) is not None:
             return (metadata.positive(name) if given else None) or 1.0
@@ -197,7 +198,7 @@ def _yarn(metadata: _Metadata) -> RopeScaling:
 
 
 def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape) -> None:
-    """Raises UnsupportedModel for a key that would change the numbers and that nobody reads."""
+    """Raise UnsupportedModel for a key that would change the numbers and is not read."""
     for name, value in metadata.items():
         if name in _READ or not (name.startswith(_WATCHED_BEGIN) or name.endswith(_WATCHED_END)):
             continue
@@ -207,7 +208,7 @@ def _refuse_what_is_not_computed(metadata: _Metadata, shape: ModelShape) -> None
 
 
 def _neutral(name: str, shape: ModelShape) -> tuple[float, ...]:
-    """The values of a key that change nothing."""
+    """Return the values of a key that change nothing."""
     scaling = shape.rope_scaling
     yarn = scaling is not None and scaling.kind == "yarn"
     match name:

@@ -25,7 +25,7 @@ _NAMES = (
 def read_kv_scales(
     shape: ModelShape, has: Callable[[str], bool], read: Callable[[str], torch.Tensor]
 ) -> torch.Tensor | None:
-    """Float32 `[layers, 2 (keys, values), kv_heads]`; None where the first layer has none.
+    """Return float32 `[layers, 2 (keys, values), kv_heads]`; None where the first layer has none.
 
     Raises BadModelFile for a layer without, for scales of another number of heads, and for one that is not a
     positive number.
@@ -42,12 +42,12 @@ def read_kv_scales(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a scale of the KV cache."""
+    """Return whether a tensor of a checkpoint is a scale of the KV cache."""
     return name.endswith(tuple(f".{scale}" for pair in _NAMES for scale in pair))
 
 
 def only_the_cache_is_quantised(quantization: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` speaks of the KV cache alone: the weights are full numbers then."""
+    """Return whether a `quantization_config` is about the KV cache alone, with weights as full numbers."""
     method, groups = quantization.get("quant_method"), quantization.get("config_groups")
     return method == "compressed-tensors" and bool(quantization.get("kv_cache_scheme")) and not groups
 

@@ -19,11 +19,10 @@ from diptych.engine.weights.block_quantised import (
     multiplied_together,
 )
 from diptych.engine.weights.canonical import BadModelFile, Checkpoint, Matrix, assemble
-from diptych.engine.weights.hf_config import eos_ids, read_config, shape_from_config
+from diptych.engine.weights.hf_config import eos_token_ids, read_config, shape_from_config
 from diptych.engine.weights.kv_scales import is_kv_scale, read_kv_scales
-from diptych.engine.weights.quantisation_check import refuse_quantised
 from diptych.engine.weights.quantised import Codes, Scheme, scheme_of
-from diptych.engine.weights.unexpected_tensors import refuse_leftovers
+from diptych.engine.weights.unexpected_tensors import refuse_quantised, refuse_unexpected_tensors
 
 _MODEL_NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -59,7 +58,7 @@ _MATRICES = tuple(
 
 
 def keeps_blocks(folder: Path) -> bool:
-    """Whether a folder's matrices can be kept in quantised blocks.
+    """Return whether a folder's matrices can be kept in quantised blocks.
 
     Raises UnsupportedModel or BadModelFile.
     """
@@ -68,7 +67,7 @@ def keeps_blocks(folder: Path) -> bool:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Size of the files that hold a folder's weights."""
+    """Return the size of the files that hold a folder's weights."""
     return sum(path.stat().st_size for path in _weight_files(folder) if path.exists())
 
 
@@ -86,7 +85,7 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
     tied = bool(config.get("tie_word_embeddings")) and not _own_head(tensors, scheme)
     shape = shape_from_config(config, tied=tied)
     names = dtypes if scheme is None else _of_full_numbers(dtypes, scheme, tensors)
-    refuse_leftovers(filter(_may_be_left, names), shape, _LAYER_PREFIX, _LAYER_NAMES)
+    refuse_unexpected_tensors(filter(_only_shape_decides, names), shape, _LAYER_PREFIX, _LAYER_NAMES)
     matrices = _Matrices(tensors, scheme, precision, tied=tied)
 
     def read(name: str) -> Matrix:
@@ -95,15 +94,16 @@ def read_folder(folder: Path, precision: Precision) -> Checkpoint:
         stored = "embed" if name == "head" and tied else name
         return in_precision(name, tensors.read(_stored_name(stored)), precision)
 
-    eos = eos_ids(_json_object(folder / "generation_config.json"), config)
+    eos = eos_token_ids(_json_object(folder / "generation_config.json"), config)
     own_head = not tied or precision not in PLAIN
     weights = assemble(shape, read, own_head=own_head)
     return Checkpoint(shape, weights, eos, read_kv_scales(shape, tensors.has, tensors.read))
 
 
-def _may_be_left(name: str) -> bool:
-    """Whether only the shape can say that a tensor is read. The angles are ours to make, and what lies beside
-    the model (a value head, say) is no part of it.
+def _only_shape_decides(name: str) -> bool:
+    """Return whether only the shape can say that a tensor is read.
+
+    Angles are computed here, and tensors beside the model (a value head, say) are no part of it.
     """
     if not name.startswith(("model.", "lm_head.")) or name in _MODEL_NAMES.values():
         return False
@@ -111,7 +111,7 @@ def _may_be_left(name: str) -> bool:
 
 
 def _of_full_numbers(names: Iterable[str], scheme: Scheme, tensors: _TensorFiles) -> Iterator[str]:
-    """The tensors that the folder would have if it were not quantised."""
+    """Yield the tensors that the folder would have if it were not quantised."""
     for name in names:
         matrix = scheme.matrix_of(name)
         if matrix is not None and matrix.endswith(_MATRICES):
@@ -130,7 +130,7 @@ class _Matrices:
         self._tensors, self._scheme, self._precision, self._tied = tensors, scheme, precision, tied
 
     def read(self, name: str) -> Matrix | None:
-        """One of them as the precision stores it; None if it is not quantised."""
+        """Read a matrix as the precision stores it; None if it is not quantised."""
         if self._scheme is None or not self._is_quantised(name, self._scheme):
             return None
         matrix = _matrix_of(name)
@@ -145,7 +145,7 @@ class _Matrices:
         return in_precision(name, found, self._precision)
 
     def _kept(self, name: str, codes: Codes, scheme: Scheme) -> Matrix | None:
-        """In the file's own codes, if the precision has them and all that is multiplied together can."""
+        """Return the file's own codes, if the precision has them and all that is multiplied together can."""
         if self._precision in PLAIN or not scheme.keeps_codes:
             return None
         if not all(self._is_quantised(other, scheme) for other in multiplied_together(name)):
@@ -158,8 +158,9 @@ class _Matrices:
 
 
 def _own_head(tensors: _TensorFiles, scheme: Scheme | None) -> bool:
-    """Whether there is an output matrix that is not the embedding once more: then it counts, as it does for
-    transformers, though the config ties them.
+    """Return whether there is an output matrix that is not the embedding once more.
+
+    It counts then, as it does for transformers, though the config ties them.
     """
     head, embed = _MODEL_NAMES["head"], _MODEL_NAMES["embed"]
     if scheme is not None and scheme.is_quantised(_matrix_of("head"), tensors):
@@ -182,7 +183,7 @@ def _matrix_of(name: str) -> str:
 
 
 class _TensorFiles:
-    """All tensors of a folder by name, each read when asked for."""
+    """The tensors of a folder by name, each read when asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
@@ -194,7 +195,7 @@ class _TensorFiles:
             self._files |= dict.fromkeys(handle.keys(), handle)
 
     def dtypes(self) -> dict[str, str]:
-        """The type of each tensor, as safetensors names it: the headers say, no data is read."""
+        """Return the type of each tensor, as safetensors names it, from the headers alone."""
         return {name: handle.get_slice(name).get_dtype() for name, handle in self._files.items()}
 
     def has(self, name: str) -> bool:
@@ -208,7 +209,7 @@ class _TensorFiles:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """One file counts before an index, as for transformers: an earlier model may have left the index."""
+    """Return the files with weights; one file precedes an index, which an earlier model may have left."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
         return [whole]

@@ -18,12 +18,12 @@ from google.protobuf.duration_pb2 import Duration
 from diptych.runtime.errors import InvalidParameter, NoReadyWorker, UnknownWorker
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
-from gateway.admission.admission import AdmissionQueue
+from gateway.admission.queue import AdmissionQueue
 from gateway.call import Calls
 from gateway.frontends.admin.worker_status import worker_status
 from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, plain
-from gateway.model.model_card import ModelCard
-from gateway.worker_pool.worker import Worker
+from gateway.model.served_model import ModelCard
+from gateway.worker_pool.registry import Worker
 from gateway.worker_pool.worker_pool import WorkerPool
 
 FLUSH_TIMEOUT_S = 5.0
@@ -71,7 +71,7 @@ class Operations:
             model=card.name,
             model_digest=self._identity.model_digest,
             max_context_length=card.max_context,
-            kv_block_size=self._fleet.roster.block_size() or 0,
+            kv_block_size=self._fleet.registry.block_size() or 0,
             ready=ready,
             draining=draining,
             directory_connected=connected,
@@ -101,7 +101,7 @@ class Operations:
         grace_s = None
         if request.HasField("grace"):
             grace_s = _seconds("grace", request.grace, 0.0, MAX_GRACE_S)
-        worker.link.send(worker.link.wire.drain(grace_s))
+        worker.link.send(worker.link.codec.build_drain(grace_s))
         return pb.DrainWorkerResponse()
 
     async def flush_prefix_cache(self, request: pb.FlushPrefixCacheRequest) -> pb.FlushPrefixCacheResponse:
@@ -109,13 +109,13 @@ class Operations:
         if request.worker_id:
             chosen = [self._linked(self._find(request.worker_id))]
         else:
-            chosen = list(self._fleet.roster.linked())
+            chosen = list(self._fleet.registry.linked())
         counts = await asyncio.gather(*(self._flush(worker) for worker in chosen))
         return pb.FlushPrefixCacheResponse(blocks=sum(counts))
 
     async def _flush(self, worker: Worker) -> int:
-        number, answer = self._fleet.flushes.ask(worker.record.worker_id)
-        worker.link.send(worker.link.wire.flush(number))
+        number, answer = self._fleet.pending_flushes.add(worker.record.worker_id)
+        worker.link.send(worker.link.codec.build_flush(number))
         try:
             return await asyncio.wait_for(answer, FLUSH_TIMEOUT_S)
         except TimeoutError:
@@ -124,12 +124,12 @@ class Operations:
     def _status(self) -> list[pb.WorkerInfo]:
         now = asyncio.get_running_loop().time()
         slow = partial(self._fleet.ejections.reason, now=time.monotonic())
-        return worker_status(self._fleet.roster, self._fleet.strangers(), now, slow)
+        return worker_status(self._fleet.registry, self._fleet.other_models(), now, slow)
 
     def _find(self, worker_id: str) -> Worker:
         if not worker_id:
             raise InvalidParameter("worker_id", "is required")
-        for worker in self._fleet.roster:
+        for worker in self._fleet.registry:
             if worker.record.worker_id == worker_id:
                 return worker
         raise UnknownWorker(worker_id)

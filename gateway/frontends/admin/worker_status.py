@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from diptych.runtime.discovery.records import WorkerRecord
 from diptych.v1 import admin_pb2 as pb
 from gateway.worker_pool.codec import Load
-from gateway.worker_pool.worker import Worker
+from gateway.worker_pool.registry import Worker
 
 _ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
 
@@ -26,7 +26,7 @@ def worker_status(
     Args:
         workers: those that the gateway wants to work with.
         other_models: those of the directory that serve another model.
-        now: on the event loop's clock, as `Link.heard_at`.
+        now: on the event loop's clock, as `Link.last_seen`.
         slow: why a worker is ejected or on probation, or an empty text.
     """
     known = list(workers)
@@ -47,8 +47,8 @@ def _info(worker: Worker, others: Sequence[Worker], now: float, slow: Callable[[
         detail=detail,
         load=_load(worker.load),
     )
-    if worker.link.heard_at is not None:
-        info.since_heartbeat.FromNanoseconds(round(max(now - worker.link.heard_at, 0.0) * 1e9))
+    if worker.link.last_seen is not None:
+        info.since_heartbeat.FromNanoseconds(round(max(now - worker.link.last_seen, 0.0) * 1e9))
     return info
 
 

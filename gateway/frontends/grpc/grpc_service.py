@@ -22,7 +22,7 @@ from diptych.runtime import trace_context
 from diptych.runtime.errors import DiptychError
 from diptych.runtime.status import REQUEST_ID_TRAILER, abort
 from diptych.v1 import inference_pb2 as pb
-from gateway.access.caller import Caller, anonymous
+from gateway.access.access import Caller, anonymous
 from gateway.call import Call, Calls
 from gateway.request.validation import parse_message
 

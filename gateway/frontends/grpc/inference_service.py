@@ -10,19 +10,19 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
 from gateway.frontends.grpc.grpc_service import Body, add_service, plain
 from gateway.generate import Generator
-from gateway.text_rpcs import TextRpcs
+from gateway.tokenizer_service import TokenizerService
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["InferenceService"]
 SERVICE = DESCRIPTOR.full_name
 
 
 def add_inference_service(
-    server: grpc.aio.Server, calls: Calls, generator: Generator, text: TextRpcs
+    server: grpc.aio.Server, calls: Calls, generator: Generator, text: TokenizerService
 ) -> None:
     """Register every RPC of the public service."""
     bodies: dict[str, Body] = {
         "StreamGenerate": partial(generator.stream, resumable=True),
-        "Generate": generator.whole,
+        "Generate": generator.collect,
         "Tokenize": text.tokenize,
         "Detokenize": text.detokenize,
         "ListModels": plain(text.list_models),

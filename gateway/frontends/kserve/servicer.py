@@ -32,7 +32,7 @@ from gateway.frontends.kserve.request import (
     with_client_field,
 )
 from gateway.generate import Generator
-from gateway.model.model_card import ModelCard
+from gateway.model.served_model import ModelCard
 from gateway.request import field_checks
 from gateway.request.validation import parse_message
 
@@ -103,7 +103,7 @@ class KServeServicer:
         asked = read_request(message, streaming=False)
         _limit_time(call, asked)
         try:
-            return answer.whole(await self._generator.whole(asked.request, call), asked)
+            return answer.whole(await self._generator.collect(asked.request, call), asked)
         except DiptychError as error:
             raise with_client_field(error, asked.names) from error
 
@@ -147,7 +147,7 @@ class KServeServicer:
                 if asked.stream:
                     await self._generator.stream(asked.request, call)
                 else:
-                    await call.write(await self._generator.whole(asked.request, call))
+                    await call.write(await self._generator.collect(asked.request, call))
         except DiptychError as error:
             await call.fail(with_client_field(error, names))
 

@@ -12,7 +12,7 @@ from gateway.cooperative_yield import Yielder
 from gateway.frontends.openai.answer import Answer, ids_inside, inside
 from gateway.frontends.openai.logprobs import LISTS, TextOffsets, completion_lists, prompt_offsets
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.output.utf8_text import Utf8Text
+from gateway.output.detokenizer import Utf8Text
 from gateway.request.validation import skips_special
 
 

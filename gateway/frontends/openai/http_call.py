@@ -203,7 +203,7 @@ class PromptCall(Call):
         self.prompt = prompt
 
     @property
-    def charges(self) -> Charge:
+    def quota_usage(self) -> Charge:
         return self._charges
 
     async def write(self, message: pb.GenerateResponse) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder, slices
 from gateway.frontends.openai.answer import inside, joined
-from gateway.output.utf8_text import Utf8Text
+from gateway.output.detokenizer import Utf8Text
 
 
 class TextOffsets:
@@ -107,7 +107,7 @@ def prompt_offsets(
     """
     spaces = _leading_spaces(_data(item) for item in items if not special(item.token_id))
     added = spaces > _leading_spaces([text.encode("utf-8")])
-    return TextOffsets(Utf8Text(left_out=" " if added else ""), special)
+    return TextOffsets(Utf8Text(omitted_prefix=" " if added else ""), special)
 
 
 def _leading_spaces(pieces: Iterable[bytes]) -> int:

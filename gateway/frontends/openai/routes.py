@@ -22,8 +22,7 @@ from diptych.runtime.errors import DiptychError, InvalidParameter
 from diptych.runtime.http_edge import read_body
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.access.batch_quota import BatchQuota
-from gateway.access.quota import QuotaUsage
+from gateway.access.quota import BatchQuota, QuotaUsage
 from gateway.call import REJECTIONS, Calls
 from gateway.frontends.openai.answer import Answer
 from gateway.frontends.openai.chat_answer import ChatAnswer
@@ -39,7 +38,7 @@ from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
 from gateway.request.field_checks import request_id
 from gateway.request.json_values import parse_body
-from gateway.text_rpcs import TextRpcs
+from gateway.tokenizer_service import TokenizerService
 
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
 _MODELS: Final = "/v1/models"
@@ -63,7 +62,7 @@ class OpenAIRoutes:
     """
 
     def __init__(
-        self, calls: Calls, generator: Generator, text: TextRpcs, model: ServedModel, digest: str
+        self, calls: Calls, generator: Generator, text: TokenizerService, model: ServedModel, digest: str
     ) -> None:
         self._calls = calls
         self._generator = generator
@@ -129,11 +128,11 @@ class OpenAIRoutes:
         if asked.stream:
             await self._generator.stream(builder.request, call)
             return []
-        return [await self._generator.whole(builder.request, call)]
+        return [await self._generator.collect(builder.request, call)]
 
     async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
         """Generate for all prompts at once; the first that fails ends the others."""
-        meter = self._meter(call.caller.meter, len(asked.builders))
+        meter = self._meter(call.caller.quota_usage, len(asked.builders))
         served = True
         try:
             return await self._parts(call, asked, meter)
@@ -146,7 +145,7 @@ class OpenAIRoutes:
     async def _parts(
         self, call: HttpCall, asked: HttpGenerateRequest, meter: BatchQuota
     ) -> list[pb.GenerateResponse]:
-        call.name(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
+        call.set_request_id(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
             builder = asked.builders[prompt]
@@ -156,7 +155,7 @@ class OpenAIRoutes:
                     if asked.stream:
                         await self._generator.stream(builder.request, part)
                         return None
-                    return await self._generator.whole(builder.request, part)
+                    return await self._generator.collect(builder.request, part)
             except DiptychError:
                 call.names = builder.names
                 raise

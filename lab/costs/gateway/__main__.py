@@ -1,4 +1,4 @@
-"""`python -m lab.costs.gateway`: start each system, measure its doors, print and write the tables."""
+"""`python -m lab.costs.gateway`: start each system, measure its APIs, print and write the tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import uvloop
 
 import lab.costs.gateway as package
 from diptych.bench.cpu_time import CpuTime
-from lab.costs.gateway.measure import DOORS, Sample, by_turns
+from lab.costs.gateway.measure import APIS, Sample, by_turns
 from lab.costs.gateway.report import markdown
 from lab.costs.gateway.systems import SYSTEMS
 
@@ -36,7 +36,7 @@ async def _measured(system: str, options: argparse.Namespace) -> list[Sample]:
     async with SYSTEMS[system](options.step / 1000) as target:
         return await by_turns(
             target,
-            options.door or list(DOORS),
+            options.api or list(APIS),
             streams=options.streams,
             tokens=options.tokens,
             rounds=options.rounds,
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--system", action="append", choices=SYSTEMS, help="default: both")
-    add("--door", action="append", choices=DOORS, help="default: all")
+    add("--api", action="append", choices=APIS, help="default: all")
     add("--streams", type=int, default=16, help="requests at a time")
     add("--tokens", type=int, default=256, help="of each answer")
     add("--step", type=float, default=15.0, help="milliseconds between two tokens of played workers")

@@ -1,4 +1,4 @@
-"""The doors of one gateway by turns: tokens a second, CPU time a token, and the pace of streams."""
+"""APIs of one gateway by turns: tokens a second, CPU time a token, and the pace of streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKEN_IDS = range(1000, 40_000)
 WARM_UP_TOKENS = 16
 IDLE_S = 2.0
 
-DOORS: dict[str, Callable[[Target], Any]] = {
+APIS: dict[str, Callable[[Target], Any]] = {
     "grpc": lambda target: GrpcBackend(f"127.0.0.1:{target.grpc_port}", Asking()),
     "kserve": lambda target: KServeBackend(f"127.0.0.1:{target.grpc_port}", Asking()),
     "openai": lambda target: OpenAIBackend(f"http://127.0.0.1:{target.http_port}", "completions", Asking()),
@@ -33,9 +33,9 @@ DOORS: dict[str, Callable[[Target], Any]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One round at one door."""
+    """Figures of one round of one API."""
 
-    door: str
+    api: str
     tokens_per_s: float
     cpu_us_per_token: float  # of the gateway's process
     itl_p50_ms: float
@@ -43,10 +43,10 @@ class Sample:
 
 
 async def by_turns(
-    target: Target, doors: Sequence[str], *, streams: int, tokens: int, rounds: int
+    target: Target, apis: Sequence[str], *, streams: int, tokens: int, rounds: int
 ) -> list[Sample]:
-    """``rounds`` of each door, interleaved, so that the machine's drift meets all alike."""
-    backends = {door: DOORS[door](target) for door in doors}
+    """Measure ``rounds`` of each API, interleaved, so that the machine's drift meets all alike."""
+    backends = {api: APIS[api](target) for api in apis}
     try:
         for backend in backends.values():
             await _answers(backend, _requests("warm-up", streams, WARM_UP_TOKENS))
@@ -54,11 +54,9 @@ async def by_turns(
         await asyncio.sleep(IDLE_S)
         idle_share = (cpu_s(target.pid) - before) / IDLE_S
         return [
-            await _sample(
-                door, backends[door], target.pid, idle_share, _requests(f"{door}{n}", streams, tokens)
-            )
+            await _sample(api, backends[api], target.pid, idle_share, _requests(f"{api}{n}", streams, tokens))
             for n in range(rounds)
-            for door in doors
+            for api in apis
         ]
     finally:
         for backend in backends.values():
@@ -66,7 +64,7 @@ async def by_turns(
 
 
 async def _sample(
-    door: str, backend: Any, pid: int, idle_share: float, requests: Sequence[BenchRequest]
+    api: str, backend: Any, pid: int, idle_share: float, requests: Sequence[BenchRequest]
 ) -> Sample:
     began, used = time.monotonic(), cpu_s(pid)
     replies = await _answers(backend, requests)
@@ -76,7 +74,7 @@ async def _sample(
         later - earlier for reply in replies for earlier, later in itertools.pairwise(reply.arrivals)
     )
     return Sample(
-        door,
+        api,
         count / wall,
         (used - idle_share * wall) / count * 1e6,
         percentile(gaps, 50) * 1e3,
@@ -85,7 +83,7 @@ async def _sample(
 
 
 async def _answers(backend: Any, requests: Sequence[BenchRequest]) -> list[Any]:
-    """All at once. Raises RuntimeError for an answer of another length than was asked for."""
+    """Send all requests at once. Raises RuntimeError for an answer of another length than was asked for."""
     replies = await asyncio.gather(*(backend.send(request) for request in requests))
     for request, reply in zip(requests, replies, strict=True):
         if reply.output_tokens != request.output_len:
@@ -94,6 +92,6 @@ async def _answers(backend: Any, requests: Sequence[BenchRequest]) -> list[Any]:
 
 
 def _requests(seed: str, streams: int, tokens: int) -> list[BenchRequest]:
-    """Prompts of their own for each door and round: nobody finds another's prefix in the cache."""
+    """Make prompts of their own for each API and round: none finds another's prefix in the cache."""
     rng = random.Random(seed)
     return [BenchRequest(tuple(rng.choices(TOKEN_IDS, k=PROMPT_TOKENS)), tokens) for _ in range(streams)]

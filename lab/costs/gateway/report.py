@@ -1,4 +1,4 @@
-"""The table: a line a door, medians over the rounds, and each door's throughput beside that of gRPC."""
+"""Table of the APIs: a line each, medians over the rounds, and each one's throughput beside that of gRPC."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ REFERENCE = "grpc"
 
 def markdown(samples: Sequence[Sample], title: str) -> str:
     """(smallest–largest) beside each median."""
-    doors = list(dict.fromkeys(sample.door for sample in samples))
-    by_door = {door: [sample for sample in samples if sample.door == door] for door in doors}
-    speed = {door: statistics.median(one.tokens_per_s for one in ones) for door, ones in by_door.items()}
+    apis = list(dict.fromkeys(sample.api for sample in samples))
+    by_api = {api: [sample for sample in samples if sample.api == api] for api in apis}
+    speed = {api: statistics.median(one.tokens_per_s for one in ones) for api, ones in by_api.items()}
     lines = [
-        f"{title}; medians of {len(samples) // len(doors)} interleaved rounds (smallest–largest).",
+        f"{title}; medians of {len(samples) // len(apis)} interleaved rounds (smallest–largest).",
         "",
-        f"| door | {' | '.join(heading for heading, _, _ in _COLUMNS)} | tokens/s of gRPC's |",
+        f"| api | {' | '.join(heading for heading, _, _ in _COLUMNS)} | tokens/s of gRPC's |",
         f"|---{'|---' * (len(_COLUMNS) + 1)}|",
     ]
-    for door, ones in by_door.items():
+    for api, ones in by_api.items():
         cells = [
             median_and_range([getattr(one, name) for one in ones], digits) for _, name, digits in _COLUMNS
         ]
-        share = f"{100 * speed[door] / speed[REFERENCE]:.1f}%" if REFERENCE in speed else ""
-        lines.append(f"| {door} | {' | '.join(cells)} | {share} |")
+        share = f"{100 * speed[api] / speed[REFERENCE]:.1f}%" if REFERENCE in speed else ""
+        lines.append(f"| {api} | {' | '.join(cells)} | {share} |")
     return "\n".join(lines)

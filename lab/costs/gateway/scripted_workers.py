@@ -116,7 +116,7 @@ class DecodePlayer(Player):
 
 @asynccontextmanager
 async def playing(player: Player, redis_url: str, digest: str) -> AsyncIterator[None]:
-    """The player on a port and in the directory."""
+    """Serve a scripted worker on a port and register it in the directory."""
     server = make_server(internal=True)
     player.register(server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0, False)}"
@@ -135,7 +135,7 @@ async def playing(player: Player, redis_url: str, digest: str) -> AsyncIterator[
 
 @asynccontextmanager
 async def played_workers(redis_url: str, digest: str, step_s: float) -> AsyncIterator[None]:
-    """One of each role; a token for each running request every ``step_s``."""
+    """Serve one worker of each role; each running request gets a token every ``step_s``."""
     decode = DecodePlayer(step_s)
     async with AsyncExitStack() as stack:
         for player in (PrefillPlayer(), decode):

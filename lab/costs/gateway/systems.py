@@ -1,4 +1,4 @@
-"""The two systems that doors are measured at: where to reach the gateway, and which process it is."""
+"""Systems that APIs are measured at: where to reach the gateway, and which process it is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Target:
 
 @asynccontextmanager
 async def played(step_s: float) -> AsyncIterator[Target]:
-    """A gateway between players in this process."""
+    """Start a gateway between scripted workers of this process."""
     digest = model_digest(resolve_model(BUNDLED_MODEL))
     with ValkeyServer() as valkey:
         redis_url = f"redis://127.0.0.1:{valkey.port}/0"
@@ -55,7 +55,7 @@ async def played(step_s: float) -> AsyncIterator[Target]:
 @asynccontextmanager
 async def whole(_: float) -> AsyncIterator[Target]:
     """`diptych up` on free ports."""
-    with tempfile.TemporaryDirectory(prefix="diptych-doors-") as folder:
+    with tempfile.TemporaryDirectory(prefix="diptych-apis-") as folder:
         ready = Path(folder, "ready.json")
         command = [*module_command("diptych"), "up", "--ready-file", str(ready), "--log-level", "error"]
         with _process([*command, "--grpc-port", "0", "--http-port", "0"], stdout=subprocess.DEVNULL) as child:
@@ -81,7 +81,7 @@ def _ready_gateway(child: subprocess.Popen[bytes], ready: Path) -> dict[str, int
 
 @contextmanager
 def _process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that ends with this block."""
+    """Start a child that ends with this block."""
     with subprocess.Popen(command, **options) as child:
         try:
             yield child

@@ -1,4 +1,4 @@
-"""What a whole system costs beside the bare engine: tokens a second of both, and whose CPU time a token has.
+"""Cost of a whole system beside the bare engine: tokens a second, and CPU time of a token.
 
     python -m lab.costs.service [--clients 16] [--rounds 6] [--dtype auto]
 

@@ -34,7 +34,7 @@ class BareEngine:
         self._tables = [list(range(row * each, (row + 1) * each)) for row in range(clients)]
 
     def outputs(self, seed: int) -> list[list[int]]:
-        """What the model says to the prompts of `seed`, greedily: `output_len` tokens each."""
+        """Return the greedy outputs for the prompts of `seed`: `output_len` tokens each."""
         prompts = [request.prompt for request in self._lengths.requests(self._clients, seed)]
         outputs = [
             self._drawn([self._step(row, 0, [*prompt])])  # a prompt is token ids here

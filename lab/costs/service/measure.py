@@ -41,7 +41,7 @@ class Round:
 
     @property
     def ratio_elsewhere(self) -> float:
-        """If the load generator had cores of its own: all else as it is, in the time that it took."""
+        """Return the ratio as if the load generator had cores of its own."""
         all_parts = sum(self.cpu_s.values())
         ours = sum(used for (process, _), used in self.cpu_s.items() if process != GENERATOR)
         return self.ratio * all_parts / ours
@@ -55,12 +55,12 @@ class BareProcess:
         self._tokens = size.clients * size.output_len
 
     def tokens_per_s(self, seeds: range) -> float:
-        """Of one round of prompts for each seed."""
+        """Return the rate of one round of prompts for each seed."""
         return self._tokens * len(seeds) / sum(map(self._seconds, seeds))
 
     def _seconds(self, seed: int) -> float:
         if self._child.stdin is None:
-            raise RuntimeError("nobody to ask")
+            raise RuntimeError("no server to ask")
         print(seed, file=self._child.stdin, flush=True)
         return float(_answer(self._child))
 
@@ -104,7 +104,7 @@ def by_turns(
 def _round(
     runner: asyncio.Runner, bare: BareProcess, system: RunningServer, size: Size, number: int
 ) -> Round:
-    """Who is first in one round is last in the next. Bare there are half as many prompts."""
+    """Measure both, the first of one round last in the next. The bare engine gets half as many prompts."""
     first = WARM_UP_SEED + 1 + number * size.per_client
     seeds = range(first, first + max(size.per_client // 2, 1))
     if number % 2 == 0:
@@ -119,7 +119,7 @@ def _round(
 def _served(
     runner: asyncio.Runner, system: RunningServer, size: Size, seed: int
 ) -> tuple[Run, dict[Part, float]]:
-    """A turn of the system, and the CPU time of a token by part."""
+    """Measure a turn of the system, and the CPU time of a token by part."""
     before = _cpu_of(system.pid)
     run = runner.run(closed_turn(system, size, seed))
     after = _cpu_of(system.pid)
@@ -128,7 +128,7 @@ def _served(
 
 
 def _cpu_of(pid: int) -> dict[Part, float]:
-    """Of a system and of this process, in seconds since the start."""
+    """Return the CPU seconds of a system and of this process since their start."""
     used: dict[Part, float] = {}
     for member in (*family_of(pid), os.getpid()):
         process = GENERATOR if member == os.getpid() else name_of(member)
@@ -139,7 +139,7 @@ def _cpu_of(pid: int) -> dict[Part, float]:
 
 
 def name_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """The Python module that it runs, else its program."""
+    """Return the Python module that a process runs, else its program."""
     words = (proc / str(pid) / "cmdline").read_text().split("\0")
     if "-m" in words:
         return words[words.index("-m") + 1]

@@ -39,7 +39,7 @@ def _spread(rounds: Sequence[Round], name: str) -> str:
 
 
 def _parts(rounds: Sequence[Round]) -> list[str]:
-    """A line a process, but for those that take next to nothing."""
+    """Render a line a process, but for those that take next to nothing."""
     processes = dict.fromkeys(process for one in rounds for process, _ in one.cpu_s)
     lines = []
     for process in processes:

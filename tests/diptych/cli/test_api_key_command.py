@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from diptych.cli.app import app
 from gateway.access.access import Access
-from gateway.access.caller import Scope
+from gateway.access.key_file import Scope
 
 
 def test_the_line_knows_the_key(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_the_line_knows_the_key(tmp_path: Path) -> None:
     key = made.stderr.split()[-1]
     assert key not in made.stdout
     caller = Access(path).caller(f"Bearer {key}", Scope.ADMIN)
-    assert (caller.tenant, caller.meter.quota.concurrent_requests) == ("billing", 3)
+    assert (caller.tenant, caller.quota_usage.quota.concurrent_requests) == ("billing", 3)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def log_probabilities(seed: int, prefix: Sequence[int], vocab: int) -> list[float]:
-    """A distribution that depends on all of the prefix."""
+    """Return a distribution that depends on all of the prefix."""
     rng = random.Random(f"{seed} {prefix}")
     weights = [rng.expovariate(1.0) for _ in range(vocab)]
     total = sum(weights)
@@ -59,7 +59,7 @@ def searched(seed: int, width: int, vocab: int, max_tokens: int, stop_ids: Seque
 def every_answer(
     seed: int, vocab: int, max_tokens: int, stop_ids: Sequence[int]
 ) -> dict[tuple[int, ...], float]:
-    """All complete answers with their log-probability per token."""
+    """Return all complete answers with their log-probability per token."""
     open_ends, complete = {(): 0.0}, {}
     for length in range(1, max_tokens + 1):
         longer = {}
@@ -134,7 +134,7 @@ def test_a_stop_beyond_the_first_width_is_not_kept() -> None:
     assert [beam.token_ids for beam in search.result(1)] == [(9,)]
 
 
-def test_it_is_over_when_no_live_beam_is_better_than_the_worst_answer() -> None:
+def test_search_ends_when_no_live_beam_beats_the_worst_answer() -> None:
     search = BeamSearch(1, stop_ids=[9], max_tokens=50)
     assert search.first(candidates_of(t9=-0.5, t1=-0.6)) == []
     assert search.done
@@ -144,7 +144,7 @@ def test_it_is_over_when_no_live_beam_is_better_than_the_worst_answer() -> None:
     assert [beam.token_ids for beam in search.result(1)] == [(1, 9)]
 
 
-def test_rules_that_allow_fewer_answers_repeat_the_last() -> None:
+def test_processors_that_allow_fewer_answers_repeat_the_last() -> None:
     search = BeamSearch(3, stop_ids=[9], max_tokens=2)
     search.first(candidates_of(t1=-1.0))
     search.advance([candidates_of(t9=-1.0, t2=-2.0)])
@@ -163,7 +163,7 @@ def test_scores_travel_with_their_tokens() -> None:
     assert search.result(1) == [Beam((1, 2), -1.5, (one, two))]
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_beam_search_refuses_bad_arguments() -> None:
     for width, max_tokens in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match="at least one"):
             BeamSearch(width, stop_ids=[], max_tokens=max_tokens)
@@ -284,7 +284,7 @@ def test_answers_and_scores_are_those_of_transformers(
         ({"min_tokens": 11}, {"min_new_tokens": 11}),
     ],
 )
-def test_rules_change_the_beams_as_in_transformers(
+def test_logits_processors_change_the_beams_as_in_transformers(
     oracle: Any, model: Model, rules: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     rules = dict(rules)
@@ -316,7 +316,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
         assert all(score and len(score.top) == 2 for score in beam.scores)
 
 
-def test_one_allowed_answer_and_none(model: Model) -> None:
+def test_generate_beams_of_one_allowed_answer_and_of_none(model: Model) -> None:
     only = SamplingParams(temperature=0.0, allowed_token_ids=(7,))
     assert [beam.token_ids for beam in ours(model, [1, 2], 3, (), only, max_tokens=4)] == [(7,) * 4] * 3
     nothing = SamplingParams(temperature=0.0, allowed_token_ids=(7,), bad_words=((7,),))

@@ -1,4 +1,4 @@
-"""Which device a worker takes, and what it leaves of it."""
+"""Choice of the device, and the memory that a KV pool leaves of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_pool_takes_its_share_and_leaves_what_is_not_free() -> None:
     whole = room()
     assert 69 * GIB < whole < 70 * GIB
     assert room(utilization=0.45) == whole - 45 * GIB
-    assert room(free=30 * GIB) == whole - 40 * GIB  # somebody else is on this GPU
+    assert room(free=30 * GIB) == whole - 40 * GIB  # another process is on this GPU
     assert room(recordings=10) < whole
     assert room(temporaries=3 * GIB) == whole - 3 * GIB
     assert room(utilization=0.1) <= 0

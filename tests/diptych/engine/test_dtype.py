@@ -1,4 +1,4 @@
-"""What `--dtype auto` takes."""
+"""Precision that `--dtype auto` chooses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from diptych.engine.dtype import Precision, choose_precision, stored_dtype
         (False, True, {"avx512f", "avx512_fp16"}, "fp32"),
     ],
 )
-def test_auto(quantised_file: bool, native: bool, features: set[str], expected: Precision) -> None:
+def test_choose_precision_of_auto_by_file_and_cpu(
+    quantised_file: bool, native: bool, features: set[str], expected: Precision
+) -> None:
     chosen = choose_precision(quantised_file=quantised_file, native=native, cpu_features=features)
     assert chosen == expected
 

@@ -73,7 +73,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 def save(config: PreTrainedConfig, folder: Path) -> Any:
-    """A random model of `config` in `folder`; returns transformers' own."""
+    """Save a random model of `config` in `folder` and return transformers' own."""
     torch.manual_seed(11)
     oracle = AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_trained_length_beside_the_scaling_counts_as_for_transformers(
 
 
 def test_a_mistral_whose_layers_differ_is_a_ministral(tmp_path: Path) -> None:
-    """So transformers takes a config that says mistral and which of its layers have the window."""
+    """transformers reads a config so that says mistral and which of its layers have the window."""
     save(CONFIGS["mistral"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"sliding_window": 19, "layer_types": MIXED}
@@ -164,7 +164,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(backend: BackendChoic
     assert (got - exact).norm() < 1.5 * (peer - exact).norm()
 
 
-def test_what_auto_falls_back_to_is_said_as_a_warning(
+def test_auto_warns_when_it_falls_back_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> NoReturn:
@@ -191,7 +191,7 @@ def test_sharded_folders_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def test_what_is_not_computed_is_named(tmp_path: Path) -> None:
+def test_load_model_names_what_is_not_computed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_model(tmp_path / "nowhere", torch.float32, backend="torch")
     LlamaConfig(**ODD, hidden_act="gelu").save_pretrained(tmp_path)

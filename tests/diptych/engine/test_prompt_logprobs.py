@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from diptych.engine.batch import BatchError, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.loaded_model import Model, load_model
-from diptych.engine.prompt_logprobs import all_logits, log_probabilities, score
+from diptych.engine.prompt_logprobs import prompt_logits, prompt_logprobs, target_logprobs
 from diptych.engine.runner import Runner
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, sample
 
@@ -48,7 +48,7 @@ def text(count: int) -> list[int]:
 
 def scored(model: Model, tokens: list[int], chunk: int) -> np.ndarray:
     memory = KVMemory(model.kv_layout(16), 6)
-    return score(Runner(model, 1), memory, [4, 1, 5, 0, 2, 3], tokens, chunk)
+    return prompt_logprobs(Runner(model, 1), memory, [4, 1, 5, 0, 2, 3], tokens, chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
@@ -74,7 +74,7 @@ def test_a_sampled_token_has_the_same_log_probability(model: Model) -> None:
 
 def test_chunks_come_in_order_with_a_row_for_each_token(model: Model) -> None:
     memory = KVMemory(model.kv_layout(16), 4)
-    parts = list(all_logits(Runner(model, 1), memory, range(4), text(37), 16))
+    parts = list(prompt_logits(Runner(model, 1), memory, range(4), text(37), 16))
     assert [(start, tuple(logits.shape)) for start, logits in parts] == [
         (0, (16, VOCAB)),
         (16, (16, VOCAB)),
@@ -99,11 +99,11 @@ def test_a_text_that_does_not_fit_is_refused(model: Model) -> None:
 def test_extreme_logits_neither_overflow_nor_lose_the_rest() -> None:
     logits = torch.tensor([[1e30, 0.0, -1e30], [-200.0, -201.0, -202.0], [0.0, float("-inf"), 0.0]])
     expected = [0.0, -1.4076059, float("-inf")]
-    assert log_probabilities(logits, [0, 1, 1]) == pytest.approx(expected)
+    assert target_logprobs(logits, [0, 1, 1]) == pytest.approx(expected)
 
 
 def test_rows_that_are_not_finite_give_nan_and_spare_their_neighbours() -> None:
     logits = torch.tensor([[float("nan"), 0.0], [float("inf"), 0.0], [0.0, 0.0], [9.0, 9.0]])
-    scores = log_probabilities(logits, [0, 1, 1])
+    scores = target_logprobs(logits, [0, 1, 1])
     assert np.isnan(scores[:2]).all()
     assert scores[2] == pytest.approx(np.log(0.5))

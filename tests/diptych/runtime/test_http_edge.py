@@ -179,7 +179,7 @@ async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
         return web.Response(status=418)
 
     http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, door=door, max_body_bytes=1 << 20
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=door, max_body_bytes=1 << 20
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -284,7 +284,7 @@ async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
         await response.write_eof(b"over")
         return response
 
-    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, door=door)
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=door)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")

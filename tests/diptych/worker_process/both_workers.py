@@ -35,7 +35,7 @@ from kvtransfer.protocol.lease import LeaseTimes
 from kvtransfer.transports.pool_memory import allocate_pool
 from prefill_worker.engine_loop import EngineLoop as PrefillLoop
 from prefill_worker.request import PrefillRequest
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import shape_of, weights_of
 
 BLOCK = 4
@@ -66,7 +66,7 @@ def launching_model() -> Model:
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
-    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", MEANINGS)
+    backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
     return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from diptych.engine.beam_search import Beam
-from diptych.engine.generate import generate_choices, prompt_scores
+from diptych.engine.generate import generate_choices, prompt_token_logprobs
 from diptych.engine.generate_beams import generate_beams
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -64,4 +64,4 @@ def beams(
 
 
 def scores_of_prompt(prompt: Sequence[int], count: int) -> list[TokenLogprob]:
-    return prompt_scores(*_engine(80), prompt, count)
+    return prompt_token_logprobs(*_engine(80), prompt, count)

@@ -42,13 +42,13 @@ def test_every_knob_of_sampling_is_read() -> None:
     assert attempt.params == SamplingParams(
         0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 1.5, logprobs=0
     )
-    assert len(attempt.params.rules) == 5, "each of them is applied"
+    assert len(attempt.params.logits_processors) == 5, "each of them is applied"
 
 
 def test_absent_is_off() -> None:
     attempt = read(work_pb2.Sampling(**OFF))  # type: ignore[arg-type]
     assert attempt.params == SamplingParams(temperature=0.0)
-    assert attempt.params.rules == ()
+    assert attempt.params.logits_processors == ()
     assert attempt.prompt_logprobs is None
     assert attempt.grammar is None
     assert (attempt.prompt_ids, attempt.delivered_ids) == ([5, 6, 7], [8])

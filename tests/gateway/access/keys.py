@@ -1,4 +1,4 @@
-"""A file of API keys for a test, and the headers that go with them."""
+"""Key file of a test, and the authorization headers of its keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Keys:
         self.write()
 
     def write(self, text: str | None = None) -> None:
-        """By replacing it, as operators' tools do."""
+        """Replace the file, as operators' tools do."""
         fresh = self.path.with_suffix(".new")
         lines = [json.dumps(entry) for entry in self.entries.values()]
         fresh.touch(0o600)

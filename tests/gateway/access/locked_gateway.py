@@ -1,4 +1,4 @@
-"""A gateway that asks for keys, and calls to it with and without one."""
+"""Gateway that requires API keys, and calls to it with and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a header to a caller, and what happens when the file changes."""
+"""Authentication of a header, and changes of the key file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from diptych.runtime.errors import PermissionDenied, Unauthenticated
-from gateway.access.access import Access
-from gateway.access.caller import DEFAULT_TENANT, Scope
-from gateway.access.key_file import BadKeyFile
+from gateway.access.access import DEFAULT_TENANT, Access
+from gateway.access.key_file import BadKeyFile, Scope
 from tests.gateway.access.keys import Keys
 
 
@@ -30,12 +29,12 @@ def _eager(path: Path) -> object:
     return FileWatch(path, every_s=0.0)
 
 
-def test_without_a_file_everybody_is_one_tenant() -> None:
+def test_access_without_a_key_file_is_anonymous() -> None:
     caller = Access(None).caller("Bearer anything", Scope.ADMIN)
     assert (caller.tenant, caller.scopes) == (DEFAULT_TENANT, {Scope.ADMIN, Scope.INFERENCE})
 
 
-def test_a_key_says_whose_call_it_is(keys: Keys) -> None:
+def test_key_determines_the_caller(keys: Keys) -> None:
     acme, admin = keys.add("acme"), keys.add("ops", "admin")
     access = Access(keys.path)
     assert access.caller(f"Bearer {acme}", Scope.INFERENCE).tenant == "acme"
@@ -48,7 +47,7 @@ def test_a_key_says_whose_call_it_is(keys: Keys) -> None:
 @pytest.mark.parametrize(
     "shape", ["", "Bearer", "Bearer ", "{key}", "Basic {key}", "Bearer {key}x", "Bearer \udcff", "Bearer é"]
 )
-def test_anything_else_is_nobody(keys: Keys, shape: str) -> None:
+def test_invalid_credential_is_unauthenticated(keys: Keys, shape: str) -> None:
     key = keys.add("acme")
     with pytest.raises(Unauthenticated) as caught:
         Access(keys.path).caller(shape.format(key=key), Scope.INFERENCE)
@@ -56,21 +55,21 @@ def test_anything_else_is_nobody(keys: Keys, shape: str) -> None:
 
 
 @pytest.mark.usefixtures("always_look")
-def test_keys_come_and_go_while_it_runs(keys: Keys) -> None:
+def test_key_file_changes_apply_while_running(keys: Keys) -> None:
     first = keys.add("acme", requests_per_minute=10)
     access = Access(keys.path)
-    meter = access.caller(f"Bearer {first}", Scope.INFERENCE).meter
+    meter = access.caller(f"Bearer {first}", Scope.INFERENCE).quota_usage
     second = keys.add("other")
     assert access.caller(f"Bearer {second}", Scope.INFERENCE).tenant == "other"
-    assert access.caller(f"Bearer {first}", Scope.INFERENCE).meter is meter  # what was used stays used
+    assert access.caller(f"Bearer {first}", Scope.INFERENCE).quota_usage is meter  # what was used stays used
     keys.remove(first)
     with pytest.raises(Unauthenticated):
         access.caller(f"Bearer {first}", Scope.INFERENCE)
 
 
 @pytest.mark.usefixtures("always_look")
-@pytest.mark.parametrize("fault", ["a bad line", "gone", "for everybody"])
-def test_a_file_that_became_bad_leaves_the_keys(
+@pytest.mark.parametrize("fault", ["a bad line", "gone", "world-readable"])
+def test_bad_key_file_keeps_the_previous_keys(
     keys: Keys, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     key, leaked = keys.add("acme"), keys.add("other")
@@ -80,7 +79,7 @@ def test_a_file_that_became_bad_leaves_the_keys(
         keys.path.unlink()
     else:
         keys.write("{}" if fault == "a bad line" else None)
-        keys.path.chmod(0o644 if fault == "for everybody" else 0o600)
+        keys.path.chmod(0o644 if fault == "world-readable" else 0o600)
     for one, tenant in ((key, "acme"), (leaked, "other")):
         assert access.caller(f"Bearer {one}", Scope.INFERENCE).tenant == tenant
     (said,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -89,7 +88,7 @@ def test_a_file_that_became_bad_leaves_the_keys(
 
 
 @pytest.mark.usefixtures("always_look")
-def test_a_key_that_was_taken_out_is_dead_once_the_file_can_be_read(keys: Keys) -> None:
+def test_removed_key_is_refused_once_the_file_is_readable(keys: Keys) -> None:
     key, leaked = keys.add("acme"), keys.add("other")
     access = Access(keys.path)
     keys.remove(leaked)
@@ -102,13 +101,13 @@ def test_a_key_that_was_taken_out_is_dead_once_the_file_can_be_read(keys: Keys) 
 
 
 @pytest.mark.usefixtures("always_look")
-@pytest.mark.parametrize("text", ["", "# nobody\n"])
-def test_when_the_last_key_is_taken_out_nobody_can_call(
+@pytest.mark.parametrize("text", ["", "# no keys\n"])
+def test_key_file_without_keys_refuses_every_call(
     keys: Keys, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     key = keys.add("acme", requests_per_minute=1)
     access = Access(keys.path)
-    used = access.caller(f"Bearer {key}", Scope.INFERENCE).meter
+    used = access.caller(f"Bearer {key}", Scope.INFERENCE).quota_usage
     keys.write(text)
     for _ in range(2):
         with pytest.raises(Unauthenticated):
@@ -117,12 +116,12 @@ def test_when_the_last_key_is_taken_out_nobody_can_call(
     keys.write()
     back = access.caller(f"Bearer {key}", Scope.INFERENCE)
     assert back.tenant == "acme"
-    assert back.meter is used  # a minute's requests are not there anew
+    assert back.quota_usage is used  # a minute's requests are not there anew
 
 
-def test_a_bad_file_at_the_start(keys: Keys) -> None:
+def test_bad_key_file_at_startup_raises(keys: Keys) -> None:
     with pytest.raises(BadKeyFile, match="cannot read"):
         Access(keys.path)
-    keys.write("# nobody\n")
+    keys.write("# no keys\n")
     with pytest.raises(BadKeyFile, match="has no key"):
         Access(keys.path)

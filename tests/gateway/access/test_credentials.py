@@ -1,4 +1,4 @@
-"""Keys, scopes and tenants through the real sockets of a gateway, at each of its doors."""
+"""Keys, scopes and tenants over the real sockets of a gateway, in each of its APIs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @pytest.mark.parametrize("key", ["", "dk-wrong"])
-async def test_nobody_gets_in_at_any_door(bundled: ServedModel, redis_url: str, keys: Keys, key: str) -> None:
+async def test_every_api_refuses_an_invalid_key(
+    bundled: ServedModel, redis_url: str, keys: Keys, key: str
+) -> None:
     keys.add("acme")
     metadata = bearer(key) if key else ()
     async with serving(bundled, redis_url, keys) as stack:
@@ -69,7 +71,7 @@ async def test_nobody_gets_in_at_any_door(bundled: ServedModel, redis_url: str, 
         assert refused == 1.0
 
 
-async def test_who_has_a_key_gets_in_at_every_door(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+async def test_every_api_accepts_a_valid_key(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
     key = keys.add("acme")
     async with serving(bundled, redis_url, keys) as stack:
         assert (await stack.stub.Generate(stack.request(), metadata=bearer(key))).usage.completion_tokens == 3
@@ -83,7 +85,7 @@ async def test_who_has_a_key_gets_in_at_every_door(bundled: ServedModel, redis_u
         assert (await http(stack, "/v1/completions", key, several))[0] == 200
 
 
-async def test_what_probes_need_is_open(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+async def test_probes_need_no_key(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
     keys.add("acme")
     async with serving(bundled, redis_url, keys) as stack:
         health = health_pb2_grpc.HealthStub(stack.channel)
@@ -96,7 +98,7 @@ async def test_what_probes_need_is_open(bundled: ServedModel, redis_url: str, ke
             assert (await http(stack, path))[0] == 200
 
 
-async def test_scopes(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+async def test_methods_require_their_scope(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
     key, operator = keys.add("acme"), keys.add("ops", "admin")
     async with serving(bundled, redis_url, keys) as stack:
         found = told(await failure(stack.stub.Generate(stack.request(), metadata=bearer(operator))))
@@ -115,7 +117,9 @@ async def test_scopes(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
             assert len((await admin.ListWorkers(listing, metadata=bearer(operator))).workers) == 2
 
 
-async def test_a_request_is_its_tenants_own(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+async def test_request_is_visible_to_its_tenant_only(
+    bundled: ServedModel, redis_url: str, keys: Keys
+) -> None:
     """Another tenant may use the same id and cannot cancel it; a second key of its own tenant can."""
     acme, colleague, other = keys.add("acme"), keys.add("acme"), keys.add("other")
     cancel = pb.CancelRequestRequest(request_id="mine")
@@ -141,7 +145,7 @@ async def test_a_request_is_its_tenants_own(bundled: ServedModel, redis_url: str
         assert not (await stack.stub.CancelRequest(cancel, metadata=bearer(other))).was_running
 
 
-async def test_a_stream_is_resumed_by_its_tenant_only(
+async def test_stream_is_resumable_by_its_tenant_only(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
     acme, colleague, other = keys.add("acme"), keys.add("acme"), keys.add("other")
@@ -159,7 +163,7 @@ async def test_a_stream_is_resumed_by_its_tenant_only(
         assert ids == OUTPUT
 
 
-async def test_the_queue_and_the_cache_know_the_tenant(
+async def test_tenant_reaches_the_queue_and_the_cache_salt(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
     tenants = {name: keys.add(name) for name in ("acme", "other")}
@@ -167,13 +171,13 @@ async def test_the_queue_and_the_cache_know_the_tenant(
     offered: list[str] = []
     async with serving(bundled, redis_url, keys, decode) as stack:
         queue = stack.gateway.gate.queue
-        offer = queue.offer
+        enqueue = queue.enqueue
 
         def listening(*values: Any, **named: Any) -> Any:
             offered.append(named["tenant"])
-            return offer(*values, **named)
+            return enqueue(*values, **named)
 
-        queue.offer = listening  # type: ignore[method-assign]
+        queue.enqueue = listening  # type: ignore[method-assign]
         for key in tenants.values():
             for salt in ("", "same"):
                 await stack.stub.Generate(stack.request(cache={"salt": salt}), metadata=bearer(key))
@@ -182,7 +186,7 @@ async def test_the_queue_and_the_cache_know_the_tenant(
     assert len({work.cache_namespace for work in works}) == 4
 
 
-async def test_keys_are_taken_back_while_the_gateway_runs(
+async def test_removed_key_is_refused_while_the_gateway_runs(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
     key, _ = keys.add("acme"), keys.add("other")

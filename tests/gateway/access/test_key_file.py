@@ -1,4 +1,4 @@
-"""The file of keys: what is read, what is refused, and that no message repeats what a line holds."""
+"""Key file: entries, refusals, and that no error repeats the content of a line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.access.caller import Scope
-from gateway.access.key_file import BadKeyFile, digest_of, fresh_key, parse_keys, read_key_file
+from gateway.access.key_file import BadKeyFile, Scope, digest_of, fresh_key, parse_keys, read_key_file
 from gateway.config import GatewaySettings
 
 GOOD = {"name": "a-1", "tenant": "a", "sha256": "0f" * 32, "scopes": ["inference", "admin"]}
@@ -19,7 +18,7 @@ def line(**changes: Any) -> str:
     return json.dumps({name: value for name, value in {**GOOD, **changes}.items() if value is not None})
 
 
-def test_an_entry_and_its_defaults() -> None:
+def test_key_entry_has_defaults() -> None:
     text = f"# ours\n\n{line(requests_per_minute=5)}\n{line(name='b', sha256='1e' * 32, scopes=None)}\n"
     first, second = parse_keys(text, "f")
     assert (first.tenant, first.scopes) == ("a", (Scope.INFERENCE, Scope.ADMIN))
@@ -45,7 +44,7 @@ def test_an_entry_and_its_defaults() -> None:
         ({"dk-secret": "dk-secret"}, "not permitted"),
     ],
 )
-def test_a_bad_entry_is_named(changes: dict[str, Any], told: str) -> None:
+def test_bad_key_entry_error_names_the_line(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(BadKeyFile, match=rf"^f, line 2: .*{told}") as caught:
         parse_keys(f"#\n{line(**changes)}", "f")
     assert "dk-secret" not in str(caught.value)
@@ -56,12 +55,12 @@ def test_a_bad_entry_is_named(changes: dict[str, Any], told: str) -> None:
     "text",
     ["", "# only\n", "{", "[]", f"{line()}\n{line(name='other')}", f"{line()}\n{line(sha256='00' * 32)}"],
 )
-def test_a_bad_file(text: str) -> None:
+def test_unusable_key_file_raises(text: str) -> None:
     with pytest.raises(BadKeyFile):
         parse_keys(text, "f")
 
 
-def test_a_file_for_everybody_is_refused(tmp_path: Path) -> None:
+def test_world_readable_key_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(line())
     path.chmod(0o604)
@@ -72,7 +71,7 @@ def test_a_file_for_everybody_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"{}"])
-def test_the_gateway_says_at_once_what_is_wrong(
+def test_gateway_settings_report_a_bad_key_file(
     tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "keys"
@@ -85,7 +84,7 @@ def test_the_gateway_says_at_once_what_is_wrong(
     assert "--api-keys-file (DIPTYCH_API_KEYS_FILE)" in capsys.readouterr().err
 
 
-def test_keys_are_long_and_each_is_another() -> None:
+def test_fresh_keys_are_long_and_distinct() -> None:
     keys = {fresh_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(len(key) >= 46 and len(digest_of(key)) == 32 for key in keys)

@@ -1,4 +1,4 @@
-"""What a key may use, on a clock of our own."""
+"""Quota usage on a scripted clock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.runtime.errors import QuotaExceeded
-from gateway.access.quota import BUSY_RETRY_S, Quota, QuotaUsage
+from gateway.access.quota import BUSY_RETRY_S, BatchQuota, Quota, QuotaUsage
 
 
 def refusal(meter: QuotaUsage, prompt_tokens: int, now: float) -> QuotaExceeded:
@@ -18,14 +18,14 @@ def refusal(meter: QuotaUsage, prompt_tokens: int, now: float) -> QuotaExceeded:
     return caught.value
 
 
-def test_without_a_quota_everything_goes() -> None:
+def test_quota_usage_without_limits_never_refuses() -> None:
     meter = QuotaUsage("k")
     for _ in range(1000):
         meter.begin(10**9, 0.0)
     assert meter.running == 1000
 
 
-def test_requests_at_the_limit_and_one_above() -> None:
+def test_requests_per_minute_refuse_above_the_limit() -> None:
     meter = QuotaUsage("k", Quota(requests_per_minute=30))
     for _ in range(30):
         meter.begin(1, 100.0)
@@ -38,7 +38,7 @@ def test_requests_at_the_limit_and_one_above() -> None:
     refusal(meter, 1, 102.0)
 
 
-def test_running_requests_at_the_limit_and_one_above() -> None:
+def test_concurrent_requests_refuse_above_the_limit() -> None:
     meter = QuotaUsage("k", Quota(concurrent_requests=2))
     meter.begin(1, 0.0)
     meter.begin(1, 0.0)
@@ -48,7 +48,7 @@ def test_running_requests_at_the_limit_and_one_above() -> None:
     refusal(meter, 1, 1e9)
 
 
-def test_prompt_tokens_count_at_once_and_output_tokens_at_the_end() -> None:
+def test_tokens_per_minute_charge_prompt_at_begin_and_output_at_end() -> None:
     meter = QuotaUsage("k", Quota(tokens_per_minute=600))
     meter.begin(500, 0.0)
     meter.begin(100, 0.0)
@@ -59,7 +59,7 @@ def test_prompt_tokens_count_at_once_and_output_tokens_at_the_end() -> None:
     meter.begin(10, 21.1)
 
 
-def test_a_prompt_longer_than_a_minutes_tokens_waits_for_a_full_bucket_and_is_paid_for_later() -> None:
+def test_prompt_above_tokens_per_minute_needs_a_full_bucket() -> None:
     meter = QuotaUsage("k", Quota(tokens_per_minute=60))
     meter.begin(300, 0.0)
     assert refusal(meter, 1, 0.0).retry_after_s == pytest.approx(241.0)
@@ -67,7 +67,7 @@ def test_a_prompt_longer_than_a_minutes_tokens_waits_for_a_full_bucket_and_is_pa
     meter.begin(300, 300.1)
 
 
-def test_what_the_server_had_no_room_for_costs_nothing() -> None:
+def test_refused_request_is_refunded() -> None:
     meter = QuotaUsage("k", Quota(requests_per_minute=1, tokens_per_minute=10, concurrent_requests=1))
     for _ in range(5):
         meter.begin(10, 0.0)
@@ -85,7 +85,7 @@ def test_what_the_server_had_no_room_for_costs_nothing() -> None:
         (Quota(requests_per_minute=5, concurrent_requests=3), 3),
     ],
 )
-def test_how_many_can_ever_begin_at_once(quota: Quota, most: int | None) -> None:
+def test_most_together_is_the_smaller_limit(quota: Quota, most: int | None) -> None:
     assert quota.most_together == most
     meter = QuotaUsage("k", quota)
     meter.require(most or 10**6, 0, 0.0)
@@ -97,7 +97,7 @@ def test_how_many_can_ever_begin_at_once(quota: Quota, most: int | None) -> None
 
 
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 5), st.integers(1, 100)), max_size=200))
-def test_no_more_than_a_bucket_and_what_flows_in(per_minute: int, arrivals: list[tuple[float, int]]) -> None:
+def test_token_bucket_bounds_the_tokens_taken(per_minute: int, arrivals: list[tuple[float, int]]) -> None:
     meter = QuotaUsage("k", Quota(tokens_per_minute=per_minute))
     now, taken, longest = 0.0, 0, 0
     hints: list[float | None] = []
@@ -111,3 +111,57 @@ def test_no_more_than_a_bucket_and_what_flows_in(per_minute: int, arrivals: list
         taken, longest = taken + tokens, max(longest, tokens)
     assert taken <= per_minute + now * per_minute / 60 + longest + 1e-6
     assert all(hint is not None and hint > 0 for hint in hints)
+
+
+BATCH_QUOTA = Quota(requests_per_minute=4, tokens_per_minute=100, concurrent_requests=4)
+
+
+def left(meter: QuotaUsage) -> tuple[int, int]:
+    """Requests and tokens that may still begin at once."""
+    counts = []
+    for one in ((1, 0), (0, 1)):
+        count = 0
+        while count < 100:
+            try:
+                meter.require(one[0] * (count + 1), one[1] * (count + 1), 0.0)
+            except QuotaExceeded:
+                break
+            count += 1
+        counts.append(count)
+    return counts[0], counts[1]
+
+
+def test_batch_quota_charges_all_requests_at_once() -> None:
+    meter = QuotaUsage("k", BATCH_QUOTA)
+    many = BatchQuota(meter, 3, 0.0)
+    assert meter.running == 3
+    with pytest.raises(QuotaExceeded):
+        BatchQuota(meter, 2, 0.0)
+    assert meter.running == 3
+    for _ in range(3):
+        many.require(1, 0, 0.0)
+        many.begin(60, 0.0)  # the last ones overdraw the minute
+    with pytest.raises(QuotaExceeded):
+        meter.begin(1, 0.0)
+    for _ in range(3):
+        many.end(0)
+    many.close(served=True)
+    assert meter.running == 0
+    with pytest.raises(QuotaExceeded):
+        meter.begin(1, 40.0)
+    meter.begin(1, 49.0)  # 180 were taken of 100, at 100 a minute
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_batch_quota_refunds_an_unserved_batch(served: bool) -> None:
+    meter = QuotaUsage("k", BATCH_QUOTA)
+    many = BatchQuota(meter, 4, 0.0)
+    many.begin(10, 0.0)
+    many.begin(20, 0.0)
+    many.begin(30, 0.0)
+    many.refused(30)
+    many.end(5)
+    many.end(0)
+    many.close(served=served)  # one prompt had not begun
+    assert meter.running == 0
+    assert left(meter) == ((2, 65) if served else (4, 100))

@@ -1,4 +1,4 @@
-"""TLS on the ports of a real gateway: who connects, who does not, and a certificate that is renewed."""
+"""TLS on the ports of a real gateway: accepted and refused connections, renewal of a certificate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Files:
         self.issue()
 
     def issue(self) -> None:
-        """A fresh certificate of the server, in place of the last."""
+        """Issue a new certificate of the server, in place of the last."""
         leaf = self.ca.issue_cert("127.0.0.1", "localhost")
         self.key.touch(0o600)
         leaf.private_key_pem.write_to_path(self.key)
@@ -88,7 +88,7 @@ async def failure(client: AsyncClient) -> grpc.StatusCode:
     return caught.value.code
 
 
-async def test_a_client_with_a_key_over_tls(
+async def test_client_with_a_key_calls_over_tls(
     bundled: ServedModel, redis_url: str, files: Files, tmp_path: Path
 ) -> None:
     keys = Keys(tmp_path / "keys.jsonl")
@@ -112,8 +112,8 @@ async def test_a_client_with_a_key_over_tls(
         port = stack.gateway.http_port
         assert await http_status("127.0.0.1", port, "/ready", tls=True) == 200
         assert await http_status("127.0.0.1", port, "/ready") != 200
-        worker_id = stack.gateway.fleet.roster.linked()[0].record.worker_id
-        for name, status in ((worker_id, 200), ("nobody", 503)):
+        worker_id = stack.gateway.worker_pool.registry.linked()[0].record.worker_id
+        for name, status in ((worker_id, 200), ("unknown", 503)):
             assert await http_status("127.0.0.1", port, f"/ready?worker={name}", tls=True) == status
         access = Access(operator, tls_credentials(files.roots))
         async with access.aio_channel(f"127.0.0.1:{stack.gateway.admin_port}") as channel:
@@ -122,7 +122,7 @@ async def test_a_client_with_a_key_over_tls(
             assert len(listed.workers) == 2
 
 
-async def test_clients_need_certificates_and_probes_do_not(
+async def test_client_ca_requires_certificates_of_clients_not_of_probes(
     bundled: ServedModel, redis_url: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(bundled, redis_url, **files.settings, tls_client_ca=files.roots) as stack:
@@ -151,7 +151,7 @@ async def test_clients_need_certificates_and_probes_do_not(
         (("CLIENT_CERT", "CLIENT_KEY"), "DIPTYCH_CA_FILE"),
     ],
 )
-def test_half_a_clients_tls_is_said_and_not_used(
+def test_incomplete_client_tls_is_reported(
     files: Files, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], words: str
 ) -> None:
     """gRPC's core ends the process over a certificate without a key."""
@@ -163,11 +163,11 @@ def test_half_a_clients_tls_is_said_and_not_used(
 
 
 def served_by(port: int, files: Files) -> str:
-    """The certificate that a new connection is shown."""
+    """Return the certificate of a new connection."""
     return ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(files.roots), timeout=60)
 
 
-async def test_a_renewed_certificate_is_served_without_a_restart(
+async def test_renewed_certificate_is_served_without_a_restart(
     bundled: ServedModel, redis_url: str, files: Files
 ) -> None:
     async with serving(bundled, redis_url, **files.settings) as stack:
@@ -189,8 +189,8 @@ async def test_a_renewed_certificate_is_served_without_a_restart(
             assert [await asyncio.to_thread(served_by, port, files) for port in ports] == second
 
 
-async def test_with_tls_any_address(bundled: ServedModel, redis_url: str, files: Files) -> None:
-    """Without it that is refused: tests/diptych/runtime/test_rpc.py, test_http_edge.py."""
+async def test_tls_allows_any_bind_address(bundled: ServedModel, redis_url: str, files: Files) -> None:
+    """Bind any address; refused without TLS in tests/diptych/runtime/test_rpc.py and test_http_edge.py."""
     async with (
         serving(bundled, redis_url, host="0.0.0.0", **files.settings) as stack,
         AsyncClient(address(stack), tls=files.roots) as client,
@@ -219,7 +219,7 @@ async def test_with_tls_any_address(bundled: ServedModel, redis_url: str, files:
         (["--tls-cert", "{cert}", "--tls-key", "{key}", "--tls-client-ca", "{key}"], "--tls-client-ca"),
     ],
 )
-def test_files_that_do_not_do(
+def test_unusable_tls_files_are_refused(
     files: Files, tmp_path: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other.pem"

@@ -1,4 +1,4 @@
-"""Turns by cost: nobody's many, long or urgent requests delay anybody else."""
+"""Fairness between tenants: turns by cost in `FairQueue`, equal shares of a full queue in `FairShares`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import FairQueue
+from gateway.admission.fair_queue import FairQueue, FairShares
 
 
 def filled(*items: tuple[str, str, int, int]) -> FairQueue[str]:
@@ -24,7 +24,7 @@ def drained(queue: FairQueue[str]) -> list[str]:
     return [queue.pop() for _ in range(len(queue))]
 
 
-def test_of_one_tenant_priority_then_arrival() -> None:
+def test_fair_queue_orders_one_tenant_by_priority_then_arrival() -> None:
     queue = filled(("a", "t", 0, 900), ("b", "t", 5, 50), ("c", "t", 5, 10))
     assert drained(queue) == ["b", "c", "a"]
     assert queue.head() is None
@@ -32,12 +32,12 @@ def test_of_one_tenant_priority_then_arrival() -> None:
         queue.pop()
 
 
-def test_who_has_much_to_do_delays_only_itself() -> None:
+def test_fair_queue_delays_a_flood_only() -> None:
     queue = filled(*((f"x{n}", "flood", 9, 100) for n in range(50)), ("y", "quiet", 0, 100))
     assert "y" in [queue.pop() for _ in range(3)]
 
 
-def test_turns_are_by_tokens_not_by_requests() -> None:
+def test_fair_queue_turns_are_by_tokens() -> None:
     long = [(f"l{n}", "long", 0, 400) for n in range(20)]
     short = [(f"s{n}", "short", 0, 50) for n in range(200)]
     queue, served = filled(*long, *short), Counter[str]()
@@ -46,7 +46,7 @@ def test_turns_are_by_tokens_not_by_requests() -> None:
     assert 0.7 < served["long"] * 400 / (served["short"] * 50) < 1.4
 
 
-def test_an_idle_tenant_saves_no_credit() -> None:
+def test_fair_queue_gives_an_idle_tenant_no_credit() -> None:
     queue = filled(*((f"x{n}", "x", 0, 100) for n in range(30)))
     queue.push("y", tenant="y", priority=0, cost=10)
     queue.discard("y")
@@ -56,7 +56,7 @@ def test_an_idle_tenant_saves_no_credit() -> None:
     assert sum(item.startswith("x") for item in [queue.pop() for _ in range(10)]) in (4, 5, 6)
 
 
-def test_what_waits_before_a_newcomer_is_bounded_by_its_own_share() -> None:
+def test_cost_before_counts_other_tenants_by_turns() -> None:
     queue = filled(*((f"x{n}", "flood", 0, 100) for n in range(50)), ("y", "quiet", 0, 30))
     assert queue.cost_before("flood", 100) == 5000 + 30
     assert queue.cost_before("quiet", 70) == 30 + 100
@@ -70,7 +70,7 @@ def test_what_waits_before_a_newcomer_is_bounded_by_its_own_share() -> None:
     )
 )
 @settings(max_examples=40, deadline=None)
-def test_everybody_comes_out_once_and_the_head_stays(pushes: list[tuple[str, int, int, bool]]) -> None:
+def test_fair_queue_pops_each_item_once_and_keeps_its_head(pushes: list[tuple[str, int, int, bool]]) -> None:
     queue: FairQueue[int] = FairQueue()
     inside: set[int] = set()
     for number, (tenant, priority, cost, leaves) in enumerate(pushes):
@@ -90,7 +90,7 @@ def test_everybody_comes_out_once_and_the_head_stays(pushes: list[tuple[str, int
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_tenants_get_the_same_within_a_turn(seed: int) -> None:
+def test_fair_queue_serves_two_tenants_equally_within_a_turn(seed: int) -> None:
     rng = random.Random(seed)
     a, b = ([rng.choice((1, 20, 2000)) for _ in range(50)] for _ in range(2))
     queue: FairQueue[tuple[str, int]] = FairQueue(500)
@@ -104,3 +104,60 @@ def test_two_tenants_get_the_same_within_a_turn(seed: int) -> None:
         left[tenant] -= 1
         served[tenant] += (a if tenant == "a" else b)[number]
         assert abs(served["a"] - served["b"]) <= 2 * (500 + 2000)
+
+
+def shares_of(size: int, **held: int) -> FairShares:
+    shares = FairShares(size)
+    for tenant, tokens in held.items():
+        shares.take(tenant, tokens)
+    return shares
+
+
+def test_fair_shares_give_a_single_tenant_the_whole_queue() -> None:
+    shares = FairShares(100)
+    assert shares.fits("a", 500)  # nothing waits
+    shares.take("a", 60)
+    assert shares.fits("a", 40)
+    assert not shares.fits("a", 41)
+
+
+def test_fair_shares_admit_a_tenant_below_its_share_to_a_full_queue() -> None:
+    shares = shares_of(100, a=100)
+    assert not shares.fits("a", 1)
+    shares.take("b", 20)
+    assert shares.fits("b", 30)
+    assert not shares.fits("b", 31)
+    shares.take("c", 20)  # now a third each
+    assert shares.fits("b", 13)
+    assert not shares.fits("b", 14)
+    shares.give_back("a", 100)  # it does not wait any more: not full for any tenant
+    assert shares.fits("b", 60)
+
+
+def test_fair_shares_admit_a_first_request_longer_than_a_share() -> None:
+    shares = shares_of(100, a=100)
+    assert shares.fits("b", 80)
+    assert not shares.fits("b", 101)
+
+
+def test_fair_shares_hold_at_most_twice_the_size() -> None:
+    shares = shares_of(100, a=100, b=90)
+    assert shares.fits("c", 10)
+    assert not shares.fits("c", 11)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_fair_shares_leave_room_for_a_fourth_tenant_beside_three_floods(seed: int) -> None:
+    rng = random.Random(seed)
+    shares = FairShares(1000)
+    waiting: list[tuple[str, int]] = []
+    for _ in range(2000):
+        tenant, tokens = rng.choice("aaabc"), rng.randint(1, 50)
+        if shares.fits(tenant, tokens):
+            shares.take(tenant, tokens)
+            waiting.append((tenant, tokens))
+        assert shares.total == sum(held for _, held in waiting)
+        assert shares.fits("polite", 50)
+        if rng.random() < 0.3 and waiting:
+            shares.give_back(*waiting.pop(rng.randrange(len(waiting))))
+    assert not shares.fits("a", 1000)

@@ -1,25 +1,25 @@
-"""Phases of one choice over its attempts, from what the workers reported of it or of its neighbours."""
+"""The phase times of one choice over its attempts."""
 
 from __future__ import annotations
 
-from gateway.attempt.phase_times import PhaseBook, Phases
+from gateway.attempt.phase_times import PhaseReports, PhaseTimes
 
 
-def test_a_choice_has_its_own_reports_and_its_neighbours_prefill() -> None:
-    book = PhaseBook()
-    book.note(1, 0, Phases(prefill=2.0))
-    book.note(1, 0, Phases(prefill=2.0, decode=5.0))  # the last word replaces the first
-    book.note(2, 1, Phases(prefill=1.0, decode=3.0, kv_bytes_transferred=7))
-    assert book.of(0, [1]) == Phases(prefill=2.0, decode=5.0)
-    assert book.of(1, [1, 2]) == Phases(prefill=3.0, decode=3.0, kv_bytes_transferred=7)
-    assert book.of(2, [3]) == Phases()
+def test_total_uses_own_reports_and_other_choices_prefill() -> None:
+    reports = PhaseReports()
+    reports.record(1, 0, PhaseTimes(prefill=2.0))
+    reports.record(1, 0, PhaseTimes(prefill=2.0, decode=5.0))  # the later report replaces the first
+    reports.record(2, 1, PhaseTimes(prefill=1.0, decode=3.0, kv_bytes_transferred=7))
+    assert reports.total(0, [1]) == PhaseTimes(prefill=2.0, decode=5.0)
+    assert reports.total(1, [1, 2]) == PhaseTimes(prefill=3.0, decode=3.0, kv_bytes_transferred=7)
+    assert reports.total(2, [3]) == PhaseTimes()
 
 
-def test_what_the_prefill_worker_says_early_counts_until_anything_else_is_said() -> None:
-    book = PhaseBook()
-    book.note(1, 0, Phases(prefill=2.0), early=True)
-    assert book.of(0, [1]) == Phases(prefill=2.0)
-    whole = Phases(prefill=2.0, kv_receive=0.5, decode=5.0)
-    book.note(1, 0, whole)
-    book.note(1, 0, Phases(prefill=2.0), early=True)  # on its way for long
-    assert book.of(0, [1]) == whole
+def test_early_report_counts_until_another_arrives() -> None:
+    reports = PhaseReports()
+    reports.record(1, 0, PhaseTimes(prefill=2.0), early=True)
+    assert reports.total(0, [1]) == PhaseTimes(prefill=2.0)
+    whole = PhaseTimes(prefill=2.0, kv_receive=0.5, decode=5.0)
+    reports.record(1, 0, whole)
+    reports.record(1, 0, PhaseTimes(prefill=2.0), early=True)  # late
+    assert reports.total(0, [1]) == whole

@@ -1,4 +1,4 @@
-"""What the workers are told of a request: every knob, and nothing that was not asked for."""
+"""The `Work` message of an attempt: every parameter of the request, and no other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def built(
     return build_work(job, attempt or Attempt(1, (7, 8, 9), False), b"n" * 32, 100.0, waited_s)
 
 
-def test_a_bare_request_asks_for_nothing_special() -> None:
+def test_plain_request_sets_no_optional_field() -> None:
     work = built()
     assert (work.id.request_id, work.id.attempt) == ("r~1", 1)
     assert (list(work.token_ids), work.prompt_tokens) == ([7, 8, 9], 3)
@@ -59,7 +59,7 @@ def test_a_bare_request_asks_for_nothing_special() -> None:
     assert (work.traceparent, work.tracestate) == ("parent", "state")
 
 
-def test_every_knob_of_sampling_arrives() -> None:
+def test_every_sampling_parameter_is_sent() -> None:
     sampling = Sampling(
         temperature=0.5,
         top_p=0.75,
@@ -74,16 +74,16 @@ def test_every_knob_of_sampling_arrives() -> None:
         bad_words=((1, 2), (3,)),
         top_n_sigma=1.5,
     )
-    told = built(sampling=sampling, logprobs=3).sampling
+    message = built(sampling=sampling, logprobs=3).sampling
     for field in dataclasses.fields(Sampling):
-        value, sent = getattr(sampling, field.name), getattr(told, field.name)
+        value, sent = getattr(sampling, field.name), getattr(message, field.name)
         if field.name == "logit_bias":
             assert dict(sent) == value
         elif field.name == "bad_words":
             assert tuple(tuple(word.ids) for word in sent) == value
         else:
             assert (tuple(sent) if isinstance(value, tuple) else sent) == value, field.name
-    assert told.logprobs == 3
+    assert message.logprobs == 3
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,17 @@ def test_every_knob_of_sampling_arrives() -> None:
         ({}, None),
         ({"logprobs": 0}, 0),
         ({"logprobs": 7}, 7),
-        ({"best_of": 4}, 0),  # the best are chosen by their scores
+        ({"best_of": 4}, 0),  # the best are chosen by their log-probabilities
         ({"best_of": 4, "logprobs": 2}, 2),
         ({"beam_width": 4}, None),
     ],
 )
-def test_scores_are_asked_for_where_somebody_needs_them(
-    changes: dict[str, Any], expected: int | None
-) -> None:
-    told = built(**changes).sampling
-    assert (told.logprobs if told.HasField("logprobs") else None) == expected
+def test_logprobs_are_requested_where_needed(changes: dict[str, Any], expected: int | None) -> None:
+    message = built(**changes).sampling
+    assert (message.logprobs if message.HasField("logprobs") else None) == expected
 
 
-def test_beams_choices_and_prompt_scores() -> None:
+def test_beam_width_choices_and_prompt_logprobs_are_sent() -> None:
     attempt = Attempt(4, (7, 8, 9, 11), True, choices=(1, 3))
     work = built(attempt, beam_width=6, n=4, prompt_logprobs=0)
     assert (work.id.attempt, work.sampling.beam_width, list(work.choices)) == (4, 6, [1, 3])
@@ -114,7 +112,7 @@ def test_beams_choices_and_prompt_scores() -> None:
     assert work.prompt_logprobs == 0
 
 
-def test_stopping_and_what_is_left_of_the_deadline() -> None:
+def test_stopping_and_time_left_are_sent() -> None:
     work = built(deadline=101.5, min_tokens=30, cache_read=False, priority=-4)
     assert (work.stopping.max_tokens, work.stopping.min_tokens) == (20, 20)
     assert list(work.stopping.stop_token_ids) == [2]
@@ -123,6 +121,6 @@ def test_stopping_and_what_is_left_of_the_deadline() -> None:
     assert (work.cache_read, work.cache_write, work.priority) == (False, True, -4)
 
 
-def test_a_wait_in_the_queue_is_told_where_there_was_one() -> None:
+def test_queue_wait_is_sent_when_it_is_long_enough() -> None:
     assert built(waited_s=1.25).waited.ToTimedelta().total_seconds() == 1.25
     assert not built(waited_s=0.001).HasField("waited")

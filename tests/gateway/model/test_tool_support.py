@@ -1,4 +1,4 @@
-"""What is found out about templates by trying them."""
+"""Tool support found by probing templates."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def support(tokenizer: Tokenizer, source: str) -> ToolSupport:
     return ToolSupport.of(ChatTemplate(source, tokenizer.control_tokens, {}), tokenizer)
 
 
-def test_the_bundled_template_has_no_tools(bundled: ServedModel) -> None:
+def test_bundled_template_does_not_support_tools(bundled: ServedModel) -> None:
     assert not bundled.tools.tools
     assert not bundled.tools.calls
-    assert bundled.tools.form is None
+    assert bundled.tools.call_format is None
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_the_bundled_template_has_no_tools(bundled: ServedModel) -> None:
         ("{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}" + SHOWS, True, False, False),
     ],
 )
-def test_what_a_template_writes(
+def test_tool_support_finds_what_a_template_renders(
     tokenizer: Tokenizer, source: str, tools: bool, calls: bool, turns: bool
 ) -> None:
     found = support(tokenizer, source)
     assert (found.tools, found.calls, found.turns) == (tools, calls, turns)
 
 
-def test_marks_that_are_control_tokens_are_shown_and_begin_required_calls(tokenizer: Tokenizer) -> None:
+def test_control_token_markers_are_shown_and_begin_required_calls(tokenizer: Tokenizer) -> None:
     found = support(tokenizer, SHOWS + "{# [TOOL_CALLS] #}")
     mark = tokenizer.id_of("[TOOL_CALLS]")
     assert mark is not None
@@ -71,14 +71,14 @@ def test_marks_that_are_control_tokens_are_shown_and_begin_required_calls(tokeni
     assert hermes.prompt_suffix == ()
 
 
-def test_a_mark_that_is_no_token_begins_required_calls_as_text(tmp_path: Path) -> None:
+def test_text_marker_begins_required_calls_as_text(tmp_path: Path) -> None:
     plain = Tokenizer.load(write_folder(tmp_path, byte_level()))
     found = support(plain, SHOWS + "{# [TOOL_CALLS] #}")
     assert found.shown == frozenset()
     assert found.prompt_suffix == ("[TOOL_CALLS]",)
 
 
-def test_who_reads_calls(tokenizer: Tokenizer) -> None:
+def test_tool_support_returns_a_parser_when_calls_are_possible(tokenizer: Tokenizer) -> None:
     hermes = support(tokenizer, SHOWS + "{# <tool_call> #}")
     assert hermes.parser(None) is None
     assert hermes.parser(Toolbox(TOOLBOX.tools, Mode.NONE)) is None
@@ -87,9 +87,7 @@ def test_who_reads_calls(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_a_template_of_their_own_is_for_conversations_with_tools_as_for_transformers(
-    tmp_path: Path, in_files: bool
-) -> None:
+def test_tool_template_is_used_for_conversations_with_tools(tmp_path: Path, in_files: bool) -> None:
     hermes = SHOWS + ANSWERS + "{# <tool_call> #}"
     both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": hermes}]
     folder = write_folder(
@@ -101,8 +99,8 @@ def test_a_template_of_their_own_is_for_conversations_with_tools_as_for_transfor
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(hermes)
     ours, theirs = ServedModel.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert (ours.tools.tools, ours.tools.calls, ours.tools.turns) == (True, True, True)
-    assert ours.tools.form is not None
-    assert ours.tools.form.name == "hermes"
+    assert ours.tools.call_format is not None
+    assert ours.tools.call_format.name == "hermes"
     assert ours.chat_template is not None
     for tools in ((), TOOLBOX.tools):
         parts = ours.chat_template.render([Message("user", "Hello")], add_generation_prompt=True, tools=tools)

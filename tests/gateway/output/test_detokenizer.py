@@ -21,7 +21,7 @@ from tests.diptych.runtime.tokenizer.small_models import (
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """With so few tokens, random ids cut characters and make invalid UTF-8 all the time."""
+    """Return tokenizers of so few tokens that random ids often cut characters and make invalid UTF-8."""
     root: Path = tmp_path_factory.mktemp("models")
     return {
         "byte_level": Tokenizer.load(write_folder(root / "byte_level", byte_level(vocab_size=300))),
@@ -31,7 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(data=st.data(), skip_special=st.booleans())
-def test_pushes_add_up_to_decode(
+def test_detokenizer_pushes_add_up_to_decode(
     small: dict[str, Tokenizer], kind: str, data: st.DataObject, skip_special: bool
 ) -> None:
     tokenizer = small[kind]
@@ -46,7 +46,7 @@ def test_pushes_add_up_to_decode(
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(data=st.data())
-def test_a_prompt_and_its_output_are_one_text(
+def test_prompt_and_output_add_up_to_one_text(
     small: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
     """Wherever the one ends: a character that is split between them is the output's, and so is a space."""
@@ -75,7 +75,7 @@ def test_a_prompt_and_its_output_are_one_text(
     ],
 )
 @pytest.mark.parametrize("prompt_shown", [False, True])
-def test_the_first_space_is_left_out_where_a_text_begins(
+def test_first_space_is_omitted_at_the_beginning_of_a_text(
     small: dict[str, Tokenizer], prompt: tuple[str, ...], shown: str, prompt_shown: bool
 ) -> None:
     tokenizer = small["byte_fallback"]
@@ -105,7 +105,7 @@ def test_the_first_space_is_left_out_where_a_text_begins(
         (b"", b"A", "A"),
     ],
 )
-def test_an_output_begins_with_the_character_that_the_prompt_leaves_unfinished(
+def test_output_completes_the_last_character_of_the_prompt(
     small: dict[str, Tokenizer], prompt: bytes, output: bytes, shown: str
 ) -> None:
     tokenizer = small["byte_level"]
@@ -115,7 +115,9 @@ def test_an_output_begins_with_the_character_that_the_prompt_leaves_unfinished(
 
 
 @given(text=spellable_text())
-def test_real_text_comes_back_whole_and_no_replacement_is_ever_shown(bundled: ServedModel, text: str) -> None:
+def test_detokenizer_returns_real_text_without_replacement_characters(
+    bundled: ServedModel, text: str
+) -> None:
     tokenizer = bundled.tokenizer
     detokenizer = Detokenizer(tokenizer, skip_special=True)
     shown = ""
@@ -126,7 +128,7 @@ def test_real_text_comes_back_whole_and_no_replacement_is_ever_shown(bundled: Se
     assert detokenizer.flush() == ""
 
 
-def test_an_emoji_of_three_tokens_comes_with_its_last_one(bundled: ServedModel) -> None:
+def test_emoji_of_three_tokens_is_returned_with_the_last_one(bundled: ServedModel) -> None:
     tokenizer = bundled.tokenizer
     ids = tokenizer.encode("🧑")
     assert len(ids) == 3
@@ -135,7 +137,7 @@ def test_an_emoji_of_three_tokens_comes_with_its_last_one(bundled: ServedModel) 
 
 
 def _bytes_to_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One id per byte: every byte is a token of a byte-level vocabulary."""
+    """Return one id per byte: every byte is a token of a byte-level vocabulary."""
     single = {tokenizer.piece(token_id): token_id for token_id in range(tokenizer.vocab_size)}
     return [single[bytes([byte])] for byte in data]
 
@@ -151,7 +153,7 @@ def _bytes_to_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
         (b"\xc3\xc3\xa9", ["", "\ufffd", "é"], ""),
     ],
 )
-def test_replacement_characters_come_only_when_certain(
+def test_replacement_character_is_returned_only_when_certain(
     small: dict[str, Tokenizer], data: bytes, pushed: list[str], flushed: str
 ) -> None:
     tokenizer = small["byte_level"]
@@ -166,7 +168,7 @@ def test_special_tokens_are_skipped_or_shown(bundled: ServedModel) -> None:
     assert Detokenizer(bundled.tokenizer, skip_special=False).push(ids) == "Hi<|im_end|>"
 
 
-def test_flush_starts_anew(small: dict[str, Tokenizer]) -> None:
+def test_flush_resets_the_detokenizer(small: dict[str, Tokenizer]) -> None:
     tokenizer = small["byte_fallback"]
     ids = tokenizer.encode("the dog")
     detokenizer = Detokenizer(tokenizer, skip_special=True)

@@ -1,4 +1,4 @@
-"""Calls in the output of a choice: what streams, what is held back, and what comes of marks and stops."""
+"""Tool calls in the output of a choice: streamed text, held-back text, markers and stops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stream(
     )
 
 
-def test_text_before_a_call_streams_and_the_call_comes_whole(tokenizer: Tokenizer) -> None:
+def test_output_streams_text_before_a_complete_call(tokenizer: Tokenizer) -> None:
     output = stream(tokenizer, HermesParser())
     pieces = []
     for token_id in tokenizer.encode(f"Let me see. {CALL}"):
@@ -63,7 +63,7 @@ def test_text_before_a_call_streams_and_the_call_comes_whole(tokenizer: Tokenize
     assert output.called
 
 
-def test_what_is_no_call_comes_at_the_end(tokenizer: Tokenizer) -> None:
+def test_output_returns_an_incomplete_call_as_text(tokenizer: Tokenizer) -> None:
     output = stream(tokenizer, HermesParser())
     output.push(tokenizer.encode("<tool_call>{"))
     assert output.take().text == ""
@@ -72,7 +72,7 @@ def test_what_is_no_call_comes_at_the_end(tokenizer: Tokenizer) -> None:
     assert not output.called
 
 
-def test_a_stop_string_cuts_before_calls_are_read(tokenizer: Tokenizer) -> None:
+def test_stop_string_applies_before_call_parsing(tokenizer: Tokenizer) -> None:
     for stop, called in ((" then", True), ('"f"', False)):
         output = stream(tokenizer, HermesParser(), stop=stop)
         assert output.push(tokenizer.encode(f"{CALL} then {CALL}"))
@@ -91,10 +91,10 @@ def test_a_stop_string_cuts_before_calls_are_read(tokenizer: Tokenizer) -> None:
         (Llama3JsonParser, "", '{"name": "f", "parameters": {"x": 1}}', "; {}"),
     ],
 )
-def test_an_output_of_one_call_ends_with_it(
+def test_single_call_ends_the_output(
     tokenizer: Tokenizer, parser: type[ToolCallParser], before: str, call: str, after: str
 ) -> None:
-    """Also where its end is inside a token, and where what follows came with it."""
+    """End the output also where the call ends inside a token, and where text follows in the same push."""
     until_call = tokenizer.encode(before + call)
     ids = [*until_call, *tokenizer.encode(after)]
     assert stream(tokenizer, parser()).push(ids) is False
@@ -116,14 +116,14 @@ def test_an_output_of_one_call_ends_with_it(
     assert not stream(tokenizer, parser(), one_call=True).restore(ids)
 
 
-def test_text_in_the_token_that_ends_the_only_call_is_dropped() -> None:
+def test_text_after_a_single_call_is_dropped() -> None:
     parser = FirstCall(HermesParser())
     parsed = parser.push(f"a{CALL}b{CALL}")
     assert (parsed.text, len(parsed.calls)) == ("a", 1)
     assert parser.finish() == Parsed()
 
 
-def test_a_mark_that_is_a_control_token_is_seen(tokenizer: Tokenizer) -> None:
+def test_call_marker_of_a_control_token_is_parsed(tokenizer: Tokenizer) -> None:
     mark = tokenizer.id_of(MARK)
     assert mark is not None
     ids = [mark, *tokenizer.encode('[{"name": "f", "arguments": {}}]')]

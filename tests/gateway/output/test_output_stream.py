@@ -1,4 +1,4 @@
-"""Tokens to pieces: whatever the cuts, the client's text, ids and bill are the same."""
+"""Output stream: text, ids and billing are the same for every cut of the tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.attempt.types import TokenScore
+from gateway.attempt.types import TokenLogprob
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import Detokenizer
 from gateway.output.output_stream import Delta, OutputStream
@@ -43,7 +43,7 @@ def stream(
 
 
 def run(output: OutputStream, steps: list[list[int]]) -> tuple[Delta, list[Delta]]:
-    """All pieces as one, and one by one."""
+    """Return all pieces as one, and one by one."""
     pieces = []
     for step in steps:
         if output.push(step, [score(i) for i in step]):
@@ -61,8 +61,8 @@ def run(output: OutputStream, steps: list[list[int]]) -> tuple[Delta, list[Delta
     return whole, pieces
 
 
-def score(token_id: int) -> TokenScore:
-    return TokenScore(-0.25, token_id)
+def score(token_id: int) -> TokenLogprob:
+    return TokenLogprob(-0.25, token_id)
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
@@ -73,7 +73,7 @@ def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
 @settings(deadline=None, max_examples=50)
 @given(sizes=st.lists(st.integers(1, 5), max_size=60), interval=st.integers(1, 7))
 @pytest.mark.parametrize("stop", [(), ("stop here",), ("😃, a", "zzz"), ("never",)])
-def test_cuts_and_interval_change_nothing(
+def test_output_is_independent_of_cuts_and_interval(
     bundled: ServedModel, sizes: list[int], interval: int, stop: tuple[str, ...]
 ) -> None:
     ids = bundled.tokenizer.encode(TEXT)
@@ -95,19 +95,19 @@ def test_cuts_and_interval_change_nothing(
     assert all("\ufffd" not in piece.text for piece in pieces)
 
 
-def test_first_and_last_piece_go_at_once_and_the_rest_by_interval(bundled: ServedModel) -> None:
+def test_first_and_last_piece_are_due_at_once_and_others_by_interval(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)[:10]
     _, pieces = run(stream(bundled, interval=4), [[i] for i in ids])
     assert [piece.tokens for piece in pieces] == [1, 4, 4, 1]
 
 
-def test_include_stop_shows_the_match(bundled: ServedModel) -> None:
+def test_include_stop_shows_the_stop_string(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)
     whole, _ = run(stream(bundled, ("stop here",), include_stop=True), [ids])
     assert whole.text == TEXT[: TEXT.index("stop here")] + "stop here"
 
 
-def test_stop_strings_wait_for_min_tokens(bundled: ServedModel) -> None:
+def test_stop_string_applies_after_min_tokens(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode("stop stop stop stop")
     output = stream(bundled, ("stop",), min_tokens=3)
     whole, _ = run(output, [[i] for i in ids])
@@ -116,7 +116,7 @@ def test_stop_strings_wait_for_min_tokens(bundled: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
-def test_a_stop_string_may_begin_before_min_tokens(bundled: ServedModel, include_stop: bool) -> None:
+def test_stop_string_may_begin_before_min_tokens(bundled: ServedModel, include_stop: bool) -> None:
     ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n", "\n", "What")]
     stops = (".\n\n", " Paris")  # the second is complete too early, which must not hide the first
     output = stream(bundled, stops, include_stop=include_stop, min_tokens=3)
@@ -127,14 +127,14 @@ def test_a_stop_string_may_begin_before_min_tokens(bundled: ServedModel, include
     assert output.stop_match.text == ".\n\n"
 
 
-def test_a_stop_string_that_is_complete_before_min_tokens_is_shown(bundled: ServedModel) -> None:
+def test_stop_string_complete_before_min_tokens_is_shown(bundled: ServedModel) -> None:
     ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n")]
     whole, _ = run(stream(bundled, (".", "s."), min_tokens=3), [[i] for i in ids])
     assert whole.text == " Paris.\n"
 
 
 @pytest.mark.parametrize("have", range(1, 4))
-def test_restored_within_a_stop_string_that_began_before_min_tokens(bundled: ServedModel, have: int) -> None:
+def test_restore_within_a_stop_string_that_began_before_min_tokens(bundled: ServedModel, have: int) -> None:
     ids = [bundled.tokenizer.encode(piece)[0] for piece in (" Paris", ".", "\n", "\n", "What")]
     output = stream(bundled, (".\n\n",), min_tokens=3)
     assert output.restore(ids[:have])
@@ -144,7 +144,7 @@ def test_restored_within_a_stop_string_that_began_before_min_tokens(bundled: Ser
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
-def test_a_stop_token_counts_and_shows_only_if_wanted(bundled: ServedModel, include_stop: bool) -> None:
+def test_stop_token_is_billed_and_shown_on_request(bundled: ServedModel, include_stop: bool) -> None:
     ids = bundled.tokenizer.encode("Fine!")
     output = stream(bundled, stop_ids=frozenset(ids[-1:]), include_stop=include_stop)
     whole, _ = run(output, [ids])
@@ -155,7 +155,7 @@ def test_a_stop_token_counts_and_shows_only_if_wanted(bundled: ServedModel, incl
     assert output.stop_match.token_id == ids[-1]
 
 
-def test_text_alone_waits_for_whole_characters(bundled: ServedModel) -> None:
+def test_text_only_output_waits_for_whole_characters(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode("😀")
     assert len(ids) > 1
     _, pieces = run(stream(bundled, want_token_ids=False), [[i] for i in ids])
@@ -163,13 +163,13 @@ def test_text_alone_waits_for_whole_characters(bundled: ServedModel) -> None:
     assert sum(piece.tokens for piece in pieces) == len(ids)
 
 
-def test_ids_alone_need_no_text(bundled: ServedModel) -> None:
+def test_ids_only_output_needs_no_detokenizer(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)
     whole, _ = run(stream(bundled, want_text=False), [ids])
     assert (whole.text, list(whole.token_ids)) == ("", ids)
 
 
-def test_scores_are_summed_but_not_shown_unless_wanted(bundled: ServedModel) -> None:
+def test_scores_are_summed_and_shown_on_request(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)
     output = stream(bundled)
     whole, _ = run(output, [ids])
@@ -177,7 +177,7 @@ def test_scores_are_summed_but_not_shown_unless_wanted(bundled: ServedModel) -> 
     assert output.logprob == -0.25 * len(ids)
 
 
-def test_without_text_or_ids_scores_are_still_news(bundled: ServedModel) -> None:
+def test_scores_alone_make_a_piece_due(bundled: ServedModel) -> None:
     ids = bundled.tokenizer.encode(TEXT)
     _, pieces = run(
         stream(bundled, want_text=False, want_token_ids=False, want_scores=True), [[i] for i in ids]

@@ -15,7 +15,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max
 
 
 def brute_force(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """The first end at which a stop string is complete; the longest one there."""
+    """Return the first end at which a stop string is complete, and the longest one there."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -41,7 +41,7 @@ def run(pieces: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str
 
 
 @given(text=LETTERS, stops=STOPS, include=st.booleans(), data=st.data())
-def test_equals_brute_force_however_it_is_cut(
+def test_stop_strings_equal_brute_force_for_any_cut(
     text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -52,10 +52,10 @@ def test_equals_brute_force_however_it_is_cut(
 
 
 @given(early=LETTERS, text=LETTERS, stops=STOPS, include=st.booleans(), data=st.data())
-def test_early_text_ends_nothing_but_may_begin_a_match(
+def test_stop_string_may_begin_but_not_end_in_early_text(
     early: str, text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
-    """Against the same search of the whole text, from where the early text ends."""
+    """Compare with the same search of the whole text, from the end of the early text."""
     watcher = StopStrings(stops, include)
     cut = data.draw(st.integers(0, len(early)))
     results = [watcher.push(early[:cut], early=True), watcher.push(early[cut:], early=True)]
@@ -70,8 +70,8 @@ def test_early_text_ends_nothing_but_may_begin_a_match(
 
 
 @given(text=LETTERS, stops=STOPS)
-def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
-    """What is held is exactly the longest end of the text that begins a stop string."""
+def test_stop_strings_hold_back_the_minimum(text: str, stops: list[str]) -> None:
+    """Hold back exactly the longest end of the text that begins a stop string."""
     watcher = StopStrings(stops, include=False)
     shown = ""
     for char in text:
@@ -96,37 +96,39 @@ def test_holds_back_no_more_than_it_must(text: str, stops: list[str]) -> None:
         (["almost zz"], ["zzz"], "almost zz", None),
     ],
 )
-def test_examples(pieces: list[str], stops: list[str], shown: str, matched: str | None) -> None:
+def test_stop_strings_return_the_expected_text(
+    pieces: list[str], stops: list[str], shown: str, matched: str | None
+) -> None:
     assert run(pieces, stops, include=False) == (shown, matched)
 
 
-def test_after_a_match_nothing_more_is_shown() -> None:
+def test_stop_strings_return_no_text_after_a_match() -> None:
     watcher = StopStrings(["END"], include=True)
     assert watcher.push("oneENDtwo") == StopResult("oneEND", "END")
     assert watcher.push("three") == StopResult("", "END")
     assert watcher.flush() == ""
 
 
-def test_shown_stops_are_not_held_back() -> None:
+def test_included_stop_strings_are_not_held_back() -> None:
     watcher = StopStrings(["END"], include=True)
     assert watcher.push("oneEN") == StopResult("oneEN", None)
     assert watcher.push("D!") == StopResult("D", "END")
 
 
-def test_an_empty_stop_string_is_a_mistake() -> None:
+def test_empty_stop_string_raises() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopStrings(["a", ""], include=False)
 
 
-def test_a_long_self_similar_stop_string_costs_linear_time() -> None:
-    """A megabyte of near-misses; quadratic matching would take minutes and trip the test's timeout."""
+def test_self_similar_stop_string_takes_linear_time() -> None:
+    """Search a megabyte of near-misses; quadratic matching would exceed the test's timeout."""
     watcher = StopStrings(["a" * 1023 + "b"], include=False)
     shown = sum(len(watcher.push("a" * 1000).text_to_emit) for _ in range(1000))
     assert shown == 1_000_000 - 1023
     assert watcher.push("b").matched is not None
 
 
-def test_many_outputs_of_a_request_share_the_tables_of_their_stop_strings() -> None:
+def test_outputs_of_a_request_share_stop_string_tables() -> None:
     stops = [letter * 1000 + "b" for letter in "cdefghijklmnopqr"]
     first, second = StopStrings(stops, include=False), StopStrings(stops, include=False)
     tables = [[automaton._fallback for automaton in watcher._automata] for watcher in (first, second)]

@@ -10,8 +10,7 @@ import pytest
 from diptych.parameters import GREEDY_BELOW, PARAMETERS, Sampling
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
-from gateway.model.model_card import SamplingDefaults
-from gateway.model.served_model import ServedModel
+from gateway.model.served_model import SamplingDefaults, ServedModel
 from gateway.request.validate_sampling import (
     OutputCounts,
     TokenRules,

@@ -1,4 +1,4 @@
-"""The session against a model of two workers that may do anything: deliver, repeat, fail, die, be late."""
+"""The state of a choice against a model of two workers that deliver, repeat, fail, die or are late."""
 
 from __future__ import annotations
 
@@ -10,57 +10,70 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from diptych.runtime.errors import Internal, KvTransferFailed, NoReadyWorker, WorkerLost
-from gateway.attempt.types import Cause, FinishReason, Role, TokenScore
-from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.choice_state import ChoiceState
-from gateway.session.request_limits import RequestLimits
-from gateway.session.session_actions import Action, AwaitWorker, Cancel, Emit, Fail, Finish, NeedRoute
-from gateway.session.session_events import (
+from gateway.attempt.types import (
+    AttemptFailed,
+    Cause,
+    DecodeFinished,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokenLogprob,
+    TokensArrived,
+)
+from gateway.session.attempt_history import RequestLimits
+from gateway.session.choice_state import TRANSITIONS, ChoiceState, InvalidTransition, State
+from gateway.session.events import (
+    Action,
     Admitted,
-    CancelAsked,
+    AwaitWorker,
+    Cancel,
+    CancelRequested,
     ClientGone,
     DeadlinePassed,
+    Emit,
     Event,
+    Fail,
+    Finish,
     Launched,
+    NeedRoute,
     NoRoute,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
-    WaitOver,
-    WorkerGone,
+    WaitExpired,
+    WorkerDown,
     WorkerUp,
 )
-from gateway.session.transitions import TRANSITIONS, InvalidTransition, State
 
 PROMPT = (7, 8, 9)
 
 
-def started(max_tokens: int = 10, tally: RequestLimits | None = None, choice: int = 0) -> ChoiceState:
-    session = ChoiceState(tally or RequestLimits(len(PROMPT), max_tokens), now=0.0, choice=choice)
-    session.handle(Admitted(), 1.0)
-    session.handle(Launched(1, "p", "d"), 2.0)
-    return session
+def started(max_tokens: int = 10, limits: RequestLimits | None = None, index: int = 0) -> ChoiceState:
+    choice = ChoiceState(limits or RequestLimits(len(PROMPT), max_tokens), now=0.0, index=index)
+    choice.handle(Admitted(), 1.0)
+    choice.handle(Launched(1, "p", "d"), 2.0)
+    return choice
 
 
-def test_the_way_to_the_workers() -> None:
-    session = ChoiceState(RequestLimits(len(PROMPT), 10), now=0.0, choice=3)
-    assert session.handle(Admitted(), 1.0) == [NeedRoute(3)]
-    assert session.handle(Launched(1, "p", "d"), 2.0) == []
-    assert session.working == {Role.PREFILL: "p", Role.DECODE: "d"}
-    assert session.transitions == [(State.QUEUED, 0.0), (State.ROUTING, 1.0), (State.PREFILLING, 2.0)]
+def test_choice_goes_from_queued_over_routing_to_prefilling() -> None:
+    choice = ChoiceState(RequestLimits(len(PROMPT), 10), now=0.0, index=3)
+    assert choice.handle(Admitted(), 1.0) == [NeedRoute(3)]
+    assert choice.handle(Launched(1, "p", "d"), 2.0) == []
+    assert choice.working == {Role.PREFILL: "p", Role.DECODE: "d"}
+    assert choice.transitions == [(State.QUEUED, 0.0), (State.ROUTING, 1.0), (State.PREFILLING, 2.0)]
 
 
-def test_events_out_of_turn_are_refused() -> None:
-    session = started()
+def test_handle_raises_on_events_out_of_turn() -> None:
+    choice = started()
     with pytest.raises(InvalidTransition):
-        session.handle(Admitted(), 3.0)
+        choice.handle(Admitted(), 3.0)
     with pytest.raises(InvalidTransition):
-        session.handle(Launched(2, "p", "d"), 3.0)
+        choice.handle(Launched(2, "p", "d"), 3.0)
 
 
-def test_an_error_counts_what_all_choices_delivered() -> None:
-    tally = RequestLimits(len(PROMPT), 10)
-    first, second = started(tally=tally), started(tally=tally, choice=1)
+def test_error_counts_the_tokens_delivered_to_all_choices() -> None:
+    limits = RequestLimits(len(PROMPT), 10)
+    first, second = started(limits=limits), started(limits=limits, index=1)
     first.handle(TokensArrived(1, 0, (1, 2)), 3.0)
     failed = second.handle(AttemptFailed(1, Role.DECODE, Cause.INCOMPATIBLE), 4.0)[-1]
     assert isinstance(failed, Fail)
@@ -68,39 +81,39 @@ def test_an_error_counts_what_all_choices_delivered() -> None:
     assert failed.error.metadata == {"tokens_emitted": "2"}
 
 
-def test_a_first_token_of_the_prefill_worker_goes_out_and_changes_nothing_else() -> None:
-    """Where the request is, and so what a failure means, is for the decode worker to say."""
-    session = started()
-    assert session.handle(TokensArrived(1, 0, (10,), early=True), 3.0) == [Emit(0, (10,), 0)]
-    assert session.state is State.PREFILLING
-    assert session.handle(TokensArrived(1, 0, (10,)), 4.0) == []  # the same one
-    assert session.state is State.DECODING
-    assert session.handle(TokensArrived(1, 1, (11,)), 5.0) == [Emit(1, (11,), 0)]
+def test_early_first_token_is_emitted_without_a_change_of_state() -> None:
+    """The state, and so the meaning of a failure, follows the decode worker."""
+    choice = started()
+    assert choice.handle(TokensArrived(1, 0, (10,), early=True), 3.0) == [Emit(0, (10,), 0)]
+    assert choice.state is State.PREFILLING
+    assert choice.handle(TokensArrived(1, 0, (10,)), 4.0) == []  # the same one
+    assert choice.state is State.DECODING
+    assert choice.handle(TokensArrived(1, 1, (11,)), 5.0) == [Emit(1, (11,), 0)]
 
 
-def test_a_first_token_of_a_prefill_worker_that_was_slower_is_no_news() -> None:
-    session = started()
-    assert session.handle(TokensArrived(1, 0, (10, 11)), 3.0) == [Emit(0, (10, 11), 0)]
-    assert session.handle(TokensArrived(1, 0, (10,), early=True), 4.0) == []
-    assert session.output_ids == [10, 11]
+def test_early_first_token_after_the_decode_workers_is_dropped() -> None:
+    choice = started()
+    assert choice.handle(TokensArrived(1, 0, (10, 11)), 3.0) == [Emit(0, (10, 11), 0)]
+    assert choice.handle(TokensArrived(1, 0, (10,), early=True), 4.0) == []
+    assert choice.output_ids == [10, 11]
 
 
-def test_an_attempt_that_fails_after_its_first_token_goes_on_behind_it() -> None:
-    session = started()
-    session.handle(TokensArrived(1, 0, (10,), early=True), 3.0)
-    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 4.0)[-1] == NeedRoute(0)
-    session.handle(Launched(2, "p", "d"), 5.0)
-    assert session.handle(TokensArrived(1, 0, (10,)), 6.0) == []  # of the attempt that is over
-    assert session.handle(TokensArrived(2, 1, (11,), early=True), 7.0) == [Emit(1, (11,), 0)]
-    assert session.output_ids == [10, 11]
+def test_attempt_after_an_early_first_token_continues_behind_it() -> None:
+    choice = started()
+    choice.handle(TokensArrived(1, 0, (10,), early=True), 3.0)
+    assert choice.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 4.0)[-1] == NeedRoute(0)
+    choice.handle(Launched(2, "p", "d"), 5.0)
+    assert choice.handle(TokensArrived(1, 0, (10,)), 6.0) == []  # of the attempt that is over
+    assert choice.handle(TokensArrived(2, 1, (11,), early=True), 7.0) == [Emit(1, (11,), 0)]
+    assert choice.output_ids == [10, 11]
 
 
-def test_scores_go_with_their_tokens() -> None:
-    session = started()
-    scores = tuple(TokenScore(-1.0, rank) for rank in range(4))
-    session.handle(TokensArrived(1, 0, (10, 11), scores=scores[:2]), 3.0)
-    (emit,) = session.handle(TokensArrived(1, 1, (11, 12, 13), scores=scores[1:]), 4.0)
-    assert emit == Emit(2, (12, 13), 0, scores[2:])
+def test_logprobs_are_emitted_with_their_tokens() -> None:
+    choice = started()
+    logprobs = tuple(TokenLogprob(-1.0, rank) for rank in range(4))
+    choice.handle(TokensArrived(1, 0, (10, 11), logprobs=logprobs[:2]), 3.0)
+    (emit,) = choice.handle(TokensArrived(1, 1, (11, 12, 13), logprobs=logprobs[1:]), 4.0)
+    assert emit == Emit(2, (12, 13), 0, logprobs[2:])
 
 
 @pytest.mark.parametrize(
@@ -111,11 +124,13 @@ def test_scores_go_with_their_tokens() -> None:
         (1, Cause.INTERNAL, Internal()),
     ],
 )
-def test_failures_that_end_a_request(delivered: int, cause: Cause, error: Exception) -> None:
-    session = started()
+def test_failure_without_retry_ends_the_request_with_its_error(
+    delivered: int, cause: Cause, error: Exception
+) -> None:
+    choice = started()
     if delivered:
-        session.handle(TokensArrived(1, 0, tuple(range(delivered))), 3.0)
-    *cancels, failed = session.handle(AttemptFailed(1, Role.DECODE, cause), 4.0)
+        choice.handle(TokensArrived(1, 0, tuple(range(delivered))), 3.0)
+    *cancels, failed = choice.handle(AttemptFailed(1, Role.DECODE, cause), 4.0)
     assert cancels == [Cancel(Role.PREFILL, "p", 1, (0,))]
     assert isinstance(failed, Fail)
     assert type(failed.error) is type(error)
@@ -123,50 +138,52 @@ def test_failures_that_end_a_request(delivered: int, cause: Cause, error: Except
     assert failed.error.metadata == error.metadata  # type: ignore[attr-defined]
 
 
-def test_a_second_failed_handoff_ends_the_request_with_the_right_code() -> None:
-    session = started()
-    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 3.0)[-1] == NeedRoute(0)
-    assert session.handle(AttemptFailed(1, Role.PREFILL, Cause.KV_TRANSFER_FAILED), 3.0) == []  # its echo
-    session.handle(Launched(2, "p", "d"), 4.0)
-    failed = session.handle(AttemptFailed(2, Role.DECODE, Cause.KV_TRANSFER_FAILED), 5.0)[-1]
+def test_second_failed_handoff_ends_the_request_with_kv_transfer_failed() -> None:
+    choice = started()
+    assert choice.handle(AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED), 3.0)[-1] == NeedRoute(0)
+    assert (
+        choice.handle(AttemptFailed(1, Role.PREFILL, Cause.KV_TRANSFER_FAILED), 3.0) == []
+    )  # the other report
+    choice.handle(Launched(2, "p", "d"), 4.0)
+    failed = choice.handle(AttemptFailed(2, Role.DECODE, Cause.KV_TRANSFER_FAILED), 5.0)[-1]
     assert isinstance(failed, Fail)
     assert isinstance(failed.error, KvTransferFailed)
 
 
-def test_preemption_after_the_last_token_is_the_end() -> None:
-    session = started(max_tokens=2)
-    session.handle(TokensArrived(1, 0, (1, 2)), 3.0)
-    actions = session.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)
+def test_preemption_after_the_last_token_finishes_the_choice() -> None:
+    choice = started(max_tokens=2)
+    choice.handle(TokensArrived(1, 0, (1, 2)), 3.0)
+    actions = choice.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)
     assert actions[-1] == Finish(FinishReason.LENGTH)
 
 
-def test_whether_a_grammar_was_complete_at_the_last_token_is_asked_again() -> None:
-    session = started(tally=RequestLimits(len(PROMPT), 2, constrained=True))
-    session.handle(TokensArrived(1, 0, (1, 2)), 3.0)
-    assert session.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)[-1] == NeedRoute(0)
-    session.handle(Launched(2, "p", "d"), 5.0)
-    actions = session.handle(DecodeFinished(2, FinishReason.STOP), 6.0)
+def test_constrained_choice_preempted_at_its_last_token_is_retried() -> None:
+    choice = started(limits=RequestLimits(len(PROMPT), 2, constrained=True))
+    choice.handle(TokensArrived(1, 0, (1, 2)), 3.0)
+    assert choice.handle(AttemptFailed(1, Role.DECODE, Cause.PREEMPTED), 4.0)[-1] == NeedRoute(0)
+    choice.handle(Launched(2, "p", "d"), 5.0)
+    actions = choice.handle(DecodeFinished(2, FinishReason.STOP), 6.0)
     assert actions[-1] == Finish(FinishReason.STOP)
 
 
-def test_more_than_max_tokens_is_a_bug() -> None:
-    session = started(max_tokens=2)
-    actions = session.handle(TokensArrived(1, 0, (1, 2, 3)), 3.0)
+def test_more_than_max_tokens_fails_the_request() -> None:
+    choice = started(max_tokens=2)
+    actions = choice.handle(TokensArrived(1, 0, (1, 2, 3)), 3.0)
     assert isinstance(actions[-1], Fail)
     assert not any(isinstance(action, Emit) for action in actions)
 
 
-class SessionMachine(RuleBasedStateMachine):
-    """The truth is one fixed text; workers deliver it from any place, in any pieces, any number of times."""
+class ChoiceMachine(RuleBasedStateMachine):
+    """A choice with one fixed text, delivered from any position, in any pieces, any number of times."""
 
     TEXT = tuple(range(100, 112))
 
     @initialize()
     def begin(self) -> None:
         self.now = 0.0
-        self.session = ChoiceState(RequestLimits(len(PROMPT), len(self.TEXT)), now=0.0)
+        self.choice = ChoiceState(RequestLimits(len(PROMPT), len(self.TEXT)), now=0.0)
         self.client: list[int] = []
-        self.busy: dict[tuple[str, int], bool] = {}  # (worker, attempt) → not cancelled, no last word
+        self.busy: dict[tuple[str, int], bool] = {}  # (worker, attempt) → not cancelled, no terminal message
         self.attempts = 0
         self.want_route = False
         self.waiting: AwaitWorker | None = None
@@ -174,8 +191,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> None:
         self.now += 1.0
-        over = self.session.over
-        actions = self.session.handle(event, self.now)
+        over = self.choice.over
+        actions = self.choice.handle(event, self.now)
         assert not (over and actions), "something happens after the end"
         for action in actions:
             self.perform(action)
@@ -184,9 +201,9 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.end is None, "an action after the last one"
         match action:
             case NeedRoute():
-                assert self.session.output_ids == self.client, "a token would be lost or doubled"
+                assert self.choice.output_ids == self.client, "a token would be lost or doubled"
                 assert not any(self.busy.values()), "two attempts at once"
-                assert self.session.setbacks.reserve == (self.session.history.preemptions >= 2)
+                assert self.choice.history.reserve == (self.choice.retry_context.preemptions >= 2)
                 self.want_route = True
             case AwaitWorker():
                 assert self.attempts, "a request that no worker ever had waits"
@@ -202,18 +219,18 @@ class SessionMachine(RuleBasedStateMachine):
             case Finish() | Fail():
                 self.end = action
 
-    def last_word(self, role: Role, number: int) -> None:
+    def terminal_message(self, role: Role, number: int) -> None:
         if number == self.attempts:
-            worker = self.session.working.get(role)
+            worker = self.choice.working.get(role)
             if worker is not None:
                 self.busy[worker, number] = False
 
-    @precondition(lambda self: self.session.state is State.QUEUED)
+    @precondition(lambda self: self.choice.state is State.QUEUED)
     @rule()
     def admit(self) -> None:
         self.feed(Admitted())
 
-    @precondition(lambda self: self.want_route and self.session.state is State.ROUTING)
+    @precondition(lambda self: self.want_route and self.choice.state is State.ROUTING)
     @rule(found=st.integers(0, 5))
     def route(self, found: int) -> None:
         self.want_route = False
@@ -237,68 +254,68 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), cause=st.sampled_from(Cause), role=st.sampled_from(Role))
     def fail(self, data: st.DataObject, cause: Cause, role: Role) -> None:
         attempt = data.draw(st.integers(1, self.attempts))
-        self.last_word(role, attempt)
+        self.terminal_message(role, attempt)
         self.feed(AttemptFailed(attempt, role, cause))
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         attempt = data.draw(st.integers(1, self.attempts))
-        self.last_word(Role.DECODE, attempt)
+        self.terminal_message(Role.DECODE, attempt)
         self.feed(AttemptFailed(attempt, Role.DECODE, Cause.PREEMPTED))
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         attempt = data.draw(st.integers(1, self.attempts))
-        self.last_word(Role.PREFILL, attempt)
+        self.terminal_message(Role.PREFILL, attempt)
         self.feed(PrefillCommitted(attempt))
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         attempt = data.draw(st.integers(1, self.attempts))
-        self.last_word(Role.DECODE, attempt)
+        self.terminal_message(Role.DECODE, attempt)
         self.feed(DecodeFinished(attempt, FinishReason.LENGTH))
 
-    @precondition(lambda self: self.session.working)
+    @precondition(lambda self: self.choice.working)
     @rule(data=st.data())
     def lose_worker(self, data: st.DataObject) -> None:
-        role = data.draw(st.sampled_from(sorted(self.session.working, key=str)))
-        worker = self.session.working[role]
+        role = data.draw(st.sampled_from(sorted(self.choice.working, key=str)))
+        worker = self.choice.working[role]
         self.busy[worker, self.attempts] = False
-        self.feed(WorkerGone(worker, left=data.draw(st.booleans())))
+        self.feed(WorkerDown(worker, graceful=data.draw(st.booleans())))
 
-    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), returned=st.booleans())
-    def worker_comes(self, number: int, role: str, returned: bool) -> None:
-        self.feed(WorkerUp(f"{role}{number}", returned))
+    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), same_process=st.booleans())
+    def worker_comes(self, number: int, role: str, same_process: bool) -> None:
+        self.feed(WorkerUp(f"{role}{number}", same_process))
 
     @precondition(lambda self: self.waiting)
     @rule()
-    def nobody_comes(self) -> None:
+    def no_worker_comes(self) -> None:
         assert self.waiting is not None
-        self.feed(WaitOver(self.waiting.choice, self.waiting.attempt))
-        assert self.session.over
+        self.feed(WaitExpired(self.waiting.choice, self.waiting.attempt))
+        assert self.choice.over
 
     @rule()
-    def lose_a_stranger(self) -> None:
-        before = self.session.state
-        self.feed(WorkerGone("nobody"))
-        assert self.session.state is before
+    def lose_another_worker(self) -> None:
+        before = self.choice.state
+        self.feed(WorkerDown("other"))
+        assert self.choice.state is before
 
-    @precondition(lambda self: self.client and not self.session.over)
+    @precondition(lambda self: self.client and not self.choice.over)
     @rule(data=st.data())
     def stop_string(self, data: st.DataObject) -> None:
         self.feed(StopMatched(data.draw(st.integers(1, len(self.client)))))
 
     @rule(
         event=st.sampled_from(
-            [TimeLimitReached(), DeadlinePassed(), CancelAsked(), ShuttingDown(), ClientGone()]
+            [TimeLimitReached(), DeadlinePassed(), CancelRequested(), ShuttingDown(), ClientGone()]
         )
     )
     def interrupt(self, event: Event) -> None:
         self.feed(event)
-        assert self.session.over
+        assert self.choice.over
 
     @invariant()
     def the_client_has_a_beginning_of_the_text(self) -> None:
@@ -306,23 +323,23 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_runs_after_the_end(self) -> None:
-        if self.session.over:
+        if self.choice.over:
             assert not any(self.busy.values()), "a worker was left working"
-            assert self.session.state is State.ABANDONED or self.end is not None
+            assert self.choice.state is State.ABANDONED or self.end is not None
         else:
             routing = self.want_route or self.waiting is not None
-            assert routing == (self.session.state is State.ROUTING)
+            assert routing == (self.choice.state is State.ROUTING)
 
     @invariant()
-    def who_seems_to_have_killed_two_gets_no_third(self) -> None:
-        history = self.session.history
-        if history.deaths > 1:
+    def two_deaths_keep_a_third_worker_away(self) -> None:
+        context = self.choice.retry_context
+        if context.deaths > 1:
             assert not any(self.busy.values())
-        assert self.session.over or history.deaths - history.unproven <= 1
+        assert self.choice.over or context.deaths - context.unconfirmed <= 1
 
     @invariant()
     def every_move_was_legal_and_in_time(self) -> None:
-        moves = self.session.transitions
+        moves = self.choice.transitions
         for (before, then), (after, now) in itertools.pairwise(moves):
             assert after in TRANSITIONS[before]
             assert then <= now
@@ -333,5 +350,5 @@ class SessionMachine(RuleBasedStateMachine):
             assert not self.client
 
 
-TestSessionMachine = SessionMachine.TestCase
-TestSessionMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestChoiceMachine = ChoiceMachine.TestCase
+TestChoiceMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Workers that die under a request: the real gateway over real gRPC, with scripted workers behind it."""
+"""Recovery from workers that die under a request: the real gateway over real gRPC, with scripted workers."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def failure(call: object) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def whoever_has_it(*workers: ScriptedWorker) -> ScriptedWorker:
-    """The worker that a request went to."""
+async def worker_with_request(*workers: ScriptedWorker) -> ScriptedWorker:
+    """Return the worker that a request was sent to."""
     await until(lambda: any(kind in ("attach", "dispatch") for w in workers for kind, _ in w.sent))
     return next(w for w in workers if any(kind in ("attach", "dispatch") for kind, _ in w.sent))
 
 
 async def linked(stack: Stack, count: int) -> None:
-    await until(lambda: len(stack.gateway.fleet.roster.linked()) == count)
+    await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == count)
 
 
 @pytest.mark.parametrize("tokens_first", [0, 3])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-async def test_a_lost_worker_costs_no_token(
+async def test_lost_worker_costs_no_token(
     bundled: ServedModel, redis_url: str, answer: list[int], victim: str, tokens_first: int
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -61,7 +61,7 @@ async def test_a_lost_worker_costs_no_token(
     async with running(bundled, redis_url, *prefills, *decodes) as stack:
         await linked(stack, 4)
         call = stack.stub.StreamGenerate(stack.request())
-        prefill, decode = await whoever_has_it(*prefills), await whoever_has_it(*decodes)
+        prefill, decode = await worker_with_request(*prefills), await worker_with_request(*decodes)
         first = [await call.read()] if tokens_first else []
         started = time.monotonic()
         await (prefill if victim == "prefill" else decode).kill()
@@ -76,7 +76,9 @@ async def test_a_lost_worker_costs_no_token(
     assert took < 10  # a connection that broke says so: no silence is waited for
 
 
-async def test_the_only_worker_is_waited_for(bundled: ServedModel, redis_url: str, answer: list[int]) -> None:
+async def test_request_waits_for_the_restart_of_the_only_worker(
+    bundled: ServedModel, redis_url: str, answer: list[int]
+) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     again = ScriptedDecode(answering(answer))
     async with running(bundled, redis_url, prefill, decode) as stack:
@@ -94,7 +96,7 @@ async def test_the_only_worker_is_waited_for(bundled: ServedModel, redis_url: st
 
 
 @pytest.mark.parametrize("tokens_first", [0, 3])
-async def test_nobody_is_waited_for_too_long(
+async def test_wait_for_a_worker_expires(
     bundled: ServedModel, redis_url: str, answer: list[int], tokens_first: int
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
@@ -115,7 +117,7 @@ async def test_nobody_is_waited_for_too_long(
     assert 0.3 <= took < 10
 
 
-async def test_a_request_that_kills_two_workers_meets_no_third(bundled: ServedModel, redis_url: str) -> None:
+async def test_request_that_kills_two_workers_gets_no_third(bundled: ServedModel, redis_url: str) -> None:
     async def die(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         await worker.kill()
 
@@ -130,7 +132,9 @@ async def test_a_request_that_kills_two_workers_meets_no_third(bundled: ServedMo
     assert sorted(len([1 for kind, _ in d.sent if kind == "attach"]) for d in decodes) == [0, 1, 1]
 
 
-async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedModel, redis_url: str) -> None:
+async def test_deaths_confirmed_by_a_supervisor_end_the_request_at_once(
+    bundled: ServedModel, redis_url: str
+) -> None:
     async def die(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         await worker.kill()
 
@@ -143,7 +147,7 @@ async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedM
         await second.start(redis_url, "d" * 64)
         await second.wait_for("attach")
         await asyncio.sleep(0.5)
-        assert not call.done()  # it waits for the proof
+        assert not call.done()  # it waits until the deaths are confirmed
         third.replaces = f"{first.worker_id},{second.worker_id}"
         await third.start(redis_url, "d" * 64)
         error = await failure(call)
@@ -154,7 +158,7 @@ async def test_two_deaths_that_a_supervisor_saw_need_no_waiting(bundled: ServedM
     assert not [kind for kind, _ in third.sent if kind == "attach"]
 
 
-async def test_whole_answers_survive_a_loss_too(
+async def test_unary_answer_survives_a_lost_worker(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -172,11 +176,9 @@ async def test_whole_answers_survive_a_loss_too(
     assert list(message.outputs[0].token_ids) == answer
 
 
-async def test_tokens_before_a_loss_are_delivered(
+async def test_tokens_before_an_unrecovered_loss_are_delivered(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
-    """Also when nothing helps in the end."""
-
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         worker.tokens(work, 0, answer[:1])
         worker.tokens(work, 1, answer[1:4])
@@ -192,10 +194,10 @@ async def test_tokens_before_a_loss_are_delivered(
     assert error.code() is grpc.StatusCode.ABORTED
 
 
-async def test_a_stop_token_at_the_limit_is_a_stop_when_the_word_of_the_end_is_lost(
+async def test_stop_token_at_the_limit_is_a_stop_when_the_terminal_message_is_lost(
     bundled: ServedModel, redis_url: str
 ) -> None:
-    """The prefill worker says the only token there may be, and the decode worker never takes it over."""
+    """The prefill worker sends the only token that is allowed, and the decode worker never takes over."""
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
     eos = bundled.card.eos_token_ids[0]
     async with running(bundled, redis_url, prefill, decode) as stack:
@@ -210,7 +212,7 @@ async def test_a_stop_token_at_the_limit_is_a_stop_when_the_word_of_the_end_is_l
     assert output.stop_token_id == eos
 
 
-async def test_a_row_that_failed_is_computed_anew(
+async def test_failed_compute_is_retried_once_uncached(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     failures = 1

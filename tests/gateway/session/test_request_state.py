@@ -1,4 +1,4 @@
-"""Several choices of one request against a model of workers that may do anything at any time."""
+"""The state of a request with several choices, against a model of workers that do anything at any time."""
 
 from __future__ import annotations
 
@@ -10,57 +10,62 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from diptych.runtime.errors import DeadlineExceeded, Internal, WorkerLost
-from gateway.attempt.types import Cause, FinishReason, Role
-from gateway.attempt.worker_events import AttemptFailed, DecodeFinished, PrefillCommitted, TokensArrived
-from gateway.session.request_state import RequestState
-from gateway.session.retry_budget import RetryBudget
-from gateway.session.session_actions import (
+from gateway.attempt.types import (
+    AttemptFailed,
+    Cause,
+    DecodeFinished,
+    FinishReason,
+    PrefillCommitted,
+    Role,
+    TokensArrived,
+)
+from gateway.session.choice_state import State
+from gateway.session.events import (
     Action,
+    Admitted,
     Attach,
     AwaitWorker,
     Cancel,
+    CancelRequested,
     ChooseRoute,
-    Dispatch,
-    Emit,
-    Fail,
-    Finish,
-)
-from gateway.session.session_events import (
-    Admitted,
-    Broken,
-    CancelAsked,
     ClientGone,
     DeadlinePassed,
+    Dispatch,
+    Emit,
     Event,
+    Fail,
+    Finish,
     NoRoute,
+    RequestFailed,
     Routed,
     ShuttingDown,
     StopMatched,
     TimeLimitReached,
-    WaitOver,
-    WorkerGone,
+    WaitExpired,
+    WorkerDown,
     WorkerUp,
 )
-from gateway.session.transitions import State
+from gateway.session.request_state import RequestState
+from gateway.session.retry_policy import RetryBudget
 
 PROMPT = (7, 8, 9)
 
 
-def moment(choices: RequestState, *events: Event) -> list[Action]:
-    """Everything that follows from events of one moment."""
+def moment(request: RequestState, *events: Event) -> list[Action]:
+    """Return all actions that follow from events of one moment."""
     actions: list[Action] = []
     for event in events:
-        actions += choices.handle(event, 1.0)
-    return actions + choices.settle()
+        actions += request.handle(event, 1.0)
+    return actions + request.settle()
 
 
 def started(count: int, budget: RetryBudget | None = None) -> RequestState:
-    """All of them in attempt 1, on workers p and d."""
-    choices = RequestState(PROMPT, 10, count, now=0.0, budget=budget)
-    (route,) = moment(choices, Admitted())
+    """Return a request with all its choices in attempt 1, on workers p and d."""
+    request = RequestState(PROMPT, 10, count, now=0.0, budget=budget)
+    (route,) = moment(request, Admitted())
     assert isinstance(route, ChooseRoute)
-    moment(choices, Routed("p", "d", route.choices))
-    return choices
+    moment(request, Routed("p", "d", route.choices))
+    return request
 
 
 def preempted(attempt: int, choice: int) -> AttemptFailed:
@@ -68,9 +73,9 @@ def preempted(attempt: int, choice: int) -> AttemptFailed:
 
 
 def test_all_choices_share_the_first_attempt() -> None:
-    choices = RequestState(PROMPT, 10, 3, now=0.0)
-    assert moment(choices, Admitted()) == [ChooseRoute(PROMPT, frozenset(), (0, 1, 2))]
-    attach, dispatch = moment(choices, Routed("p", "d", (0, 1, 2)))
+    request = RequestState(PROMPT, 10, 3, now=0.0)
+    assert moment(request, Admitted()) == [ChooseRoute(PROMPT, frozenset(), (0, 1, 2))]
+    attach, dispatch = moment(request, Routed("p", "d", (0, 1, 2)))
     assert isinstance(attach, Attach)
     assert isinstance(dispatch, Dispatch)
     assert attach.attempt == dispatch.attempt
@@ -78,113 +83,113 @@ def test_all_choices_share_the_first_attempt() -> None:
     assert (attach.worker_id, dispatch.worker_id, dispatch.decode_id) == ("d", "p", "d")
 
 
-def test_a_preempted_choice_goes_on_alone_with_its_own_tokens() -> None:
-    choices = started(3)
+def test_preempted_choice_continues_alone_with_its_own_tokens() -> None:
+    request = started(3)
     for choice in range(3):
-        moment(choices, TokensArrived(1, 0, (choice,), choice))
-    *cancels, route = moment(choices, preempted(1, 1))
+        moment(request, TokensArrived(1, 0, (choice,), choice))
+    *cancels, route = moment(request, preempted(1, 1))
     assert cancels == []  # the prefill worker may still be at it for the others
     assert route == ChooseRoute((*PROMPT, 1), frozenset(), (1,))
-    attach, _ = moment(choices, Routed("p", "d", (1,)))
+    attach, _ = moment(request, Routed("p", "d", (1,)))
     assert isinstance(attach, Attach)
     assert (attach.attempt.number, attach.attempt.choices) == (2, (1,))
-    assert moment(choices, TokensArrived(1, 1, (5,), 0)) == [Emit(1, (5,), 0)]
-    assert moment(choices, TokensArrived(1, 1, (5,), 1)) == []  # late, of its old attempt
-    assert moment(choices, TokensArrived(2, 1, (6,), 1)) == [Emit(1, (6,), 1)]
-    assert (choices.preemptions, choices.retries[Cause.PREEMPTED]) == (1, 1)
+    assert moment(request, TokensArrived(1, 1, (5,), 0)) == [Emit(1, (5,), 0)]
+    assert moment(request, TokensArrived(1, 1, (5,), 1)) == []  # late, of its old attempt
+    assert moment(request, TokensArrived(2, 1, (6,), 1)) == [Emit(1, (6,), 1)]
+    assert (request.preemptions, request.retries[Cause.PREEMPTED]) == (1, 1)
 
 
-def test_choices_with_equal_tokens_that_fail_together_go_on_together() -> None:
-    choices = started(3)
-    moment(choices, TokensArrived(1, 0, (4,), 0), TokensArrived(1, 0, (4,), 1), TokensArrived(1, 0, (5,), 2))
-    moment(choices, PrefillCommitted(1))
-    assert moment(choices, *(preempted(1, choice) for choice in range(3))) == [
+def test_choices_with_equal_tokens_that_fail_together_share_the_next_attempt() -> None:
+    request = started(3)
+    moment(request, TokensArrived(1, 0, (4,), 0), TokensArrived(1, 0, (4,), 1), TokensArrived(1, 0, (5,), 2))
+    moment(request, PrefillCommitted(1))
+    assert moment(request, *(preempted(1, choice) for choice in range(3))) == [
         ChooseRoute((*PROMPT, 4), frozenset(), (0, 1)),
         ChooseRoute((*PROMPT, 5), frozenset(), (2,)),
     ]
 
 
-def test_a_failed_prefill_concerns_all_choices_of_the_attempt() -> None:
-    choices = started(2)
-    actions = moment(choices, AttemptFailed(1, Role.PREFILL, Cause.DRAINING))
+def test_failed_prefill_reroutes_all_choices_of_the_attempt() -> None:
+    request = started(2)
+    actions = moment(request, AttemptFailed(1, Role.PREFILL, Cause.DRAINING))
     assert actions == [Cancel(Role.DECODE, "d", 1), ChooseRoute(PROMPT, frozenset({"p"}), (0, 1))]
 
 
-def test_a_stop_string_ends_one_choice_and_the_last_one_frees_the_prefill_worker() -> None:
-    choices = started(2)
-    moment(choices, TokensArrived(1, 0, (1,), 0), TokensArrived(1, 0, (2,), 1))
+def test_stop_string_cancels_one_choice_and_the_last_one_the_prefill_worker() -> None:
+    request = started(2)
+    moment(request, TokensArrived(1, 0, (1,), 0), TokensArrived(1, 0, (2,), 1))
     finish = Finish(FinishReason.STOP, 0)
-    assert moment(choices, StopMatched(1, 0)) == [finish, Cancel(Role.DECODE, "d", 1, (0,))]
-    assert not choices.over
+    assert moment(request, StopMatched(1, 0)) == [finish, Cancel(Role.DECODE, "d", 1, (0,))]
+    assert not request.over
     finish = Finish(FinishReason.STOP, 1)
-    actions = moment(choices, StopMatched(1, 1))
+    actions = moment(request, StopMatched(1, 1))
     assert actions == [finish, Cancel(Role.DECODE, "d", 1), Cancel(Role.PREFILL, "p", 1)]
-    assert choices.over
+    assert request.over
 
 
-def test_one_choice_that_gives_up_ends_the_request_with_one_error() -> None:
-    choices = started(3)
-    moment(choices, DecodeFinished(1, FinishReason.LENGTH, 2))
-    actions = moment(choices, AttemptFailed(1, Role.DECODE, Cause.INTERNAL, 0))
+def test_one_failed_choice_ends_the_request_with_one_error() -> None:
+    request = started(3)
+    moment(request, DecodeFinished(1, FinishReason.LENGTH, 2))
+    actions = moment(request, AttemptFailed(1, Role.DECODE, Cause.INTERNAL, 0))
     (failed,) = (action for action in actions if isinstance(action, Fail))
     assert isinstance(failed.error, Internal)
-    assert choices.over
+    assert request.over
     assert [a for a in actions if isinstance(a, Cancel)] == [
         Cancel(Role.PREFILL, "p", 1),
         Cancel(Role.DECODE, "d", 1),
     ]
 
 
-def test_a_choice_that_nobody_asked_for_is_a_bug_of_the_worker() -> None:
-    choices = started(2)
-    actions = moment(choices, TokensArrived(1, 0, (1,), 2))
+def test_tokens_of_an_unknown_choice_fail_the_request() -> None:
+    request = started(2)
+    actions = moment(request, TokensArrived(1, 0, (1,), 2))
     assert any(isinstance(action, Fail) and isinstance(action.error, Internal) for action in actions)
 
 
-def under_two_deaths(choices: RequestState) -> list[Action]:
-    """The second death, under choice 1 alone; choice 0 has other workers by then."""
-    moment(choices, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
-    moment(choices, Routed("p2", "d2", (0,)))
-    moment(choices, WorkerGone("d"))
-    moment(choices, Routed("p3", "d3", (1,)))
-    return moment(choices, WorkerGone("d3"))
+def under_two_deaths(request: RequestState) -> list[Action]:
+    """Return the actions after a second death under choice 1; choice 0 has other workers by then."""
+    moment(request, AttemptFailed(1, Role.DECODE, Cause.KV_TRANSFER_FAILED, 0))
+    moment(request, Routed("p2", "d2", (0,)))
+    moment(request, WorkerDown("d"))
+    moment(request, Routed("p3", "d3", (1,)))
+    return moment(request, WorkerDown("d3"))
 
 
-def test_two_deaths_under_one_choice_take_the_others_from_their_workers_too() -> None:
-    choices = started(2)
-    actions = under_two_deaths(choices)
+def test_two_deaths_under_one_choice_suspend_all_choices() -> None:
+    request = started(2)
+    actions = under_two_deaths(request)
     assert [a.choice for a in actions if isinstance(a, AwaitWorker)] == [1, 0]
     cancelled = {(a.worker_id, a.attempt) for a in actions if isinstance(a, Cancel)}
     assert cancelled == {("d2", 2), ("p2", 2), ("p3", 3)}
-    assert not any(session.working for session in choices.sessions)
+    assert not any(choice.working for choice in request.choices)
 
 
 @pytest.mark.parametrize("prefills", [3, 4])
-def test_whoever_is_taken_from_its_workers_pays_for_its_next_prefill(prefills: int) -> None:
-    choices = started(2, budget=RetryBudget(prefills))
-    (failed,) = [a for a in under_two_deaths(choices) if isinstance(a, Fail)] or (None,)
-    assert choices.over == (prefills == 3)
-    assert (failed is not None and isinstance(failed.error, WorkerLost)) == choices.over
+def test_suspended_choice_is_charged_to_the_retry_budget(prefills: int) -> None:
+    request = started(2, budget=RetryBudget(prefills))
+    (failed,) = [a for a in under_two_deaths(request) if isinstance(a, Fail)] or (None,)
+    assert request.over == (prefills == 3)
+    assert (failed is not None and isinstance(failed.error, WorkerLost)) == request.over
 
 
-@pytest.mark.parametrize("event", [TimeLimitReached(), CancelAsked()])
-def test_what_ends_a_request_well_ends_all_its_choices(event: Event) -> None:
-    choices = started(2)
-    actions = moment(choices, event)
+@pytest.mark.parametrize("event", [TimeLimitReached(), CancelRequested()])
+def test_time_limit_and_cancel_finish_all_choices(event: Event) -> None:
+    request = started(2)
+    actions = moment(request, event)
     assert [a.choice for a in actions if isinstance(a, Finish)] == [0, 1]
 
 
-def test_the_deadline_names_the_phase_and_the_place_is_remembered() -> None:
-    choices = started(2)
-    moment(choices, TokensArrived(1, 0, (1,), 1))
-    actions = moment(choices, DeadlinePassed())
+def test_deadline_error_names_the_phase_and_the_request_keeps_it() -> None:
+    request = started(2)
+    moment(request, TokensArrived(1, 0, (1,), 1))
+    actions = moment(request, DeadlinePassed())
     (failed,) = (action for action in actions if isinstance(action, Fail))
     assert isinstance(failed.error, DeadlineExceeded)
-    assert choices.phase is State.PREFILLING  # the first choice is not further yet
+    assert request.phase is State.PREFILLING  # the first choice is not further yet
 
 
 class ChoicesMachine(RuleBasedStateMachine):
-    """The truth is one text for each choice; the first two tokens of all are the same."""
+    """A request with one fixed text for each choice; the first two tokens of all are the same."""
 
     COUNT = 3
     LENGTH = 6
@@ -192,7 +197,7 @@ class ChoicesMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.texts = [(1, 2, *(10 * c + i for i in range(4))) for c in range(self.COUNT)]
-        self.choices = RequestState(PROMPT, self.LENGTH, self.COUNT, now=0.0)
+        self.request = RequestState(PROMPT, self.LENGTH, self.COUNT, now=0.0)
         self.client: list[list[int]] = [[] for _ in range(self.COUNT)]
         self.ended: dict[int, Action] = {}
         self.error: Fail | None = None
@@ -201,14 +206,14 @@ class ChoicesMachine(RuleBasedStateMachine):
         self.asked: list[ChooseRoute] = []
         self.waiting: dict[int, AwaitWorker] = {}  # choices for which there was no worker
         self.decode_ever: set[int] = set()  # attempts that were launched
-        self.just_ended: set[int] = set()  # choices with a last word at this moment
+        self.just_ended: set[int] = set()  # choices with a terminal message at this moment
 
     def feed(self, *events: Event) -> None:
-        over = self.choices.over
+        over = self.request.over
         actions: list[Action] = []
         for event in events:
-            actions += self.choices.handle(event, 1.0)
-        for action in actions + self.choices.settle():
+            actions += self.request.handle(event, 1.0)
+        for action in actions + self.request.settle():
             assert not over, "something happens after the end"
             self.perform(action)
         self.just_ended.clear()
@@ -236,7 +241,7 @@ class ChoicesMachine(RuleBasedStateMachine):
             case Cancel(Role.DECODE, worker, number, choices):
                 assert self.decode[number][0] == worker
                 busy = self.decode[number][1]
-                # What was said at the same moment, after the word that ended the request, may be cancelled.
+                # A message of the same moment, after the one that ended the request, may be cancelled.
                 assert busy or self.just_ended, "a cancel for nothing"
                 assert set(choices) <= busy | self.just_ended
                 assert not choices or set(choices) != busy, "all of them need no names"
@@ -252,7 +257,7 @@ class ChoicesMachine(RuleBasedStateMachine):
                 assert self.error is None, "two errors"
                 self.error = action
 
-    @precondition(lambda self: self.choices.sessions[0].state is State.QUEUED)
+    @precondition(lambda self: self.request.choices[0].state is State.QUEUED)
     @rule()
     def admit(self) -> None:
         self.feed(Admitted())
@@ -272,8 +277,8 @@ class ChoicesMachine(RuleBasedStateMachine):
     def some(self, data: st.DataObject) -> Iterable[int]:
         return data.draw(st.lists(st.integers(0, self.COUNT - 1), min_size=1, max_size=3, unique=True))
 
-    def last_word(self, attempt: int, choices: Iterable[int]) -> None:
-        """Only what the gateway still listens to counts: a worker that was cancelled is silent."""
+    def terminal_message(self, attempt: int, choices: Iterable[int]) -> None:
+        """Record terminal messages; a worker that was cancelled sends none."""
         if attempt in self.decode:
             self.decode[attempt][1].difference_update(choices)
             self.just_ended.update(choices)
@@ -294,7 +299,7 @@ class ChoicesMachine(RuleBasedStateMachine):
     def decode_fails(self, data: st.DataObject, cause: Cause) -> None:
         attempt = self.attempt_of(data)
         choices = [c for c in self.some(data) if attempt in self.decode and c in self.decode[attempt][1]]
-        self.last_word(attempt, choices)
+        self.terminal_message(attempt, choices)
         self.feed(*(AttemptFailed(attempt, Role.DECODE, cause, choice) for choice in choices))
 
     @precondition(lambda self: self.prefill)
@@ -316,7 +321,7 @@ class ChoicesMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         attempt = self.attempt_of(data)
         choices = [c for c in self.some(data) if attempt in self.decode and c in self.decode[attempt][1]]
-        self.last_word(attempt, choices)
+        self.terminal_message(attempt, choices)
         self.feed(*(DecodeFinished(attempt, FinishReason.LENGTH, choice) for choice in choices))
 
     @precondition(lambda self: self.decode_ever)
@@ -330,18 +335,18 @@ class ChoicesMachine(RuleBasedStateMachine):
             if name == worker:
                 choices.clear()
         self.prefill = {a: w for a, w in self.prefill.items() if w != worker}
-        self.feed(WorkerGone(worker, left=data.draw(st.booleans())))
+        self.feed(WorkerDown(worker, graceful=data.draw(st.booleans())))
 
-    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), returned=st.booleans())
-    def worker_comes(self, number: int, role: str, returned: bool) -> None:
-        self.feed(WorkerUp(f"{role}{number}", returned))
+    @rule(number=st.integers(1, 9), role=st.sampled_from("pd"), same_process=st.booleans())
+    def worker_comes(self, number: int, role: str, same_process: bool) -> None:
+        self.feed(WorkerUp(f"{role}{number}", same_process))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def nobody_comes(self, data: st.DataObject) -> None:
+    def no_worker_comes(self, data: st.DataObject) -> None:
         wait = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
-        self.feed(WaitOver(wait.choice, wait.attempt))
-        assert self.choices.over
+        self.feed(WaitExpired(wait.choice, wait.attempt))
+        assert self.request.over
 
     @rule(data=st.data())
     def stop_string(self, data: st.DataObject) -> None:
@@ -353,14 +358,14 @@ class ChoicesMachine(RuleBasedStateMachine):
     @rule(
         event=st.sampled_from(
             [
-                *(TimeLimitReached(), DeadlinePassed(), CancelAsked()),
-                *(ShuttingDown(), ClientGone(), Broken(Internal())),
+                *(TimeLimitReached(), DeadlinePassed(), CancelRequested()),
+                *(ShuttingDown(), ClientGone(), RequestFailed(Internal())),
             ]
         )
     )
     def interrupt(self, event: Event) -> None:
         self.feed(event)
-        assert self.choices.over
+        assert self.request.over
 
     @invariant()
     def each_client_has_a_beginning_of_its_text(self) -> None:
@@ -369,28 +374,28 @@ class ChoicesMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_runs_after_the_end(self) -> None:
-        if not self.choices.over:
+        if not self.request.over:
             return
         assert not self.prefill, "a prefill worker was left working"
         assert not any(choices for _, choices in self.decode.values()), "a decode worker was left working"
-        if self.error is None and self.choices.failed_in is None:
+        if self.error is None and self.request.failed_in is None:
             assert len(self.ended) == self.COUNT
 
     @invariant()
-    def who_seems_to_have_killed_two_gets_no_third(self) -> None:
-        history = self.choices.sessions[0].history
-        if history.deaths > 1:
-            assert not any(session.working for session in self.choices.sessions)
-        assert self.choices.over or history.deaths - history.unproven <= 1
+    def two_deaths_keep_a_third_worker_away(self) -> None:
+        context = self.request.choices[0].retry_context
+        if context.deaths > 1:
+            assert not any(choice.working for choice in self.request.choices)
+        assert self.request.over or context.deaths - context.unconfirmed <= 1
 
     @invariant()
     def no_choice_is_forgotten(self) -> None:
         waiting = {choice for wanted in self.asked for choice in wanted.choices} | set(self.waiting)
-        for session in self.choices.sessions:
-            if session.state is State.ROUTING:
-                assert session.choice in waiting
-            if session.state in (State.PREFILLING, State.DECODING):
-                assert session.choice in self.decode[session.attempt][1]
+        for choice in self.request.choices:
+            if choice.state is State.ROUTING:
+                assert choice.index in waiting
+            if choice.state in (State.PREFILLING, State.DECODING):
+                assert choice.index in self.decode[choice.attempt][1]
 
     @invariant()
     def unavailable_means_that_nothing_was_delivered(self) -> None:

@@ -1,4 +1,4 @@
-"""Several outputs, scores and echoes through the real gateway, with scripted workers behind it."""
+"""Several outputs, log-probabilities and echoes through the real gateway, with scripted workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(
     worker.say(step=decode_pb2.StepBatch(tokens=tokens, ended=ended))  # type: ignore[arg-type]
 
 
-def said(choice: int, index: int, ids: list[int], logprob: float | None = None) -> work_pb2.Tokens:
+def tokens_of(choice: int, index: int, ids: list[int], logprob: float | None = None) -> work_pb2.Tokens:
     scores = [] if logprob is None else [score(logprob)] * len(ids)
     return work_pb2.Tokens(choice=choice, index=index, token_ids=ids, scores=scores)
 
@@ -57,14 +57,16 @@ def texts(messages: list[pb.GenerateResponse]) -> dict[int, str]:
     return found
 
 
-def saying(answers: list[list[int]]) -> object:
-    """One token of each choice a step, whatever their lengths."""
+def stepping(answers: list[list[int]]) -> object:
+    """Return a script that sends one token of each choice a step."""
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         start = delivered(work)
         for index in range(start, max(map(len, answers))):
             tokens = [
-                said(c, index, answers[c][index : index + 1]) for c in work.choices if index < len(answers[c])
+                tokens_of(c, index, answers[c][index : index + 1])
+                for c in work.choices
+                if index < len(answers[c])
             ]
             ended = [finished(work, c) for c in work.choices if index == len(answers[c]) - 1]
             step(worker, work, tokens, ended)
@@ -76,13 +78,13 @@ def saying(answers: list[list[int]]) -> object:
 async def test_each_choice_has_its_own_stream_and_end(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
-    workers = ScriptedPrefill(), ScriptedDecode(saying(answers))  # type: ignore[arg-type]
+    workers = ScriptedPrefill(), ScriptedDecode(stepping(answers))  # type: ignore[arg-type]
     async with running(bundled, redis_url, *workers) as stack:
         call = stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(n=3)))
         messages = await collect(call)
         whole = await stack.stub.Generate(stack.request(sampling=pb.SamplingParams(n=3)))
         await stack.until_idle()
-        assert not any(w.outstanding for w in stack.gateway.fleet.roster.linked())
+        assert not any(w.outstanding for w in stack.gateway.worker_pool.registry.linked())
     assert texts(messages) == texts([whole]) == dict(enumerate(ANSWERS))
     ends = Counter(o.index for m in messages for o in m.outputs if o.finish_reason)
     assert ends == {0: 1, 1: 1, 2: 1}
@@ -96,10 +98,10 @@ async def test_each_choice_has_its_own_stream_and_end(
     assert list(attach.choices) == list(dispatch.work.choices) == [0, 1, 2]
 
 
-async def test_a_stop_string_ends_one_choice_alone(
+async def test_stop_string_ends_one_choice_alone(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
-    prefill, decode = ScriptedPrefill(), ScriptedDecode(saying(answers))  # type: ignore[arg-type]
+    prefill, decode = ScriptedPrefill(), ScriptedDecode(stepping(answers))  # type: ignore[arg-type]
     async with running(bundled, redis_url, prefill, decode) as stack:
         request = stack.request(sampling=pb.SamplingParams(n=3), stopping=pb.StoppingCriteria(stop=["?"]))
         messages = await collect(stack.stub.StreamGenerate(request))
@@ -112,12 +114,12 @@ async def test_a_stop_string_ends_one_choice_alone(
     assert reasons == {0: length, 1: length, 2: stop}
 
 
-async def test_what_follows_a_stop_string_at_the_same_moment_is_neither_shown_nor_billed(
+async def test_tokens_after_a_stop_string_in_one_step_are_neither_shown_nor_billed(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         first, second = answers[2][:3], answers[2][3:]
-        step(worker, work, [said(0, 0, first), said(0, 3, second)], [finished(work, 0)])
+        step(worker, work, [tokens_of(0, 0, first), tokens_of(0, 3, second)], [finished(work, 0)])
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
         shown = bundled.tokenizer.decode(answers[2][:3], True)
@@ -129,19 +131,19 @@ async def test_what_follows_a_stop_string_at_the_same_moment_is_neither_shown_no
     assert messages[-1].usage.completion_tokens == 3
 
 
-async def test_a_preempted_choice_is_computed_again_while_the_others_go_on(
+async def test_preempted_choice_is_recomputed_while_the_others_continue(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         if work.id.attempt == 1:
-            step(worker, work, [said(c, 0, answers[c][:2]) for c in range(3)], [preempted(work, 1)])
+            step(worker, work, [tokens_of(c, 0, answers[c][:2]) for c in range(3)], [preempted(work, 1)])
             await asyncio.sleep(0.05)
-            late = [said(c, 2, answers[c][2:]) for c in (0, 2)]
-            step(worker, work, [*late, said(1, 2, [0])], [finished(work, 0), finished(work, 2)])
+            late = [tokens_of(c, 2, answers[c][2:]) for c in (0, 2)]
+            step(worker, work, [*late, tokens_of(1, 2, [0])], [finished(work, 0), finished(work, 2)])
             return
         assert list(work.choices) == [1]
         assert list(work.token_ids[work.prompt_tokens :]) == answers[1][:2]
-        step(worker, work, [said(1, 2, answers[1][2:])], [finished(work, 1)])
+        step(worker, work, [tokens_of(1, 2, answers[1][2:])], [finished(work, 1)])
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
         messages = await collect(stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(n=3))))
@@ -150,7 +152,7 @@ async def test_a_preempted_choice_is_computed_again_while_the_others_go_on(
     assert (messages[-1].timings.preemptions, messages[-1].timings.retries) == (1, 0)
 
 
-async def test_a_failed_handoff_is_recomputed_for_all_choices_at_once(
+async def test_failed_handoff_is_recomputed_for_all_choices_in_one_attempt(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
@@ -160,7 +162,7 @@ async def test_a_failed_handoff_is_recomputed_for_all_choices_at_once(
             step(worker, work, [], ended)
         else:
             assert list(work.choices) == [0, 1]
-            tokens = [said(c, 0, answers[c]) for c in range(2)]
+            tokens = [tokens_of(c, 0, answers[c]) for c in range(2)]
             step(worker, work, tokens, [finished(work, c) for c in range(2)])
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
@@ -171,7 +173,7 @@ async def test_a_failed_handoff_is_recomputed_for_all_choices_at_once(
     assert retries == 1
 
 
-async def test_best_of_gives_the_likeliest_at_the_end_and_bills_all(
+async def test_best_of_returns_the_likeliest_at_the_end_and_bills_all(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     logprobs = [-2.0, -0.5, -1.0]
@@ -180,7 +182,7 @@ async def test_best_of_gives_the_likeliest_at_the_end_and_bills_all(
         assert work.sampling.logprobs == 0
         assert work.sampling.HasField("logprobs")
         for c in work.choices:
-            step(worker, work, [said(c, 0, answers[c], logprobs[c])], [finished(work, c)])
+            step(worker, work, [tokens_of(c, 0, answers[c], logprobs[c])], [finished(work, c)])
             await asyncio.sleep(0.01)
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
@@ -190,15 +192,15 @@ async def test_best_of_gives_the_likeliest_at_the_end_and_bills_all(
     order = sorted(range(3), key=lambda c: -logprobs[c] * len(answers[c]))[:2]
     assert texts([message]) == texts([whole]) == {i: ANSWERS[c] for i, c in enumerate(order)}
     assert [o.index for o in message.outputs] == [0, 1]
-    assert not any(o.logprobs for o in message.outputs)  # nobody asked for them
+    assert not any(o.logprobs for o in message.outputs)  # not requested
     assert message.usage.completion_tokens == sum(map(len, answers))
 
 
-async def test_best_of_that_fails_is_safe_to_replay(
+async def test_failed_best_of_is_unavailable(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
-        step(worker, work, [said(c, 0, answers[c], -1.0) for c in range(2)])
+        step(worker, work, [tokens_of(c, 0, answers[c], -1.0) for c in range(2)])
         worker.fail(work, work_pb2.FAILURE_REASON_PEER_LOST)
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
@@ -209,19 +211,19 @@ async def test_best_of_that_fails_is_safe_to_replay(
     assert reason_of(caught.value) == "WORKER_LOST"
 
 
-async def test_best_of_that_a_shutdown_ends_is_safe_to_replay(
+async def test_best_of_ended_by_a_shutdown_is_unavailable(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
-    said_some = asyncio.Event()
+    sent_some = asyncio.Event()
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
-        step(worker, work, [said(c, 0, answers[c][:2], -1.0) for c in range(2)])
-        said_some.set()
+        step(worker, work, [tokens_of(c, 0, answers[c][:2], -1.0) for c in range(2)])
+        sent_some.set()
 
     workers = (ScriptedPrefill(), ScriptedDecode(script))
     async with running(bundled, redis_url, *workers, drain_grace_s=0.3) as stack:
         call = stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(best_of=2)))
-        await said_some.wait()
+        await sent_some.wait()
         await stack.gateway.drain()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(call)
@@ -229,7 +231,7 @@ async def test_best_of_that_a_shutdown_ends_is_safe_to_replay(
     assert reason_of(caught.value) == "DRAINING"
 
 
-async def test_logprobs_come_with_their_tokens_and_end_where_the_output_ends(
+async def test_logprobs_come_with_their_tokens_and_end_with_the_output(
     bundled: ServedModel, redis_url: str
 ) -> None:
     ids = bundled.tokenizer.encode("One 😀 two. Three")
@@ -264,7 +266,7 @@ async def test_logprobs_come_with_their_tokens_and_end_where_the_output_ends(
     assert any(record.utf8 for record in records)
 
 
-async def test_prompt_scores_and_echo_come_with_the_first_message(
+async def test_prompt_logprobs_and_echo_come_with_the_first_message(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     class Prefill(ScriptedPrefill):
@@ -283,8 +285,8 @@ async def test_prompt_scores_and_echo_come_with_the_first_message(
 
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         assert work.prompt_logprobs == 1
-        step(worker, work, [said(0, 0, answers[0][:2])])
-        step(worker, work, [said(0, 2, answers[0][2:])], [finished(work, 0)])
+        step(worker, work, [tokens_of(0, 0, answers[0][:2])])
+        step(worker, work, [tokens_of(0, 2, answers[0][2:])], [finished(work, 0)])
 
     prompt = "What is the capital of France?"
     ids = bundled.tokenizer.encode(prompt, add_special=True)
@@ -301,9 +303,7 @@ async def test_prompt_scores_and_echo_come_with_the_first_message(
         assert [t.logprob for t in info.logprobs[1:]] == [-float(i) for i in range(1, len(ids))]
 
 
-async def test_scores_that_were_promised_and_did_not_come_are_an_internal_error(
-    bundled: ServedModel, redis_url: str
-) -> None:
+async def test_missing_prompt_logprobs_are_an_internal_error(bundled: ServedModel, redis_url: str) -> None:
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode()) as stack:
         request = stack.request("More than one token", response=pb.ResponseOptions(prompt_logprobs=0))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -311,11 +311,11 @@ async def test_scores_that_were_promised_and_did_not_come_are_an_internal_error(
     assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_tokens_without_the_scores_that_were_asked_for_are_an_internal_error(
+async def test_tokens_without_requested_logprobs_are_an_internal_error(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
-        step(worker, work, [said(0, 0, answers[0])], [finished(work, 0), finished(work, 1)])
+        step(worker, work, [tokens_of(0, 0, answers[0])], [finished(work, 0), finished(work, 1)])
 
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(script)) as stack:
         request = stack.request(sampling=pb.SamplingParams(best_of=2))
@@ -325,7 +325,7 @@ async def test_tokens_without_the_scores_that_were_asked_for_are_an_internal_err
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "time_limit", "by_id"])
-async def test_however_it_ends_all_choices_end_on_both_workers(
+async def test_every_end_cancels_all_choices_on_both_workers(
     bundled: ServedModel, redis_url: str, answers: list[list[int]], how: str
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
@@ -335,7 +335,7 @@ async def test_however_it_ends_all_choices_end_on_both_workers(
             request.stopping.time_limit.CopyFrom(Duration(nanos=300_000_000))
         call = stack.stub.StreamGenerate(request, timeout=0.4 if how == "deadline" else None)
         (work,) = await decode.wait_for("attach")
-        step(decode, work, [said(c, 0, answers[c][:2]) for c in range(3)])
+        step(decode, work, [tokens_of(c, 0, answers[c][:2]) for c in range(3)])
         await call.read()
         if how == "cancel":
             call.cancel()
@@ -351,10 +351,10 @@ async def test_however_it_ends_all_choices_end_on_both_workers(
     assert list(to_decode.choices) == list(to_prefill.choices) == []
 
 
-async def test_pieces_are_coalesced_choice_by_choice(
+async def test_stream_interval_counts_each_choice_alone(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
-    workers = ScriptedPrefill(), ScriptedDecode(saying(answers))  # type: ignore[arg-type]
+    workers = ScriptedPrefill(), ScriptedDecode(stepping(answers))  # type: ignore[arg-type]
     async with running(bundled, redis_url, *workers) as stack:
         request = stack.request(
             sampling=pb.SamplingParams(n=2), response=pb.ResponseOptions(stream_interval=3)
@@ -367,7 +367,7 @@ async def test_pieces_are_coalesced_choice_by_choice(
         assert sum(sizes) == len(answers[choice])
 
 
-async def test_a_request_waits_for_room_for_all_its_choices(
+async def test_admission_counts_all_choices_of_a_request(
     bundled: ServedModel, redis_url: str, answers: list[list[int]]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
@@ -380,9 +380,19 @@ async def test_a_request_waits_for_room_for_all_its_choices(
         (work,) = await decode.wait_for("attach")
         await asyncio.sleep(0.1)
         assert (stack.gateway.gate.queue.running, stack.gateway.gate.queue.waiting) == (1, 1)
-        step(decode, work, [said(c, 0, answers[c]) for c in range(2)], [finished(work, c) for c in range(2)])
+        step(
+            decode,
+            work,
+            [tokens_of(c, 0, answers[c]) for c in range(2)],
+            [finished(work, c) for c in range(2)],
+        )
         work = (await decode.wait_for("attach", 2))[-1]
-        step(decode, work, [said(c, 0, answers[c]) for c in range(2)], [finished(work, c) for c in range(2)])
+        step(
+            decode,
+            work,
+            [tokens_of(c, 0, answers[c]) for c in range(2)],
+            [finished(work, c) for c in range(2)],
+        )
         for call in calls:
             assert texts(await call) == dict(enumerate(ANSWERS[:2]))
         await stack.until_idle()

@@ -1,4 +1,4 @@
-"""Grammars of required calls: what they let through is what the parser of the same form reads."""
+"""Grammars of required calls: the parser of the same format reads all that they allow."""
 
 from __future__ import annotations
 
@@ -39,40 +39,40 @@ WRITTEN = {
 SEVERAL = {"hermes": "\n".join, "mistral": lambda calls: calls[0][:-1] + ", " + calls[1][1:]}
 
 
-def fits(form: ToolFormat, tools: list[Tool], many: bool, text: str) -> bool:
-    matcher = new_matcher(form.grammar(tools, many=many), BYTES)
+def fits(call_format: ToolFormat, tools: list[Tool], many: bool, text: str) -> bool:
+    matcher = new_matcher(call_format.grammar(tools, many=many), BYTES)
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-def calls(form: ToolFormat, text: str) -> list[tuple[str, object]]:
-    parser = form.parser_for(begun=True, names=[tool.name for tool in TOOLS])
+def calls(call_format: ToolFormat, text: str) -> list[tuple[str, object]]:
+    parser = call_format.parser_for(begun=True, names=[tool.name for tool in TOOLS])
     parsed: Parsed = parser.push(text) + parser.finish()
     assert parsed.text == ""
     return [(call.name, json.loads(call.arguments_json)) for call in parsed.calls]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_grammar_and_parser_agree(form: ToolFormat) -> None:
-    weather, now = WRITTEN[form.name]
-    assert calls(form, weather) == [PARIS]
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
+def test_format_parses_what_its_grammar_allows(call_format: ToolFormat) -> None:
+    weather, now = WRITTEN[call_format.name]
+    assert calls(call_format, weather) == [PARIS]
     for many in (False, True):
-        assert fits(form, TOOLS, many, weather)
-        assert fits(form, TOOLS, many, now)
-        assert not fits(form, TOOLS[1:], many, weather)
-        assert not fits(form, TOOLS, many, weather.replace("Paris", "London"))
-        assert not fits(form, TOOLS, many, "Hello")
-        assert not fits(form, TOOLS, many, weather[:-1])
-    if form.name in SEVERAL:
-        several = SEVERAL[form.name]([weather, now])
-        assert calls(form, several) == [PARIS, ("now", {})]
-        assert fits(form, TOOLS, True, several)
-        assert not fits(form, TOOLS, False, several)
+        assert fits(call_format, TOOLS, many, weather)
+        assert fits(call_format, TOOLS, many, now)
+        assert not fits(call_format, TOOLS[1:], many, weather)
+        assert not fits(call_format, TOOLS, many, weather.replace("Paris", "London"))
+        assert not fits(call_format, TOOLS, many, "Hello")
+        assert not fits(call_format, TOOLS, many, weather[:-1])
+    if call_format.name in SEVERAL:
+        several = SEVERAL[call_format.name]([weather, now])
+        assert calls(call_format, several) == [PARIS, ("now", {})]
+        assert fits(call_format, TOOLS, True, several)
+        assert not fits(call_format, TOOLS, False, several)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: ToolFormat) -> None:
-    _, now = WRITTEN[form.name]
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
+def test_grammar_constrains_arguments_to_an_object(call_format: ToolFormat) -> None:
+    _, now = WRITTEN[call_format.name]
     some = now.replace("{}", '{"x": 1}')
     assert some != now
     for parameters, any_object in (
@@ -82,18 +82,18 @@ def test_arguments_are_an_object_and_empty_where_there_are_no_parameters(form: T
         ({"type": ["object", "null"]}, True),
     ):
         tool = [Tool("now", "", parameters)]
-        assert fits(form, tool, False, now)
-        assert fits(form, tool, False, some) is any_object
-        assert not fits(form, tool, False, now.replace("{}", "null"))
+        assert fits(call_format, tool, False, now)
+        assert fits(call_format, tool, False, some) is any_object
+        assert not fits(call_format, tool, False, now.replace("{}", "null"))
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_names_tell_calls_from_answers_only_where_nothing_else_does(form: ToolFormat) -> None:
-    answer = form.prompt_suffix + WRITTEN[form.name][0]
-    parser = form.parser_for(begun=False, names=["now"])
+@pytest.mark.parametrize("call_format", FORMATS, ids=lambda call_format: call_format.name)
+def test_tool_names_tell_untagged_calls_from_answers(call_format: ToolFormat) -> None:
+    answer = call_format.prompt_suffix + WRITTEN[call_format.name][0]
+    parser = call_format.parser_for(begun=False, names=["now"])
     parsed = parser.push(answer) + parser.finish()
-    assert parsed.text == (answer if form.name == "llama3_json" else "")
-    assert len(parsed.calls) == (form.name != "llama3_json")
+    assert parsed.text == (answer if call_format.name == "llama3_json" else "")
+    assert len(parsed.calls) == (call_format.name != "llama3_json")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,6 @@ def test_names_tell_calls_from_answers_only_where_nothing_else_does(form: ToolFo
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }} {\"parameters\": 2}", None),
     ],
 )
-def test_the_form_is_read_off_the_template(template: str, name: str | None) -> None:
-    form = format_of(template)
-    assert (None if form is None else form.name) == name
+def test_format_of_recognises_the_template(template: str, name: str | None) -> None:
+    call_format = format_of(template)
+    assert (None if call_format is None else call_format.name) == name

@@ -1,4 +1,4 @@
-"""Calls read from what models write, however it is cut into pieces."""
+"""Tool call parsers on the output of models, for every cut into pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LISTED: Make = lambda: Llama3JsonParser(["a", "b"])  # noqa: E731
 
 
 def read(make: Make, pieces: list[str]) -> tuple[str, list[Call]]:
-    """The text outside calls, and the calls."""
+    """Return the text outside calls, and the calls."""
     parser = make()
     result = Parsed()
     for piece in pieces:
@@ -120,7 +120,7 @@ CASES: list[tuple[Make, str, str, list[Call]]] = [
 
 
 @pytest.mark.parametrize(("make", "output", "text", "calls"), CASES)
-def test_in_one_piece_and_character_by_character(
+def test_parser_reads_one_piece_and_single_characters_alike(
     make: Make, output: str, text: str, calls: list[Call]
 ) -> None:
     assert read(make, [output]) == (text, calls)
@@ -128,7 +128,9 @@ def test_in_one_piece_and_character_by_character(
 
 
 @given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 80), max_size=6))
-def test_pieces_do_not_matter(case: tuple[Make, str, str, list[Call]], cuts: list[int]) -> None:
+def test_parser_is_independent_of_the_pieces(
+    case: tuple[Make, str, str, list[Call]], cuts: list[int]
+) -> None:
     make, output, text, calls = case
     bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
     assert read(make, [output[a:b] for a, b in pairwise(bounds)]) == (text, calls)
@@ -158,7 +160,7 @@ def test_pieces_do_not_matter(case: tuple[Make, str, str, list[Call]], cuts: lis
         (MistralParser, '[TOOL_CALLS][{"n\\u0061me": "a", "id": "{\\"", "arguments": ', ', "x": 1}]'),
     ],
 )
-def test_arguments_are_as_they_were_written(make: Make, before: str, after: str, arguments: str) -> None:
+def test_parser_keeps_arguments_as_written(make: Make, before: str, after: str, arguments: str) -> None:
     output = before + arguments + after
     for pieces in ([output], list(output)):
         parser, result = make(), Parsed()
@@ -181,7 +183,7 @@ COMMON = ['{"name": "f", "arguments": {}}', '{"name": "g", "parameters": {}}', '
 
 @pytest.mark.parametrize("make", MARKUP)
 @given(data=st.data())
-def test_pieces_do_not_matter_whatever_is_written(make: Make, data: st.DataObject) -> None:
+def test_parser_is_independent_of_the_pieces_for_arbitrary_text(make: Make, data: st.DataObject) -> None:
     bits = st.sampled_from([*MARKUP[make], *COMMON, " ", "\n", " hi "])
     output = "".join(data.draw(st.lists(bits, max_size=8)))
     cuts = data.draw(st.lists(st.integers(0, len(output)), max_size=8))
@@ -194,7 +196,7 @@ def test_pieces_do_not_matter_whatever_is_written(make: Make, data: st.DataObjec
 
 @pytest.mark.parametrize("make", MARKUP)
 @given(data=st.data())
-def test_up_to_the_first_call_nothing_but_its_last_character_ends_it(make: Make, data: st.DataObject) -> None:
+def test_first_call_parser_ends_with_the_last_character_of_the_call(make: Make, data: st.DataObject) -> None:
     bits = st.sampled_from([*MARKUP[make], *COMMON, " ", "\n", " hi ", "f", '{"x": [1]}'])
     output = "".join(data.draw(st.lists(bits, max_size=10)))
     cut = data.draw(st.integers(0, len(output)))
@@ -212,13 +214,13 @@ def test_up_to_the_first_call_nothing_but_its_last_character_ends_it(make: Make,
 
 @pytest.mark.parametrize("make", [HermesParser, Llama3JsonParser, LISTED, MistralParser, BEGUN])
 @given(output=st.text(alphabet='<>tool_ca{}[]"nme:argu \\/|TOLCALS,', max_size=60))
-def test_nothing_is_lost_of_what_is_no_call(make: Make, output: str) -> None:
+def test_parser_loses_no_text_without_calls(make: Make, output: str) -> None:
     text, calls = read(make, list(output))
     if not calls:
         assert text == output
 
 
-def test_text_goes_out_at_once() -> None:
+def test_parser_returns_text_at_once() -> None:
     parser = HermesParser()
     assert parser.push("One moment") == Parsed("One moment")
     assert parser.push(" <b>") == Parsed(" <b>")
@@ -226,7 +228,7 @@ def test_text_goes_out_at_once() -> None:
     assert parser.push("s>") == Parsed(" <tools>")
 
 
-def test_a_call_comes_with_its_last_character() -> None:
+def test_parser_returns_a_call_with_its_last_character() -> None:
     for make, output in [
         (HermesParser, A),
         (Llama3JsonParser, '{"name": "a", "parameters": {}}'),

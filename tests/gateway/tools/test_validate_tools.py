@@ -1,4 +1,4 @@
-"""Tools, choices among them and calls in turns, at each limit and one above; and templates that have none."""
+"""Validation of tools, tool choice and calls in messages, at each limit; templates without tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gateway.request.validate_tools import constraint_of, tool_call_id, tool_cal
 from gateway.tools.formats import FORMATS
 from gateway.tools.tool import Mode
 
-ALL = ToolSupport(tools=True, calls=True, turns=True, form=FORMATS[0])
+ALL = ToolSupport(tools=True, calls=True, turns=True, call_format=FORMATS[0])
 MODES = pb.ToolChoice
 
 
@@ -42,14 +42,14 @@ def field_of(kind: type[DiptychError], call: Any) -> str:
         (MODES.MODE_REQUIRED, Mode.REQUIRED),
     ],
 )
-def test_modes(mode: int, expected: Mode) -> None:
+def test_tool_choice_modes_are_parsed(mode: int, expected: Mode) -> None:
     found = toolbox(chat("a", mode=mode), ALL)
     assert found is not None
     assert found.mode is expected
     assert (constraint_of(found, ALL, None) is not None) == (expected is Mode.REQUIRED)
 
 
-def test_a_named_tool_is_one_of_them() -> None:
+def test_named_tool_choice_must_be_a_tool() -> None:
     found = toolbox(chat("a", "b", mode=MODES.MODE_NAMED, name="b"), ALL)
     assert found is not None
     assert [tool.name for tool in found.callable] == ["b"]
@@ -58,7 +58,7 @@ def test_a_named_tool_is_one_of_them() -> None:
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == "chat.tool_choice.name"
 
 
-def test_calls_beside_one_another_can_be_forbidden() -> None:
+def test_parallel_tool_calls_can_be_disabled() -> None:
     for mode in (MODES.MODE_AUTO, MODES.MODE_REQUIRED):
         asked = chat("a", mode=mode)
         found = {}
@@ -74,7 +74,7 @@ def test_calls_beside_one_another_can_be_forbidden() -> None:
     assert "call)*" not in one.grammar.text
 
 
-def test_no_tools() -> None:
+def test_request_without_tools_has_no_toolbox() -> None:
     assert toolbox(chat(), ALL) is None
     assert toolbox(chat(mode=MODES.MODE_NONE), ToolSupport()) is None
     for mode in (MODES.MODE_REQUIRED, MODES.MODE_NAMED):
@@ -84,7 +84,7 @@ def test_no_tools() -> None:
     assert field_of(InvalidParameter, lambda: toolbox(chat(mode=77), ALL)) == "chat.tool_choice.mode"
 
 
-def test_what_the_template_lacks() -> None:
+def test_tools_unsupported_by_the_template_are_refused() -> None:
     assert field_of(UnsupportedFeature, lambda: toolbox(chat("a"), ToolSupport())) == "chat.tools"
     formless = ToolSupport(tools=True)
     assert field_of(UnsupportedFeature, lambda: toolbox(chat("a"), formless)) == "chat.tools"
@@ -95,7 +95,7 @@ def test_what_the_template_lacks() -> None:
     assert field_of(UnsupportedFeature, lambda: tool_call_id("m", turn, formless)) == "m.role"
 
 
-def test_tools_at_their_limits_and_one_above() -> None:
+def test_tools_are_refused_above_their_limits() -> None:
     names = [f"t{number}" for number in range(limits.MAX_TOOLS + 1)]
     assert toolbox(chat(*names[:-1]), ALL)
     assert field_of(InvalidParameter, lambda: toolbox(chat(*names), ALL)) == "chat.tools"
@@ -110,7 +110,7 @@ def test_tools_at_their_limits_and_one_above() -> None:
         assert field_of(InvalidParameter, lambda asked=asked: toolbox(asked, ALL)) == path
 
 
-def test_parameters_are_the_schema_of_an_object_or_none() -> None:
+def test_tool_parameters_must_be_an_object_schema() -> None:
     for given in ("", "{}"):
         found = toolbox(chat("a", parameters_json_schema=given), ALL)
         assert found is not None
@@ -134,7 +134,7 @@ def test_parameters_are_the_schema_of_an_object_or_none() -> None:
         assert field_of(InvalidParameter, lambda bad=bad: toolbox(bad, ALL)) == path
 
 
-def test_calls_in_turns_at_their_limits_and_one_above() -> None:
+def test_calls_in_messages_are_refused_above_their_limits() -> None:
     def turn(count: int = 1, role: str = "assistant", **call: Any) -> pb.ChatMessage:
         given = {"name": "f", "arguments_json": "{}"} | call
         return pb.ChatMessage(role=role, tool_calls=[pb.ToolCall(**given) for _ in range(count)])
@@ -166,7 +166,7 @@ def test_calls_in_turns_at_their_limits_and_one_above() -> None:
     assert field_of(InvalidParameter, lambda: tool_call_id("m", user, ALL)) == "m.tool_call_id"
 
 
-def test_one_constraint_at_a_time() -> None:
+def test_required_calls_exclude_another_constraint() -> None:
     asked = Constraint("structured_output.regex", Grammar(Kind.REGEX, "a"))
     auto, forced = toolbox(chat("a"), ALL), toolbox(chat("a", mode=MODES.MODE_REQUIRED), ALL)
     assert constraint_of(None, ALL, asked) is asked
@@ -175,7 +175,7 @@ def test_one_constraint_at_a_time() -> None:
     assert path == "structured_output.regex"
 
 
-def test_a_required_call_is_tried_tool_by_tool_first() -> None:
+def test_required_call_grammar_is_checked_tool_by_tool() -> None:
     found = constraint_of(toolbox(chat("a", "b", mode=MODES.MODE_NAMED, name="b"), ALL), ALL, None)
     assert found is not None
     assert found.path == "chat.tool_choice"

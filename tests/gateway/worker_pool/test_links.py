@@ -1,4 +1,4 @@
-"""Links to real servers and real processes: who is accepted, what counts as loss, how soon it is known."""
+"""Links to real servers and real processes: identity, loss detection and its delay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from gateway.model.served_model import ServedModel
-from gateway.worker_pool.codec import DecodeCodec, LinkEvent, Load
+from gateway.worker_pool.codec import DecodeCodec, Load, WorkerEvent
 from gateway.worker_pool.links import Link, LinkDown, LinkTiming
 from tests.gateway.running_gateway import DIGEST, collect, reason_of, running, until
 from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, answering
@@ -24,22 +24,22 @@ ROOT = Path(__file__).parents[3]
 
 
 class Journal:
-    """A listener that notes everything."""
+    """A listener that records all calls."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def on_up(self, worker_id: str) -> None:
-        self.said.append("up")
+        self.calls.append("up")
 
     def on_down(self, worker_id: str) -> None:
-        self.said.append("down")
+        self.calls.append("down")
 
     def on_load(self, worker_id: str, load: Load) -> None:
-        self.said.append("load")
+        self.calls.append("load")
 
-    def on_news(self, worker_id: str, news: list[LinkEvent]) -> None:
-        self.said.append("news")
+    def on_events(self, worker_id: str, events: list[WorkerEvent]) -> None:
+        self.calls.append("events")
 
 
 def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None = None) -> Link:
@@ -53,37 +53,37 @@ def link_to(worker: ScriptedDecode, journal: Journal, *, incarnation: int | None
     )
 
 
-async def test_up_load_down_and_up_again(redis_url: str) -> None:
+async def test_silent_worker_is_lost_and_linked_again(redis_url: str) -> None:
     worker, journal = ScriptedDecode(), Journal()
     await worker.start(redis_url, DIGEST)
     link = link_to(worker, journal)
     with pytest.raises(LinkDown):
-        link.send(link.wire.heartbeat(0))
+        link.send(link.codec.build_heartbeat(0))
     link.start()
-    await until(lambda: "load" in journal.said)
-    assert journal.said[0] == "up"
+    await until(lambda: "load" in journal.calls)
+    assert journal.calls[0] == "up"
     assert (await worker.wait_for("hello"))[0].gateway_id == "gateway"
     worker.silent = True
     started = time.monotonic()
-    await until(lambda: journal.said[-1] == "down")
+    await until(lambda: journal.calls[-1] == "down")
     assert 1.5 < time.monotonic() - started < 10
     worker.silent = False
-    await until(lambda: journal.said.count("up") == 2)
+    await until(lambda: journal.calls.count("up") == 2)
     await link.close()
-    assert journal.said.count("down") == 2
+    assert journal.calls.count("down") == 2
     await worker.close()
 
 
-async def test_a_stuck_engine_is_lost_and_taken_back_when_it_moves(redis_url: str) -> None:
+async def test_worker_with_a_stuck_engine_is_lost_until_its_step_ends(redis_url: str) -> None:
     worker, journal = ScriptedDecode(), Journal()
     await worker.start(redis_url, DIGEST)
     link = link_to(worker, journal)
     link.start()
-    await until(lambda: "load" in journal.said)
+    await until(lambda: "load" in journal.calls)
     worker.stuck = True
-    await until(lambda: journal.said[-1] == "down")
-    greetings = len(await worker.wait_for("hello"))
-    await worker.wait_for("hello", greetings + 2)  # it tries, and finds it as it was
+    await until(lambda: journal.calls[-1] == "down")
+    hellos = len(await worker.wait_for("hello"))
+    await worker.wait_for("hello", hellos + 2)  # reconnected twice, and refused
     assert not link.up
     worker.stuck = False
     await until(lambda: link.up)
@@ -91,19 +91,19 @@ async def test_a_stuck_engine_is_lost_and_taken_back_when_it_moves(redis_url: st
     await worker.close()
 
 
-async def test_another_process_at_the_address_is_not_the_worker(redis_url: str) -> None:
+async def test_other_incarnation_at_the_address_is_refused(redis_url: str) -> None:
     worker, journal = ScriptedDecode(), Journal()
     await worker.start(redis_url, DIGEST)
     link = link_to(worker, journal, incarnation=worker.incarnation + 1)
     link.start()
     await worker.wait_for("hello", 3)
-    assert journal.said == []
+    assert journal.calls == []
     assert not link.up
     await link.close()
     await worker.close()
 
 
-async def test_a_restarted_worker_is_linked_again(bundled: ServedModel, redis_url: str) -> None:
+async def test_restarted_worker_is_linked_again(bundled: ServedModel, redis_url: str) -> None:
     decode = ScriptedDecode()
     async with running(bundled, redis_url, ScriptedPrefill(), decode) as stack:
         await decode.kill()
@@ -118,16 +118,16 @@ async def test_a_restarted_worker_is_linked_again(bundled: ServedModel, redis_ur
         await again.close()
 
 
-async def test_workers_of_another_model_are_left_alone(bundled: ServedModel, redis_url: str) -> None:
-    stranger = ScriptedDecode()
-    await stranger.start(redis_url, "e" * 64)
+async def test_workers_of_another_model_are_not_linked(bundled: ServedModel, redis_url: str) -> None:
+    other = ScriptedDecode()
+    await other.start(redis_url, "e" * 64)
     async with running(bundled, redis_url, ScriptedPrefill()) as stack:
         await until(lambda: len(stack.gateway.mirror.workers()) >= 2)
-        await until(lambda: len(stack.gateway.fleet.roster.linked()) == 1)
+        await until(lambda: len(stack.gateway.worker_pool.registry.linked()) == 1)
         await asyncio.sleep(0.5)
-        assert stranger.links == 0
+        assert other.links == 0
         assert not stack.gateway.ready
-    await stranger.close()
+    await other.close()
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +149,7 @@ async def worker_process(redis_url: str) -> AsyncIterator[asyncio.subprocess.Pro
 
 
 @pytest.mark.parametrize(("how", "within_s"), [(signal.SIGSTOP, 10.0), (signal.SIGKILL, 1.5)])
-async def test_stopped_and_killed_processes(
+async def test_stopped_or_killed_process_is_lost_within_seconds(
     bundled: ServedModel, redis_url: str, how: signal.Signals, within_s: float
 ) -> None:
     async with (
@@ -158,7 +158,7 @@ async def test_stopped_and_killed_processes(
     ):
         await stack.until_ready()
         call = stack.stub.StreamGenerate(stack.request())
-        await until(lambda: any(w.outstanding for w in stack.gateway.fleet.roster.linked()))
+        await until(lambda: any(w.outstanding for w in stack.gateway.worker_pool.registry.linked()))
         await asyncio.sleep(0.2)
         os.kill(process.pid, how)
         started = time.monotonic()
@@ -166,5 +166,5 @@ async def test_stopped_and_killed_processes(
             await collect(call)
         assert time.monotonic() - started < within_s
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert reason_of(caught.value) == "NO_READY_WORKER"  # nobody else could take it
+        assert reason_of(caught.value) == "NO_READY_WORKER"  # no other worker could take it
         await stack.until_idle()

@@ -1,4 +1,4 @@
-"""The workers' load on the gateway's page."""
+"""The workers' load on the gateway's /metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def page(registry: CollectorRegistry) -> list[str]:
     return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
 
 
-def test_each_worker_has_what_its_role_reports_and_is_gone_when_it_has_left() -> None:
+def test_page_has_each_linked_worker_with_its_roles_gauges() -> None:
     workers = [
         worker("p", "prefill", Load(running=1, waiting=2, waiting_tokens=300)),
         worker("d", "decode", Load(4, 5, 0, 30, 40, 3, draining=True)),
@@ -46,13 +46,13 @@ def test_each_worker_has_what_its_role_reports_and_is_gone_when_it_has_left() ->
     assert page(registry) == []
 
 
-def test_a_worker_that_has_said_nothing_yet_uses_nothing() -> None:
+def test_worker_without_a_report_has_zero_utilization() -> None:
     registry = CollectorRegistry()
     registry.register(LoadMetrics(lambda: [worker("d", "decode", Load())]))
     assert 'diptych_worker_kv_cache_utilization{role="decode",worker_id="d"} 0.0' in page(registry)
 
 
-def test_nobody_else_takes_the_names() -> None:
+def test_second_collector_of_the_same_names_is_refused() -> None:
     registry = CollectorRegistry()
     registry.register(LoadMetrics(list))
     again: Collector = LoadMetrics(list)

@@ -1,4 +1,4 @@
-"""The same bits whoever the neighbours are, however the prompt is cut, on however many threads.
+"""Batch invariance: equal bits beside any neighbours, for any cut of the prompt, on any number of threads.
 
 It is what makes a disaggregated answer equal to an aggregated one, and a resumed stream exact.
 """
@@ -61,7 +61,7 @@ def dtype_of(backend: NativeBackend) -> torch.dtype:
 
 
 def stored(memory: KVMemory, table: list[int]) -> torch.Tensor:
-    """All keys and values of a sequence, as bits; NaN where nothing was written."""
+    """Return all keys and values of a sequence, as bits; NaN where nothing was written."""
     blocks = memory.data[table].contiguous()
     return blocks.view(torch.int32 if blocks.dtype == torch.float32 else torch.int16)
 
@@ -110,7 +110,7 @@ def test_neighbours_change_no_bit(backend: NativeBackend, batch: int) -> None:
         assert torch.equal(seconds[index], second)
 
 
-def test_a_decode_row_beside_a_prefill_chunk(backend: NativeBackend) -> None:
+def test_a_decode_row_beside_a_chunk_keeps_its_bits(backend: NativeBackend) -> None:
     layout = layout_of(SHAPE, 16, dtype_of(backend))
     results = []
     for beside in (False, True):

@@ -1,5 +1,4 @@
-"""One product of 8-bit matrices as the native step computes it, against its meaning: odd depths, outliers,
-NaN.
+"""Products of 8-bit matrices in the native step against their reference: odd depths, outliers, NaN.
 
 A model whose layer adds nothing is its head over the normed embedding: logits are one product, and what
 differs is the rounding of one norm and of float sums.
@@ -27,7 +26,7 @@ DEPTHS = [1, 4, 31, 100, 319, 320, 321, 512, 575, 576, 577, 640, 1153]
 
 
 def product_of(depth: int, outliers: int) -> tuple[ModelShape, Weights]:
-    """A layer that adds nothing, and `outliers` columns of the embedding much larger than the others."""
+    """Return a layer that adds nothing, with `outliers` columns of the embedding far above the others."""
     shape = shape_of(hidden_size=depth, num_layers=1, vocab_size=ROWS + 10)
     weights = byte_weights_of(shape, seed=depth)
     layer = weights.layers[0]
@@ -47,7 +46,7 @@ def computed(shape: ModelShape, weights: Weights, instructions: str, tokens: lis
 @pytest.mark.parametrize("outliers", [0, 3, 40])
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("instructions", SETS)
-def test_a_product_is_its_meaning(instructions: str, depth: int, outliers: int) -> None:
+def test_native_byte_products_equal_the_reference(instructions: str, depth: int, outliers: int) -> None:
     shape, weights = product_of(depth, outliers)
     tokens = list(range(ROWS))
     normed = rms_norm(weights.embed[tokens].float(), weights.final_norm, shape.rms_eps)
@@ -64,7 +63,7 @@ def test_a_product_is_its_meaning(instructions: str, depth: int, outliers: int) 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("instructions", SETS)
-def test_a_row_that_is_not_finite_spoils_itself_only(instructions: str, bad: float) -> None:
+def test_a_row_that_is_not_finite_changes_no_other(instructions: str, bad: float) -> None:
     shape, weights = product_of(1200, 3)
     tokens = list(range(ROWS))
     good = computed(shape, weights, instructions, tokens)

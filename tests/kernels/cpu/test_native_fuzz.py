@@ -87,7 +87,9 @@ def run(backend: Any, plan: Plan, layout: KVLayout, seed: int) -> tuple[torch.Te
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.FP32))
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
-def test_any_shape_over_any_blocks(instructions: str, shape: ModelShape, block_size: int, seed: int) -> None:
+def test_steps_of_any_shape_over_any_blocks_equal_torch(
+    instructions: str, shape: ModelShape, block_size: int, seed: int
+) -> None:
     weights = weights_of(shape, torch.float32, seed)
     layout, plan = layout_of(shape, block_size, torch.float32), random_plan(shape, seed)
     actual, written = run(NativeBackend(shape, weights, torch.float32, instructions), plan, layout, seed)
@@ -100,7 +102,7 @@ def test_any_shape_over_any_blocks(instructions: str, shape: ModelShape, block_s
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BF16))
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(shape=shapes(), block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]), seed=st.integers(0, 1 << 20))
-def test_bf16_writes_where_it_should(
+def test_bf16_steps_write_only_their_own_lanes(
     instructions: str, shape: ModelShape, block_size: int, seed: int
 ) -> None:
     weights = weights_of(shape, torch.bfloat16, seed)
@@ -119,7 +121,7 @@ def test_bf16_writes_where_it_should(
     block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),
 )
-def test_blocks_compute_and_write_what_they_should(
+def test_block_matrices_equal_torch_and_write_only_their_lanes(
     instructions: str, shape: ModelShape, format: BlockFormat, block_size: int, seed: int
 ) -> None:
     weights = block_weights_of(shape, format, seed)
@@ -140,7 +142,7 @@ def test_blocks_compute_and_write_what_they_should(
     block_size=st.sampled_from([1, 3, 8, 16, 17, 32, 40]),
     seed=st.integers(0, 1 << 20),
 )
-def test_bytes_compute_and_write_what_they_should(
+def test_byte_matrices_equal_torch_and_write_only_their_lanes(
     instructions: str, shape: ModelShape, codes: BlockFormat | None, block_size: int, seed: int
 ) -> None:
     weights = byte_weights_of(shape, seed) if codes is None else coded_weights_of(shape, codes, seed)

@@ -1,4 +1,4 @@
-"""What the native step does with batches that it must not compute, and with aborts."""
+"""Refusals of the native step for batches that it must not compute, and its aborts."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_memories_of_another_layout_are_refused(backend: NativeBackend) -> None:
         backend.forward([replace(GOOD, memory=narrow)], None)
 
 
-def test_no_threads_is_refused(backend: NativeBackend) -> None:
+def test_a_step_on_no_threads_is_refused(backend: NativeBackend) -> None:
     backend.set_threads(0)
     with pytest.raises(NativeError, match="threads"):
         backend.forward([GOOD], None)
     backend.set_threads(1)
 
 
-def test_what_cannot_be_native_says_so() -> None:
+def test_unsupported_models_raise_native_unavailable() -> None:
     weights = weights_of(SHAPE, torch.float32)
     with pytest.raises(NativeUnavailable, match="float16"):
         NativeBackend(SHAPE, weights, torch.float16)
@@ -78,7 +78,9 @@ def test_what_cannot_be_native_says_so() -> None:
         NativeBackend(SHAPE, weights, torch.float32, "mmx")
 
 
-def test_a_missing_library_says_what_to_do(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_refused_with_a_remedy(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, "_PATH", native._PATH.with_name("not_built.so"))
     native.load.cache_clear()
     try:

@@ -70,7 +70,7 @@ def mixed_batches(shape: ModelShape, backend: Any, block_size: int, dtype: torch
 
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("name", SHAPES)
-def test_fp32_is_the_torch_meaning(name: str, block_size: int) -> None:
+def test_fp32_steps_equal_the_torch_backend(name: str, block_size: int) -> None:
     shape = SHAPES[name]
     weights = weights_of(shape, torch.float32)
     native_backend = NativeBackend(shape, weights, torch.float32)
@@ -84,7 +84,7 @@ def test_fp32_is_the_torch_meaning(name: str, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [12, 16, 32])
 @pytest.mark.parametrize("head_dim", [40, 64, 6])
 @pytest.mark.parametrize(("dtype", "instructions"), EVERY_SET, ids=str)
-def test_every_instruction_set_computes_the_same(
+def test_every_instruction_set_equals_the_torch_backend(
     dtype: torch.dtype, instructions: str, head_dim: int, block_size: int
 ) -> None:
     shape = shape_of(qkv_bias=True, mlp_bias=True, qk_norm=True, windows=(None, 9), head_dim=head_dim)
@@ -108,7 +108,9 @@ def test_every_instruction_set_computes_the_same(
 @pytest.mark.parametrize("format", BLOCK_BYTES)
 @pytest.mark.parametrize("instructions", native.instruction_sets(native.BLOCKS))
 @pytest.mark.parametrize("name", ["llama", "tied-all-biases", "query-key-norms", "one-of-everything"])
-def test_blocks_compute_the_same(name: str, instructions: str, format: BlockFormat, block_size: int) -> None:
+def test_steps_over_block_matrices_equal_the_torch_backend(
+    name: str, instructions: str, format: BlockFormat, block_size: int
+) -> None:
     shape = SHAPES[name]
     weights = block_weights_of(shape, format)
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
@@ -127,7 +129,9 @@ def test_blocks_compute_the_same(name: str, instructions: str, format: BlockForm
 @pytest.mark.parametrize(
     "name", ["llama", "tied-all-biases", "query-key-norms", "one-of-everything", "segments"]
 )
-def test_bytes_compute_the_same(name: str, instructions: str, block_size: int) -> None:
+def test_steps_over_byte_matrices_equal_the_torch_backend(
+    name: str, instructions: str, block_size: int
+) -> None:
     shape = SHAPES.get(name) or shape_of(hidden_size=903, intermediate_size=530, num_heads=9)
     weights = byte_weights_of(shape)
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
@@ -141,7 +145,7 @@ def test_bytes_compute_the_same(name: str, instructions: str, block_size: int) -
 
 
 def as_fp32(weights: Any) -> Any:
-    """The same numbers in fp32."""
+    """Return the weights in fp32."""
 
     def convert(holder: Any) -> Any:
         tensors = {f.name: getattr(holder, f.name) for f in fields(holder)}
@@ -172,8 +176,8 @@ def test_positions_beyond_the_first_rotary_table(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["fp32", "bf16", "blocks", "bytes"],
 )
-def test_infinity_in_one_sequence_stays_there(weights: Weights) -> None:
-    """A row that the model drives to NaN must not spoil its neighbours, nor earlier rows of its own chunk."""
+def test_infinity_in_one_sequence_changes_no_other(weights: Weights) -> None:
+    """Rows that the model drives to NaN must not spoil neighbours, nor earlier rows of their own chunk."""
     dtype = weights.embed.dtype
     weights.embed[7] = float("inf")
     backend = NativeBackend(ONE_LAYER, weights, dtype)

@@ -25,7 +25,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def in_bytes(weights: Weights) -> Weights:
-    """The same model with its codes read."""
+    """Return the model with its codes read."""
     layers = [
         replace(layer, **{name: as_bytes(getattr(layer, name)) for name in MATRICES})
         for layer in weights.layers
@@ -34,7 +34,7 @@ def in_bytes(weights: Weights) -> Weights:
 
 
 def steps(shape: ModelShape, weights: Weights, instructions: str, rows: int) -> list[torch.Tensor]:
-    """A prompt of `rows` tokens, then one token more beside another prompt, on two threads."""
+    """Compute a prompt of `rows` tokens, then one token more beside another prompt, on two threads."""
     backend = NativeBackend(shape, weights, torch.bfloat16, instructions)
     backend.set_threads(2)
     pool = Pool(layout_of(shape, 16, torch.bfloat16), 12)
@@ -73,7 +73,7 @@ def test_codes_without_slopes_are_refused() -> None:
 
 
 def test_a_matrix_that_is_set_again_keeps_nothing_of_the_old_one() -> None:
-    """With codes left behind few rows would go through the old weights, and many through the new."""
+    """Codes left behind would take few rows through the old weights, and many through the new."""
     shape = shape_of()
     weights = coded_weights_of(shape, "q4_0")
     backend = NativeBackend(shape, weights, torch.bfloat16)

@@ -20,7 +20,7 @@ from kernels.quantised_linear import BLOCK_BYTES, GROUP, BlockFormat, BlockMatri
 
 
 def shape_of(**changes: Any) -> ModelShape:
-    """A small shape none of whose sizes is a multiple of a register, a tile or another size."""
+    """Return a small shape none of whose sizes is a multiple of a register, a tile or another size."""
     sizes: dict[str, Any] = {
         "family": "llama",
         "vocab_size": 131,
@@ -61,7 +61,7 @@ def weights_of(shape: ModelShape, dtype: torch.dtype, seed: int = 5) -> Weights:
 
 
 def random_blocks(rows: int, columns: int, format: BlockFormat, seed: int = 5) -> BlockMatrix:
-    """A matrix of random bytes in blocks: every value that the format has, scales of both signs."""
+    """Return a matrix of random bytes in blocks: every value that the format has, scales of both signs."""
     generator = torch.Generator().manual_seed(seed)
     count = -(-columns // GROUP)
     blocks = torch.randint(0, 256, (rows, count, BLOCK_BYTES[format]), generator=generator).to(torch.uint8)
@@ -136,20 +136,20 @@ class Pool:
         return [self._free.pop() for _ in range(self.layout.blocks_for(num_tokens))]
 
     def sequence(self, num_tokens: int) -> Sequenced:
-        """A sequence of at most that many tokens."""
+        """Return a sequence of at most that many tokens."""
         return Sequenced(self.memory, self.table(num_tokens))
 
 
 @dataclass
 class Sequenced:
-    """One sequence in a pool: makes its steps."""
+    """A sequence in a pool that makes its steps."""
 
     memory: KVMemory
     table: list[int]
     length: int = 0
 
     def step(self, token_ids: Sequence[int], wants_logits: bool = True, trailing: int = 1) -> SequenceStep:
-        """The next tokens; the sequence has them from now on."""
+        """Return the step of the next tokens; the sequence has them from now on."""
         start, self.length = self.length, self.length + len(token_ids)
         return SequenceStep(self.memory, self.table, start, token_ids, wants_logits, trailing)
 

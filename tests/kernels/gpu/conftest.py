@@ -16,7 +16,7 @@ if INTERPRETED:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernel runs."""
+    """Return the device of the kernel."""
     if request.param == "cpu" and not INTERPRETED:
         pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):

@@ -54,7 +54,7 @@ class TargetOnly(DriverBase):  # type: ignore[misc]
 
 
 def report(name: str, kernel: Any) -> None:
-    """One line of what came out."""
+    """Print a line of what a kernel was compiled to."""
     ptx = kernel.asm["ptx"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -75,7 +75,7 @@ def report(name: str, kernel: Any) -> None:
 
 
 def compile_instead_of_launching() -> None:
-    """From here on, launching a kernel compiles it and reports what came out."""
+    """Compile and report a kernel wherever it is launched, from here on."""
     triton.runtime.driver.set_active(TargetOnly())
     run = triton.runtime.JITFunction.run
     seen: set[str] = set()

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def sum_all_rows_alike() -> None:
-    """From now on `tl.dot` is numpy's own loop, in place of BLAS, wherever it would have been BLAS."""
+    """Make `tl.dot` numpy's own loop, in place of BLAS, wherever it would have been BLAS."""
     blas_dot = InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:

@@ -47,7 +47,7 @@ def bits(view: KVView) -> list[torch.Tensor]:
         (("block-major", 32), ("planes", 16), torch.bfloat16),
     ],
 )
-def test_it_moves_what_is_meant_and_digests_it(
+def test_convert_blocks_copies_the_range_and_its_digest(
     source: tuple[str, int], target: tuple[str, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(4)
@@ -73,7 +73,7 @@ def test_it_moves_what_is_meant_and_digests_it(
         assert torch.equal(digests, found)
 
 
-def test_what_a_rank_has_for_another_rank(device: torch.device) -> None:
+def test_common_heads_of_two_tensor_parallel_ranks(device: torch.device) -> None:
     """Two ranks hand over to four, and four to two: together the targets have every head once."""
     torch.manual_seed(5)
     whole, tokens, table = 4, 21, torch.arange(BLOCKS, device=device)
@@ -129,7 +129,7 @@ def test_a_digest_knows_every_bit_its_place_and_its_grant() -> None:
     assert len(seen) == 1 + 1 + 15 + 1
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_convert_blocks_refuses_views_that_do_not_fit(device: torch.device) -> None:
     small, wide, other = (
         memory("block-major", 2, dim, 4, dtype, device)
         for dim, dtype in ((8, torch.float16), (16, torch.float16), (8, torch.bfloat16))

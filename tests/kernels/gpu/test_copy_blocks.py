@@ -78,7 +78,7 @@ def test_without_digests_ids_may_be_of_either_width(device: torch.device) -> Non
     assert same_bits(target[:2], source[[2, 1]])
 
 
-def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+def test_copy_blocks_refuses_memories_that_do_not_fit(device: torch.device) -> None:
     small, large = (memory(2, (1, 2, 2, 8 * size), torch.float16, device) for size in (4, 8))
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="are not"):

@@ -18,7 +18,7 @@ def queries(rows: int, heads: Heads, dtype: torch.dtype, device: torch.device) -
 
 
 def expected(query: torch.Tensor, memory: Paged, lengths: list[int], window: int | None) -> torch.Tensor:
-    """The meaning in float32 on the CPU."""
+    """Return the reference in float32 on the CPU."""
     rows = meaning(
         query.float().cpu(),
         memory.blocks.float().cpu(),
@@ -49,7 +49,7 @@ def run(
     [*((heads, window) for heads in ODD_HEADS for window in (None, 13)), (ODD_HEADS[0], 1)],
     ids=str,
 )
-def test_it_is_decode_attention(heads: Heads, window: int | None, device: torch.device) -> None:
+def test_paged_decode_equals_attention(heads: Heads, window: int | None, device: torch.device) -> None:
     torch.manual_seed(1)
     size = heads.block_size
     lengths = [1, size - 1, size, size + 1, 3 * size + 2, SHORT_SPLIT + 1]
@@ -59,7 +59,7 @@ def test_it_is_decode_attention(heads: Heads, window: int | None, device: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_keeps_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
+def test_paged_decode_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(2)
     lengths = [5, SHORT_SPLIT * 2 + 3]
     memory = paged(SMALL, lengths, dtype, device)
@@ -91,7 +91,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(window: int | None, devi
         assert torch.equal(run(query[row : row + 1].clone(), one, [length], window)[0], together[row])
 
 
-def test_a_row_without_context_is_zero_and_harms_nobody(device: torch.device) -> None:
+def test_a_row_without_context_is_zero_and_changes_no_other(device: torch.device) -> None:
     torch.manual_seed(5)
     lengths = [0, 20, 0]
     memory = paged(SMALL, lengths, torch.float32, device)
@@ -136,7 +136,7 @@ def test_scratch_may_be_larger_and_must_not_be_smaller(device: torch.device) -> 
 @pytest.mark.parametrize(
     "heads", [Heads(32, 8, 128, 16), Heads(9, 3, 64, 32), Heads(16, 2, 256, 16)], ids=str
 )
-def test_real_sizes(heads: Heads, dtype: torch.dtype) -> None:
+def test_paged_decode_of_real_model_sizes(heads: Heads, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     torch.manual_seed(8)

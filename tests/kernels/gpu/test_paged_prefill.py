@@ -38,7 +38,7 @@ def run(
 def expected(
     query: torch.Tensor, memory: Paged, starts: list[int], chunks: list[int], window: int | None
 ) -> torch.Tensor:
-    """The meaning in float32 on the CPU, a sequence at a time."""
+    """Return the reference in float32 on the CPU, a sequence at a time."""
     blocks, parts = memory.blocks.float().cpu(), query.float().cpu().split(chunks)
     rows = [
         meaning(part, blocks, LAYER, table.long(), start, window)
@@ -61,7 +61,9 @@ def case(
     [*((heads, window) for heads in ODD_HEADS for window in (None, 13)), (ODD_HEADS[0], 1)],
     ids=str,
 )
-def test_it_is_causal_attention(heads: Heads, window: int | None, device: torch.device) -> None:
+def test_paged_prefill_equals_causal_attention(
+    heads: Heads, window: int | None, device: torch.device
+) -> None:
     torch.manual_seed(1)
     starts, chunks = [0, 3, 70, 0], [1, 2 * heads.block_size + 3, 5, 33]
     query, memory = case(heads, starts, chunks, torch.float32, device)
@@ -70,7 +72,7 @@ def test_it_is_causal_attention(heads: Heads, window: int | None, device: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_keeps_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
+def test_paged_prefill_sums_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(2)
     starts, chunks = [150, 0], [40, 90]
     query, memory = case(SMALL, starts, chunks, dtype, device)
@@ -94,7 +96,7 @@ def test_neighbours_and_cuts_change_no_bit(window: int | None, device: torch.dev
         cut += chunk
 
 
-def test_the_tables_say_how_much_context_there_may_be_where_nobody_else_does(device: torch.device) -> None:
+def test_context_tokens_default_to_the_room_of_the_tables(device: torch.device) -> None:
     torch.manual_seed(8)
     starts, chunks = [5, 0, 40], [20, 3, 9]
     query, memory = case(SMALL, starts, chunks, torch.float32, device)
@@ -138,7 +140,7 @@ def test_fp8_keys_and_values_are_scaled_by_head(device: torch.device) -> None:
     [Heads(32, 8, 128, 16), Heads(9, 3, 64, 32), Heads(12, 12, 80, 16), Heads(16, 2, 256, 16)],
     ids=str,
 )
-def test_real_sizes(heads: Heads, dtype: torch.dtype) -> None:
+def test_paged_prefill_of_real_model_sizes(heads: Heads, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     torch.manual_seed(7)

@@ -12,7 +12,9 @@ from tests.kernels.gpu.paged import DTYPES, TOLERANCE, error
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 40), (2, 5, 577), (4, 4096)])
-def test_it_is_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_equals_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(0)
     x = (torch.randn(shape, device=device) * 30).to(dtype)
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
@@ -35,7 +37,7 @@ def test_the_residual_grows_and_the_norm_is_of_what_is_stored(
     assert error(got, meaning(residual, weight, 1e-6)) < TOLERANCE[dtype]
 
 
-def test_it_may_work_in_place_and_on_nothing(device: torch.device) -> None:
+def test_rms_norm_works_in_place_and_on_no_rows(device: torch.device) -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(3, 64, device=device), torch.ones(64, device=device)
     expected = meaning(x, weight, 1e-5)

@@ -1,4 +1,4 @@
-"""One launch does what norms, rotary embedding and the write of keys and values do one by one."""
+"""rotary_write against norms, rotary embedding and the write of keys and values one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
             self.norms = (first, second)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries, and the blocks with keys and values in them; padding rows leave them alone."""
+        """Return the queries, and the blocks with keys and values in them; padding rows leave them alone."""
         heads, blocks = self.heads, self.blocks.clone()
         q, k, v = self.qkv.split([heads.heads, heads.kv_heads, heads.kv_heads], dim=1)
         if self.norms is not None:
@@ -66,7 +66,7 @@ class Case:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("heads", ODD_HEADS, ids=str)
-def test_it_equals_the_single_operators(heads: Heads, norm: bool, device: torch.device) -> None:
+def test_rotary_write_equals_the_single_operators(heads: Heads, norm: bool, device: torch.device) -> None:
     torch.manual_seed(1)
     case = Case(heads, 19, torch.float32, device, norm=norm)
     case.block_ids[3] = case.block_ids[18] = -1
@@ -78,7 +78,7 @@ def test_it_equals_the_single_operators(heads: Heads, norm: bool, device: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 35])
-def test_it_rounds_once(dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+def test_rotary_write_rounds_once(dtype: torch.dtype, tokens: int, device: torch.device) -> None:
     torch.manual_seed(2)
     case = Case(SMALL, tokens, dtype, device, norm=True)
     q, blocks = case.expected()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diptych.engine.sampling.params import SamplingParams
-from diptych.engine.sampling.random import distribution, draw, uniform
+from diptych.engine.sampling.random import distribution, sample_token, uniform
 from diptych.engine.sampling.sample_row import SampleRow
 from kernels.gpu.sample import NOT_FINITE, SampleScratch, make_scratch, sample
 
@@ -16,7 +16,7 @@ def signed(seed: int) -> int:
 
 
 def run(logits: torch.Tensor, rows: list[SampleRow], scratch: SampleScratch | None = None) -> list[int]:
-    """The rows' tokens; a row's counter is the number of its output tokens."""
+    """Return the rows' tokens; a row's counter is the number of its output tokens."""
     at, params = logits.device, [row.params for row in rows]
     tokens = sample(
         logits,
@@ -35,7 +35,7 @@ def row(position: int = 0, **params: float) -> SampleRow:
     return SampleRow(SamplingParams(**params), [], [0] * position)  # type: ignore[arg-type]
 
 
-def test_the_random_number_is_the_engine_s(device: torch.device) -> None:
+def test_uniform_is_the_engines_random_number(device: torch.device) -> None:
     pairs = [(0, 0), (1, 0), (0, 1), (2**64 - 1, 7), (2**63, 2**16), (123456789, 4095)]
     scratch = make_scratch(len(pairs), 1, device)
     rows = [row(counter, seed=seed) for seed, counter in pairs]
@@ -61,14 +61,14 @@ RULES: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 4.0), (1333, 1.0), (9001, 6.0), (128_256, 3.0)])
-def test_draws_are_the_engine_s(vocab: int, spread: float, device: torch.device) -> None:
-    """The longer vocabularies are cut into parts; the longest takes the interpreter too long."""
+def test_sampled_tokens_are_the_engines(vocab: int, spread: float, device: torch.device) -> None:
+    """Longer vocabularies are cut into parts; the longest takes the interpreter too long."""
     if vocab > 10_000 and device.type == "cpu":
         pytest.skip("too long for the interpreter")
     torch.manual_seed(vocab)
     rows = [row(n, seed=n * 7919 + 1, **rule) for n, rule in enumerate(RULES)]
     logits = torch.randn(len(rows), vocab, device=device) * spread
-    expected = [draw(scores.cpu().numpy(), row) for scores, row in zip(logits, rows, strict=True)]
+    expected = [sample_token(scores.cpu().numpy(), row) for scores, row in zip(logits, rows, strict=True)]
     assert run(logits, rows) == expected
 
 
@@ -90,7 +90,7 @@ def test_rows_of_all_kinds_share_a_batch_of_several_parts(device: torch.device) 
     for position in range(3):
         rows = [row(position, seed=n + 50, **rule) for n, rule in enumerate(rules)]
         expected = [
-            int(scores.argmax()) if row.params.greedy else draw(scores.cpu().numpy(), row)
+            int(scores.argmax()) if row.params.greedy else sample_token(scores.cpu().numpy(), row)
             for scores, row in zip(logits, rows, strict=True)
         ]
         assert run(logits, rows) == expected
@@ -104,7 +104,7 @@ def test_ties_are_kept_as_the_engine_keeps_them(device: torch.device) -> None:
         rows = [row(n, seed=5, **rule) for n in range(3)]
         scores = logits[0].cpu().numpy()
         got = run(logits.expand(3, -1).contiguous(), rows)
-        assert got == [draw(scores, row) for row in rows]
+        assert got == [sample_token(scores, row) for row in rows]
         ids, _ = distribution(scores, rows[0].params)
         assert set(got) <= set(ids.tolist())
 
@@ -114,7 +114,7 @@ def test_greedy_takes_the_lowest_of_the_likeliest(device: torch.device) -> None:
     assert run(logits, [row(temperature=0.0)] * 3) == [1, 0, 2]
 
 
-def test_strange_logits_harm_nobody_else(device: torch.device) -> None:
+def test_a_row_that_is_not_finite_changes_no_other(device: torch.device) -> None:
     torch.manual_seed(2)
     logits = torch.randn(4, 70, device=device)
     logits[0, 69], logits[1, 3], logits[2, 0] = torch.nan, torch.inf, -torch.inf

@@ -38,7 +38,7 @@ def case(
 
 
 def meaning(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In float64, before it is rounded."""
+    """Return the result in float64, before it is rounded."""
     return functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
@@ -49,7 +49,7 @@ def bits(numbers: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
-def test_it_is_the_product(
+def test_skinny_linear_equals_the_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, biased: bool, device: torch.device
 ) -> None:
     x, weight, some = case(rows, outputs, inputs, dtype, device)
@@ -64,7 +64,7 @@ def test_it_is_the_product(
 
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 67, 264), (1, 16_392, 128)])
-def test_it_is_not_rounded_where_float32_is_wanted(
+def test_skinny_linear_keeps_float32_results_unrounded(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, weight, _ = case(rows, outputs, inputs, dtype, device)

@@ -12,7 +12,7 @@ from tests.kernels.gpu.paged import DTYPES, TOLERANCE, error
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 577), (2, 2048), (0, 8)])
-def test_it_is_the_gated_activation(
+def test_swiglu_equals_the_reference(
     tokens: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(0)

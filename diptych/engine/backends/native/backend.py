@@ -32,7 +32,7 @@ _FIRST_POSITIONS = 32_768
 
 
 class NativeUnavailable(RuntimeError):
-    """This model cannot be computed natively in this installation; the message says why."""
+    """A model that cannot be computed natively in this installation; the message says why."""
 
 
 class NativeBackend:
@@ -49,7 +49,7 @@ class NativeBackend:
         dtype: torch.dtype,
         instruction_set: str | None = None,
     ) -> None:
-        """Pack `weights`, as diptych/engine/weights gives them; they may be freed afterwards, but for the embedding.
+        """Pack `weights` (diptych/engine/weights); they may be freed afterwards, but for the embedding.
 
         `dtype` is that of embedding, keys and values, and of the matrices that are not quantised (which come
         with bfloat16).
@@ -114,7 +114,7 @@ class NativeBackend:
         """See `SamplingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, likeliest = self._step(sequences, greedy, abort)
-        tokens = [_drawn(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
+        tokens = [_to_sampled(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
         return StepOutput(tokens, logits)
 
     def samples_on_device(self, row: SampleRow) -> bool:
@@ -127,7 +127,7 @@ class NativeBackend:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
-        """See `LaunchingBackend.launch`: batches of which every row draws itself, within the tables."""
+        """See `LaunchingBackend.launch`: batches of which every row is sampled, within the tables."""
         if not all(draw is not None and self.samples_on_device(draw) for draw in draws):
             return None
         if positions_of(sequences) > self._positions:
@@ -157,12 +157,12 @@ class NativeBackend:
         self._ahead.popleft()
         if status != native.ALL_ABORTED:
             self._check(status)
-        return StepOutput([_drawn(token) for token in step.batch.likeliest], self._no_logits)
+        return StepOutput([_to_sampled(token) for token in step.batch.likeliest], self._no_logits)
 
     def _step(
         self, sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
-        """The logits of the rows that are not greedy, and for each row its likeliest token if it is."""
+        """Return the logits of rows that are not greedy, and for each row its likeliest token, if greedy."""
         logits = torch.empty((greedy.count(0), self._shape.vocab_size))
         self._reach(positions_of(sequences))
         batch = native_batch(sequences, greedy, abort, self._dtype)
@@ -240,7 +240,7 @@ class NativeBackend:
         return tensor.detach().to(device="cpu", dtype=self._dtype).contiguous()
 
     def _reach(self, positions: int) -> None:
-        """Have rotary tables for that many positions; they double so that they are seldom made."""
+        """Make rotary tables for at least `positions` positions; they double so that they are seldom made."""
         if positions <= self._positions:
             return
         count = max(positions, 2 * self._positions)
@@ -259,7 +259,7 @@ def _free(library: ctypes.CDLL, model: int, descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _drawn(token: int) -> Sampled | SampleFailure:
+def _to_sampled(token: int) -> Sampled | SampleFailure:
     return NOT_FINITE if token < 0 else Sampled(token)
 
 

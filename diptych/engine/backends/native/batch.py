@@ -23,7 +23,7 @@ class NativeBatch:
     native: native.Batch
     alive: Sequence[object]
     likeliest: array[int]
-    """Where the tokens of rows that are drawn go."""
+    """Memory for the tokens of rows that are sampled."""
     follows: int | None
     """Address of the rows that its sequences follow, if one does."""
 
@@ -31,9 +31,10 @@ class NativeBatch:
 def native_batch(
     sequences: Sequence[SequenceStep], greedy: bytes, abort: AbortWords | None, dtype: torch.dtype
 ) -> NativeBatch:
-    """`greedy` has a byte a row of logits: 1 where its likeliest token is wanted and not the logits.
+    """Lay out a batch for the native step; `greedy` has a byte a row of logits.
 
-    Raises NativeError for memories that are not of the model's layout.
+    It is 1 where the row's likeliest token is wanted and not the logits. Raises NativeError for memories that
+    are not of the model's layout.
     """
     layout = sequences[0].memory.layout
     tokens, tables = array("i"), array("i")
@@ -70,7 +71,9 @@ def native_batch(
 
 
 def positions_of(sequences: Sequence[SequenceStep]) -> int:
-    """How many positions a batch reaches, no more than its blocks hold: what goes beyond is refused later."""
+    """Return how many positions a batch reaches, at most what its blocks hold: anything beyond is refused
+    later.
+    """
     return max(
         min(step.start + len(step.token_ids), len(step.block_table) * step.memory.layout.block_size)
         for step in sequences

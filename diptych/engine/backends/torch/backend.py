@@ -1,6 +1,4 @@
-"""The step in torch: the decoder over a batch of sequences in paged blocks. The meaning, and the slow
-path.
-"""
+"""The reference backend: the decoder in torch over a batch of sequences in paged blocks, slow on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class TorchBackend:
     """Executes steps with the torch meaning of every operator."""
 
     def __init__(self, shape: ModelShape, weights: Weights, kv_scales: torch.Tensor | None = None) -> None:
-        """With `kv_scales` (kernels/fp8_cache.py) keys and values are kept in FP8."""
+        """Prepare the decoder; with `kv_scales` (kernels/fp8_cache.py) keys and values are kept in FP8."""
         self._scales = kv_scales
         self._decoder = Decoder(shape, weights)
         self._shape = shape

@@ -1,6 +1,4 @@
-"""How the rows of a step are grouped for attention: each chunk by itself, decode rows of one memory
-together.
-"""
+"""Groups of a step's rows for attention: each chunk by itself, decode rows of one memory together."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Decodes:
-    """One token of each of several sequences of one memory: `rows` of the step's flat list."""
+    """Decode rows of several sequences of one memory: `rows` of the step's flat list."""
 
     rows: torch.Tensor
     blocks: torch.Tensor
@@ -74,7 +72,7 @@ class Decodes:
 
 
 def group_rows(sequences: Sequence[SequenceStep], abort: AbortWords | None = None) -> list[Chunk | Decodes]:
-    """The groups of a step, without the sequences that were aborted.
+    """Return the groups of a step, without the sequences that were aborted.
 
     Decode rows share a group if their memory is one and their lengths lie within a factor of two: every row
     is padded to the longest of its group.

@@ -1,5 +1,5 @@
-"""The step on a GPU: packed weights, packed batches, the layers as kernels, and what a device has to give.
+"""The Triton backend: steps as kernels, and what a device has to give.
 
-diptych/engine/backends/triton/backend.py puts them together for any batch, diptych/engine/backends/triton/decode_graphs.py for decode steps that are
-replayed. All of it runs on CPU tensors too: with Triton's interpreter, or with the meanings of the operators.
+`TritonBackend` (backend.py) runs any batch, `DecodeGraphs` (decode_graphs.py) decode steps captured as CUDA
+graphs. Everything also runs on the CPU, by Triton's interpreter or with the reference operators.
 """

@@ -1,11 +1,11 @@
-"""The step on a GPU: Triton kernels and library products over packed batches; decode steps replayed.
+"""The step on a GPU: Triton kernels and library products over packed batches; decode steps as CUDA graphs.
 
 Any batch runs eagerly: several prompts packed, decode rows beside chunks, several memories on the device (the
 pools of decode workers on the same GPU, into which a prefill worker computes). A batch of decode rows over
-the memory that decode was prepared for runs from its recording (diptych/engine/backends/triton/decode_graphs.py).
+the memory that decode was prepared for replays its graph (decode_graphs.py).
 
-Everything is queued on the current stream, and a step has been computed when `forward` returns: whoever
-hands the blocks over, or lets another process read them, need not know that there was a device.
+Everything is queued on the current stream, and a step has been computed when `forward` returns: a handoff of
+its blocks needs no knowledge of the device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
-from diptych.engine.backends.triton.cuda_graph import Recorder
-from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, draw_values
-from diptych.engine.backends.triton.decode_graphs import DRAW_FIELDS, DecodeGraphs, draw_tokens, sampled
+from diptych.engine.backends.triton.cuda_graph import GraphCapture
+from diptych.engine.backends.triton.decode_buffers import FIELD_TYPES, sampling_values
+from diptych.engine.backends.triton.decode_graphs import SAMPLING_FIELDS, DecodeGraphs, sample_tokens, sampled
 from diptych.engine.backends.triton.launch_throttle import LaunchThrottle
-from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.layers import Activations, Layers
 from diptych.engine.backends.triton.operators import Operators, triton_operators
 from diptych.engine.backends.triton.packed_step import PlacedStep, pack_step
 from diptych.engine.backends.triton.packed_weights import pack
@@ -66,11 +65,11 @@ class TritonBackend:
 
     @property
     def device(self) -> torch.device:
-        """Where weights, keys and values are."""
+        """Device of weights, keys and values."""
         return self._device
 
     def set_threads(self, threads: int) -> None:
-        """Nothing: the host only launches."""
+        """Ignore `threads`: the host only launches."""
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
@@ -85,7 +84,7 @@ class TritonBackend:
     ) -> StepOutput:
         """See `SamplingBackend.forward_and_draw`."""
         with self._current(), torch.no_grad():
-            if self._graphs is not None and self._graphs.takes(sequences):
+            if self._graphs is not None and self._graphs.accepts(sequences):
                 return self._graphs.launch(sequences, draws, abort).collect()
             logits = self._compute(sequences, abort)
             if logits is None:
@@ -99,9 +98,9 @@ class TritonBackend:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
-        """See `LaunchingBackend.launch`: what is recorded can be launched."""
+        """See `LaunchingBackend.launch`: what was captured can be launched."""
         with self._current(), torch.no_grad():
-            if self._graphs is None or not self._graphs.takes(sequences):
+            if self._graphs is None or not self._graphs.accepts(sequences):
                 return None
             return self._graphs.launch(sequences, draws, abort)
 
@@ -109,11 +108,11 @@ class TritonBackend:
         """See `LaunchingBackend.samples_on_device`."""
         return True
 
-    def plan_decode(self, max_batch: int, block_size: int, recorder: Recorder | None = None) -> int:
-        """See `GraphBackend.plan_decode`. `recorder` is that of the device unless given."""
+    def plan_decode(self, max_batch: int, block_size: int, capture: GraphCapture | None = None) -> int:
+        """See `GraphBackend.plan_decode`. `capture` is that of the device unless given."""
         with self._current(), torch.no_grad():
             self._graphs = None
-            self._graphs = DecodeGraphs(self._layers, max_batch, block_size, recorder)
+            self._graphs = DecodeGraphs(self._layers, max_batch, block_size, capture)
             return self._graphs.count
 
     def prepare_decode(self, memory: KVMemory) -> None:
@@ -121,7 +120,7 @@ class TritonBackend:
         if self._graphs is None:
             raise RuntimeError("decode steps were not planned")
         with self._current(), torch.no_grad():
-            self._graphs.record(memory)
+            self._graphs.capture(memory)
 
     # ---- one step, eagerly ---------------------------------------------------------------------------
 
@@ -146,7 +145,7 @@ class TritonBackend:
         return logits
 
     def _wanted(self, placed: PlacedStep, abort: AbortWords | None) -> Callable[[], bool]:
-        """What is asked before each layer: obeys the words that were set meanwhile."""
+        """Return the check before each layer, which stops sequences whose abort words were set meanwhile."""
         known: set[int] = set()
         pace = LaunchThrottle(self._device, placed.step.num_tokens)
 
@@ -159,7 +158,7 @@ class TritonBackend:
             for sequence in np.flatnonzero(abort.words).tolist():
                 if sequence not in known:
                     known.add(sequence)
-                    placed.silence(sequence)
+                    placed.abort_row(sequence)
             return True
 
         return wanted
@@ -169,24 +168,24 @@ class TritonBackend:
         if not rows:
             return StepOutput.nothing(logits.cpu())
         left = [row for row, draw in enumerate(draws) if draw is None]
-        values = [draw_values(draw) for draw in draws if draw is not None]
+        values = [sampling_values(draw) for draw in draws if draw is not None]
         by = {
             name: torch.tensor(
                 [value[name] for value in values], dtype=FIELD_TYPES[name], device=self._device
             )
-            for name in DRAW_FIELDS
+            for name in SAMPLING_FIELDS
         }
         out = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         tokens: list[Any] = [None] * len(draws)
-        drawn = draw_tokens(self._layers, logits[rows], by, None, out).tolist()
-        for row, token in zip(rows, drawn, strict=True):
+        found = sample_tokens(self._layers, logits[rows], by, None, out).tolist()
+        for row, token in zip(rows, found, strict=True):
             tokens[row] = sampled(token)
         return StepOutput(tokens, logits[left].cpu())
 
     # ---- memory --------------------------------------------------------------------------------------
 
     def _activations(self, tokens: int) -> Activations:
-        """Buffers for so many tokens; the largest step so far decides how many there are."""
+        """Return buffers for so many tokens; the largest step so far decides how many there are."""
         if self._buffers is None or self._buffers.capacity < tokens:
             self._buffers = None  # first: both together may not fit
             dtype = self._layers.weights.dtype
@@ -194,7 +193,7 @@ class TritonBackend:
         return self._buffers.rows(tokens)
 
     def _scratch_for(self, placed: PlacedStep, block_size: int) -> Any:
-        """What decode rows need for their partial sums; None where there are none."""
+        """Return the buffers of decode rows' partial sums; None where there are no decode rows."""
         decodes = [group.decodes for group in placed.step.groups if group.decodes is not None]
         if not decodes:
             return None
@@ -209,5 +208,5 @@ class TritonBackend:
         return self._scratch
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the device the calling thread's current one: kernels are launched on that."""
+        """Make the device the calling thread's current one: kernels are launched on that."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()

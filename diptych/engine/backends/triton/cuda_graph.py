@@ -1,4 +1,4 @@
-"""Recording work once and repeating it: a CUDA graph, or plain calls where there is no CUDA."""
+"""Capture of work that is replayed: as a CUDA graph, or as plain calls where there is no CUDA."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import torch
 Work = Callable[[], None]
 
 
-class Recorder(Protocol):
-    """Makes work repeatable: it reads and writes the same memory each time."""
+class GraphCapture(Protocol):
+    """A way to make work repeatable: it reads and writes the same memory each time."""
 
-    def record(self, work: Work) -> Work:
-        """What to call to do `work` again. `work` itself is done at least once before this returns."""
+    def capture(self, work: Work) -> Work:
+        """Return a function that does `work` again. `work` itself is done at least once before."""
         ...
 
 
-class PlainRecorder:
-    """Does the work anew each time: the meaning of a replay."""
+class EagerCapture:
+    """Capture that does the work anew each time: the meaning of a replay."""
 
-    def record(self, work: Work) -> Work:
-        """See `Recorder.record`."""
+    def capture(self, work: Work) -> Work:
+        """See `GraphCapture.capture`."""
         work()
         return work
 
 
-class GraphRecorder:
-    """Captures work as a CUDA graph (CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph).
+class CudaGraphCapture:
+    """Capture of work as a CUDA graph (CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph).
 
-    All graphs share one pool of memory, since no two of them run at a time. The largest should be recorded
+    All graphs share one pool of memory, since no two of them run at a time. The largest should be captured
     first: later ones then find what they need in the pool.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture on `stream`, whose priority the recorded kernels keep, or on one of the recorder's own."""
+        """Capture on `stream`, whose priority the captured kernels keep, or on one of its own."""
         # One stream for warm-up and capture: library handles and workspaces belong to a stream, and one that
         # was first made during a capture would break it.
         self._stream = stream if stream is not None else torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work) -> Work:
-        """See `Recorder.record`. The work may not wait for the device, nor copy from memory of the host."""
+    def capture(self, work: Work) -> Work:
+        """See `GraphCapture.capture`; `work` may neither wait for the device nor copy from the host."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -69,6 +69,6 @@ class GraphRecorder:
         return graph.replay
 
 
-def recorder_for(device: torch.device) -> Recorder:
-    """CUDA graphs on a CUDA device; elsewhere the work is done anew."""
-    return GraphRecorder(device) if device.type == "cuda" else PlainRecorder()
+def capture_for(device: torch.device) -> GraphCapture:
+    """Return CUDA graphs on a CUDA device; elsewhere the work is done anew."""
+    return CudaGraphCapture(device) if device.type == "cuda" else EagerCapture()

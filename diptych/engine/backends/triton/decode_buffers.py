@@ -1,7 +1,7 @@
-"""What a replayed decode step reads and writes: buffers that never move, and the host's copies of them.
+"""Static buffers of a captured decode step, and the host's copies of them.
 
 Field by field for `max_batch` rows, so that a step of fewer rows is the first rows of everything. Rows that
-no sequence has are padding: they write nowhere (NO_BLOCK), attend to nothing, and draw what nobody looks at.
+no sequence has are padding: they write nowhere (NO_BLOCK), attend to nothing, and their tokens are not read.
 The host has two copies of everything, taken in turns: while a step is laid out, the copy of the one before
 may still be on its way to the device.
 """
@@ -46,9 +46,9 @@ Fields = dict[str, npt.NDArray[Any]]
 
 
 class RowFields:
-    """One number of each kind for each row, on the host and on the device: one copy brings all.
+    """Fields of each row, on the host and on the device: one copy brings all.
 
-    `drawn`, int64 `[rows]` on the device, is where a step leaves its tokens. It lies before the field
+    `sampled`, int64 `[rows]` on the device, is where a step leaves its tokens. It lies before the field
     `tokens`, so that `known`, int64 `[2 * rows]`, is both, and `sources` says where in it a row's token is.
     """
 
@@ -61,7 +61,7 @@ class RowFields:
         ]
         kept = torch.zeros(8 * rows + sum(sizes), dtype=torch.uint8, device=device)
         self.known = kept[: 16 * rows].view(torch.int64)
-        self.drawn = self.known[:rows]
+        self.sampled = self.known[:rows]
         self._device_bytes = kept[8 * rows :]
         self._host: list[Fields] = [{} for _ in range(TURNS)]
         self._device: dict[str, torch.Tensor] = {}
@@ -75,10 +75,12 @@ class RowFields:
         self.upload(0)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A field on the device, `[rows]`."""
+        """Return a field on the device, `[rows]`."""
         return self._device[name]
 
-    def fill(self, turn: int, sequences: Sequence[SequenceStep], draws: Sequence[SampleRow | None]) -> None:
+    def fill(
+        self, turn: int, sequences: Sequence[SequenceStep], sample_rows: Sequence[SampleRow | None]
+    ) -> None:
         """Lay a decode step into one of the host's copies, one row a sequence; the rest becomes padding."""
         host, count = self._host[turn], len(sequences)
         starts = np.array([step.start for step in sequences], dtype=np.int64)
@@ -91,13 +93,13 @@ class RowFields:
         host["block_ids"][:count] = [step.block_table[step.start // size] for step in sequences]
         host["lanes"][:count] = starts % size
         host["lengths"][:count] = starts + 1
-        for row, (step, draw) in enumerate(zip(sequences, draws, strict=True)):
-            _lay_draw(host, row, draw, unknown=int(step.follows is not None))
+        for row, (step, draw) in enumerate(zip(sequences, sample_rows, strict=True)):
+            _fill_sampling(host, row, draw, unknown=int(step.follows is not None))
         for name, (_, padding) in _FIELDS.items():
             host[name][count:] = padding
 
-    def silence(self, turn: int, abort: AbortWords | None, count: int) -> None:
-        """Rows that nobody wants any more write nowhere."""
+    def abort_rows(self, turn: int, abort: AbortWords | None, count: int) -> None:
+        """Make rows that were aborted write nowhere."""
         if abort is not None:
             self._host[turn]["block_ids"][:count][abort.words[:count] != 0] = NO_BLOCK
 
@@ -106,13 +108,13 @@ class RowFields:
         self._device_bytes.copy_(self._host_bytes[turn], non_blocking=True)
 
 
-def _lay_draw(host: Fields, row: int, draw: SampleRow | None, unknown: int) -> None:
-    """By what a row is drawn; `unknown` tokens of its output are not on the host yet."""
+def _fill_sampling(host: Fields, row: int, draw: SampleRow | None, unknown: int) -> None:
+    """Lay out a row's sampling parameters; `unknown` tokens of its output are not on the host yet."""
     if draw is None:
         for name in ("seeds", "counters", "top_k", "temperature", "top_p", "min_p"):
             host[name][row] = _FIELDS[name][1]
         return
-    for name, value in draw_values(draw).items():
+    for name, value in sampling_values(draw).items():
         host[name][row] = value
     host["counters"][row] += unknown
 
@@ -147,8 +149,8 @@ class BlockTables:
         self.device[:rows].copy_(self._host[turn][:rows], non_blocking=True)
 
 
-def draw_values(draw: SampleRow) -> dict[str, float]:
-    """The numbers by which one row is drawn, as kernels/gpu/sample.py takes them."""
+def sampling_values(draw: SampleRow) -> dict[str, float]:
+    """Return the parameters by which one row is sampled, as kernels/gpu/sample.py takes them."""
     params = draw.params
     return {
         # The kernel takes the bits of an unsigned seed as a signed number.

@@ -1,9 +1,9 @@
-"""Decode steps that are recorded once and replayed: on CUDA one launch in place of some four hundred.
+"""Decode steps captured as CUDA graphs and replayed: one launch in place of some four hundred.
 
 A step of `n` rows runs in the smallest bucket that holds them; the rows that are too many are padding. Block
 tables always have the width of the model's whole context: the attention kernel launches what fills the chip,
-whatever the width. Drawing is part of the recording, so that one number a row comes back; the logits stay on
-the device, for those rows whose rules need a look at them.
+whatever the width. Sampling is part of the graph, so that one number a row comes back; the logits stay on the
+device, for those rows whose logits processors need them.
 
 A step may be launched while the one before is being computed. Its tokens may be that one's, which then never
 leave the device; what the host lays out for it goes into the other of two copies.
@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
-from diptych.engine.backends.triton.cuda_graph import Recorder, Work, recorder_for
+from diptych.engine.backends.triton.cuda_graph import GraphCapture, Work, capture_for
 from diptych.engine.backends.triton.decode_buffers import TURNS, BlockTables, RowFields
-from diptych.engine.backends.triton.layers import Layers
+from diptych.engine.backends.triton.layers import Activations, Layers
 from diptych.engine.backends.triton.packed_step import DecodeRows, Group, PackedStep
 from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
@@ -29,25 +28,25 @@ from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 from diptych.engine.sampling.sample import NOT_FINITE
 from diptych.engine.step_output import StepOutput
 
-_NOTHING_DRAWN = -1
+_NOT_FINITE = -1
 """In place of a token, as kernels/gpu/sample.py has it: the row's logits are not finite."""
 
 
 def batch_buckets(max_batch: int) -> list[int]:
-    """Numbers of rows that steps are recorded for: 1, 2, 4, then every eighth up to `max_batch`."""
+    """Return the numbers of rows to capture: 1, 2, 4, then every eighth up to `max_batch`."""
     return sorted({n for n in (1, 2, 4, *range(8, max_batch, 8)) if n < max_batch} | {max_batch})
 
 
 class DecodeGraphs:
-    """Replayed decode steps of one model over one KV memory."""
+    """Captured decode steps of one model over one KV memory."""
 
     def __init__(
-        self, layers: Layers, max_batch: int, block_size: int, recorder: Recorder | None = None
+        self, layers: Layers, max_batch: int, block_size: int, capture: GraphCapture | None = None
     ) -> None:
-        """Take the memory that steps of up to `max_batch` rows need; nothing is recorded yet."""
+        """Take the memory that steps of up to `max_batch` rows need; nothing is captured yet."""
         shape, device = layers.shape, layers.weights.device
         self._layers = layers
-        self._recorder = recorder if recorder is not None else recorder_for(device)
+        self._capture = capture if capture is not None else capture_for(device)
         self._max_batch = max_batch
         self._buckets = batch_buckets(max_batch)
         self._fields = RowFields(max_batch, device)
@@ -63,25 +62,26 @@ class DecodeGraphs:
             max_batch, shape.num_heads, shape.head_dim, width * block_size, device
         )
         self._sample_scratch = layers.operators.make_sample_scratch(max_batch, shape.vocab_size, device)
-        layers.rotary.reach(shape.max_context)  # a recording keeps the table that it was made with
+        layers.rotary.reach(shape.max_context)  # a graph keeps the table that it was captured with
         self._memory: KVMemory | None = None
-        self._recorded: dict[int, Work] = {}
+        self._graphs: dict[int, Work] = {}
 
     @property
     def count(self) -> int:
-        """How many recordings there are, or will be."""
+        """Number of graphs that there are, or will be."""
         return len(self._buckets)
 
-    def record(self, memory: KVMemory) -> None:
-        """Record the steps of all buckets over `memory`, the largest first: its kernels and its share of the
-        graphs' memory serve the others.
+    def capture(self, memory: KVMemory) -> None:
+        """Capture the steps of all buckets over `memory`, the largest first.
+
+        Its kernels and its share of the graphs' memory serve the others.
         """
         self._memory = memory
         for rows in reversed(self._buckets):
-            self._recorded[rows] = self._recorder.record(self._work(rows, memory))
+            self._graphs[rows] = self._capture.capture(self._work(rows, memory))
 
-    def takes(self, sequences: Sequence[SequenceStep]) -> bool:
-        """Whether a batch is a decode step that was recorded."""
+    def accepts(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Return whether a batch is a decode step that was captured."""
         return len(sequences) <= self._max_batch and all(
             step.memory is self._memory
             and len(step.token_ids) == 1
@@ -97,7 +97,7 @@ class DecodeGraphs:
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> LaunchedStep:
-        """Begin a step that `takes` accepted. A word of `abort` that is set later changes nothing: a step
+        """Begin a step that `accepts` accepted. A word of `abort` that is set later changes nothing: a step
         is as short as one layer of a prompt.
 
         At most two are begun and not collected; the first of them leaves no logits to the host.
@@ -112,11 +112,11 @@ class DecodeGraphs:
         self._tables.fill(turn, sequences)
         self._tables.upload(turn, rows)
         self._fields.fill(turn, sequences, draws)
-        self._fields.silence(turn, abort, count)
+        self._fields.abort_rows(turn, abort, count)
         self._fields.upload(turn)
-        self._recorded[rows]()
-        self._answers[turn, :count].copy_(self._fields.drawn[:count], non_blocking=True)
-        done = torch.cuda.Event() if self._fields.drawn.is_cuda else None
+        self._graphs[rows]()
+        self._answers[turn, :count].copy_(self._fields.sampled[:count], non_blocking=True)
+        done = torch.cuda.Event() if self._fields.sampled.is_cuda else None
         if done is not None:
             done.record()
         left = [row for row, draw in enumerate(draws) if draw is None]
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return launched
 
     def _read(self, turn: int, count: int, left: list[int], done: torch.cuda.Event | None) -> StepOutput:
-        """Wait for a step, and for no more than its few numbers; `left` are the rows that drew nothing."""
+        """Wait for a step, and for no more than its few numbers; `left` are the rows that sampled nothing."""
         self._waiting[turn] = None
         if done is not None:
             done.synchronize()
@@ -144,7 +144,7 @@ class DecodeGraphs:
         return chosen.cpu() if chosen.is_cuda else chosen.clone()
 
     def _work(self, rows: int, memory: KVMemory) -> Work:
-        """The step for so many rows, as something to record."""
+        """Return the step for so many rows, as work to capture."""
         layers, fields, every = self._layers, self._fields, slice(0, rows)
         decodes = DecodeRows(every, self._tables.device[:rows], fields["lengths"][:rows])
         step = PackedStep(
@@ -154,17 +154,17 @@ class DecodeGraphs:
             lanes=fields["lanes"][:rows],
             groups=(Group(memory.data, every, decodes, ()),),
         )
-        by = {name: fields[name][:rows] for name in DRAW_FIELDS}
-        buffers, logits, drawn = self._buffers.rows(rows), self._logits[:rows], fields.drawn[:rows]
+        by = {name: fields[name][:rows] for name in SAMPLING_FIELDS}
+        buffers, logits, tokens = self._buffers.rows(rows), self._logits[:rows], fields.sampled[:rows]
         sources = fields["sources"][:rows]
 
         def work() -> None:
             torch.index_select(fields.known, 0, sources, out=step.tokens)
-            step.tokens.clamp_(min=0)  # a row that drew nothing goes on with any token: nobody looks at it
+            step.tokens.clamp_(min=0)  # a row that sampled nothing goes on with any token, which is not read
             hidden = layers.hidden(step, buffers, self._scratch)
-            assert hidden is not None  # nobody can abort it
+            assert hidden is not None  # it cannot be aborted
             layers.logits(hidden, logits)
-            draw_tokens(layers, logits, by, self._sample_scratch, drawn)
+            sample_tokens(layers, logits, by, self._sample_scratch, tokens)
 
         return work
 
@@ -179,10 +179,10 @@ class LaunchedStep:
     collect: Callable[[], StepOutput]
 
 
-DRAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
 
 
-def draw_tokens(
+def sample_tokens(
     layers: Layers, logits: torch.Tensor, by: dict[str, torch.Tensor], scratch: Any, out: torch.Tensor
 ) -> torch.Tensor:
     """Draw a token for each row of `logits` on the device, into `out`, int64; `by` has DRAW_FIELDS."""
@@ -200,5 +200,5 @@ def draw_tokens(
 
 
 def sampled(token: int) -> Sampled | SampleFailure:
-    """What a number that `draw_tokens` gave means."""
-    return NOT_FINITE if token == _NOTHING_DRAWN else Sampled(token)
+    """Return the result that a number of `sample_tokens` means."""
+    return NOT_FINITE if token == _NOT_FINITE else Sampled(token)

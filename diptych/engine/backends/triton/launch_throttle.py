@@ -1,8 +1,8 @@
-"""Keeping the host from launching a whole prompt ahead of the device.
+"""Limit on the layers that the host launches ahead of the device.
 
 Launching a layer takes a fifth of a millisecond, computing it for a long chunk many times that: unchecked,
-the host would have queued the last layer before the first is done, and a request that is called back then
-would still write to the end.
+the host would have queued the last layer before the first is done, and an aborted request would still write
+to the end.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 _AHEAD = 2
 """Layers that may be queued: enough that the device never waits for the host."""
 _MIN_TOKENS = 256
-"""Shorter steps are over before anybody could want to end them."""
+"""Shorter steps are done before an abort could save anything."""
 
 
 class LaunchThrottle:
-    """Called before each layer of one step."""
+    """Limit of one step, waited for before each layer."""
 
     def __init__(self, device: torch.device, tokens: int) -> None:
         self._kept = device.type == "cuda" and tokens >= _MIN_TOKENS

@@ -1,4 +1,4 @@
-"""The decoder's layers as kernels: the meaning is diptych/engine/backends/torch/decoder.py's, the order of launches is here.
+"""The decoder's layers as kernels, in the order of launches; the meaning is backends/torch/decoder.py.
 
 Ten launches a layer, of which four are products: norm (with the residual's addition), qkv, rotary with the
 write of keys and values, attention (two: of decode rows splits and their join, of chunks the gathering of
@@ -9,26 +9,118 @@ where rows are few), down.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from diptych.engine.backends.triton.activations import Activations
 from diptych.engine.backends.triton.linear import LinearOperators
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.backends.triton.packed_step import Group, PackedStep
 from diptych.engine.backends.triton.packed_weights import PackedLayer, PackedWeights
-from diptych.engine.backends.triton.rotary_table import RotaryTable
+from diptych.engine.models.rope import inverse_frequencies, rotary_magnitude
 from diptych.engine.models.shape import ModelShape
+
+_FIRST_POSITIONS = 2048
 
 
 def always() -> bool:
-    """A step that nobody can abort."""
+    """Return True: the step cannot be aborted."""
     return True
 
 
+@dataclass(frozen=True)
+class Activations:
+    """Buffers between the residual and the logits for T tokens, made once and reused.
+
+    A decode graph replays on the same addresses, and a decode step, which allocates nothing, cannot run out
+    of memory after the KV pool has taken what was free. N heads, K KV heads, D head_dim, H hidden, I
+    intermediate.
+    """
+
+    residual: torch.Tensor
+    """`[T, H]`."""
+    normed: torch.Tensor
+    """`[T, H]`."""
+    qkv: torch.Tensor
+    """`[T, (N + 2 K) D]`."""
+    queries: torch.Tensor
+    """`[T, N, D]`."""
+    mixed: torch.Tensor
+    """`[T, N, D]`."""
+    gate_up: torch.Tensor
+    """`[T, 2 I]`."""
+    inner: torch.Tensor
+    """`[T, I]`."""
+    added: torch.Tensor
+    """`[T, H]`: what a half of a layer adds to the residual."""
+    cos: torch.Tensor
+    """float32 `[T, D / 2]`."""
+    sin: torch.Tensor
+
+    @classmethod
+    def make(cls, shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Activations:
+        """Allocate buffers for up to `tokens` tokens."""
+        heads, kv_heads, width = shape.num_heads, shape.num_kv_heads, shape.head_dim
+
+        def empty(*sizes: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty((tokens, *sizes), dtype=kind, device=device)
+
+        return cls(
+            residual=empty(shape.hidden_size),
+            normed=empty(shape.hidden_size),
+            qkv=empty((heads + 2 * kv_heads) * width),
+            queries=empty(heads, width),
+            mixed=empty(heads, width),
+            gate_up=empty(2 * shape.intermediate_size),
+            inner=empty(shape.intermediate_size),
+            added=empty(shape.hidden_size),
+            cos=empty(width // 2, kind=torch.float32),
+            sin=empty(width // 2, kind=torch.float32),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        return len(self.residual)
+
+    def rows(self, tokens: int) -> Activations:
+        """Return the buffers of `tokens` tokens, as views."""
+        return Activations(**{name: buffer[:tokens] for name, buffer in vars(self).items()})
+
+
+class RotaryTable:
+    """Rotary angles of all positions on the device: float32 cos and sin `[positions, head_dim / 2]`.
+
+    The magnitude is included.
+
+    Float32 also where the model is bfloat16, as in the native step: a rounded cosine has three digits.
+    """
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(shape).float().to(device)
+        self._magnitude = rotary_magnitude(shape)
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._make(min(_FIRST_POSITIONS, shape.max_context))
+
+    def reach(self, positions: int) -> None:
+        """Make angles for at least `positions`; they double, so that they are seldom made.
+
+        Earlier tables stay where they are: a captured step reads the one that it was captured with.
+        """
+        if positions > len(self.cos):
+            self._earlier.append((self.cos, self.sin))
+            self._make(max(positions, 2 * len(self.cos)))
+
+    def _make(self, positions: int) -> None:
+        at = torch.arange(positions, device=self._frequencies.device).float()
+        angles = at.unsqueeze(1) * self._frequencies
+        self.cos = angles.cos() * self._magnitude
+        self.sin = angles.sin() * self._magnitude
+
+
 class Layers:
-    """One model's forward pass, from token ids to logits.
+    """Forward pass of one model, from token ids to logits.
 
     Allocates what `logits` returns, and for the attention of chunks what `packed_step.gathered_bytes` says at
     most; decode steps allocate nothing else.
@@ -41,7 +133,9 @@ class Layers:
         operators: Operators,
         kv_scales: torch.Tensor | None = None,
     ) -> None:
-        """With `kv_scales` (kernels/fp8_cache.py), on the device, keys and values are kept in FP8."""
+        """Prepare the forward pass; with `kv_scales` (kernels/fp8_cache.py), on the device, the KV cache is
+        in FP8.
+        """
         self.shape = shape
         self._scales = kv_scales
         self.weights = weights
@@ -56,7 +150,7 @@ class Layers:
         scratch: Any,
         wanted: Callable[[], bool] = always,
     ) -> torch.Tensor | None:
-        """The last layer's output, normalised: `[T, hidden]`, in `buffers`.
+        """Return the last layer's output, normalised: `[T, hidden]`, in `buffers`.
 
         `buffers` has a row a token. `scratch` holds the decode rows' partial sums. `wanted` is asked before
         every layer; None is returned once it says no. The rotary table must reach the step's positions.

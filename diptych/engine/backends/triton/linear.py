@@ -1,4 +1,4 @@
-"""A step's rows times the weights: by kernels of our own where rows are few, else by the library.
+"""Linear layers of a step: by kernels of our own where rows are few, else by the library.
 
 A library's kernels are made for many rows; up to sixteen, a step is the reading of the weights, and
 kernels/gpu/skinny_linear.py reads them faster. Among so few a row's bits are the same whatever stands beside
@@ -21,7 +21,7 @@ _ALIGNED = 8
 
 
 class LinearOperators:
-    """The products of one model's layers, and the last one."""
+    """The linear layers of one model, and its output matrix."""
 
     def __init__(self, weights: PackedWeights, operators: Operators) -> None:
         self._operators = operators
@@ -30,13 +30,14 @@ class LinearOperators:
         self._wide_head = choose_head_product(weights)
 
     def linear(self, x: torch.Tensor, by: Linear, *, out: torch.Tensor) -> torch.Tensor:
-        """`x [T, in]` times the weight, plus the bias, into `out [T, out]`."""
+        """Multiply `x [T, in]` with the weight and add the bias, into `out [T, out]`."""
         if self._few(x):
             return self._operators.skinny_linear(x, by.weight, by.bias, out=out)
         return _library(x, by, out)
 
     def gated(self, x: torch.Tensor, by: Linear, scratch: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`, into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 * n]`.
+        """Write `silu(gate) * up` into `out [T, n]`, of `x [T, in]` times the weight, `[gate, up] [T, 2 *
+        n]`.
 
         `scratch [T, 2 * n]` has the latter afterwards, or nothing.
         """
@@ -45,7 +46,7 @@ class LinearOperators:
         return self._operators.swiglu(_library(x, by, scratch), out=out)
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """Logits of `hidden [rows, hidden]`, into `out`, float32 `[rows, vocab]`."""
+        """Write the logits of `hidden [rows, hidden]` into `out`, float32 `[rows, vocab]`."""
         if self._few(hidden):
             return self._operators.skinny_linear(hidden, self._weights.head, None, out=out)
         return self._wide_head(hidden, self._weights.head, out)
@@ -64,7 +65,7 @@ HeadProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def choose_head_product(weights: PackedWeights) -> HeadProduct:
-    """How the library's last product comes to float32: within the product where torch can, else rounded and
+    """Return how the library's last product comes to float32: within it where torch can, else rounded and
     widened.
 
     Logits of 20 in bfloat16 lie an eighth apart: whole groups of tokens would be equally likely.

@@ -17,7 +17,7 @@ class TritonUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Operators:
-    """Each with the signature of its namesake in kernels/gpu."""
+    """Operators with the signatures of their namesakes in kernels/gpu."""
 
     paged_decode: Operator
     paged_prefill: Operator
@@ -35,7 +35,7 @@ class Operators:
 
 
 def triton_operators() -> Operators:
-    """The Triton kernels. Raises TritonUnavailable."""
+    """Return the Triton kernels. Raises TritonUnavailable."""
     try:
         # Imported here: installations for the CPU alone have no Triton, and do not need it.
         from kernels.gpu.decode_splits import make_scratch

@@ -26,7 +26,7 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """One token of each of several sequences: rows `rows` of the step."""
+    """Decode rows of several sequences: rows `rows` of the step."""
 
     rows: slice
     tables: torch.Tensor
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """What the layers compute; all tensors on the device."""
+    """Input of the layers; all tensors on the device."""
 
     tokens: torch.Tensor
     """int64 `[T]`."""
@@ -93,7 +93,7 @@ class PlacedStep:
     spans: tuple[slice, ...]
     """Rows of each sequence of the batch."""
 
-    def silence(self, sequence: int) -> None:
+    def abort_row(self, sequence: int) -> None:
         """Let a sequence write nothing from the next layer that is launched on."""
         self.step.block_ids[self.spans[sequence]].fill_(NO_BLOCK)
 
@@ -130,7 +130,7 @@ def pack_step(
 
 
 def used_blocks(step: SequenceStep) -> Sequence[int]:
-    """The blocks that a sequence's share of the step reads or writes."""
+    """Return the blocks that a sequence's share of the step reads or writes."""
     return step.block_table[: step.memory.layout.blocks_for(step.start + len(step.token_ids))]
 
 
@@ -187,7 +187,7 @@ class _Arrays:
         self._length = 0
 
     def add(self, *arrays: Ints) -> tuple[slice, ...]:
-        """Where in the joined array they will be."""
+        """Add arrays and return their places in the joined array."""
         slices = []
         for array in arrays:
             slices.append(slice(self._length, self._length + array.size))
@@ -296,13 +296,15 @@ def _plan_chunks(steps: Sequence[SequenceStep], rows: slice, arrays: _Arrays) ->
 
 
 def gathered_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """What a step with chunks takes beside its activations, at most, for contexts of a model in `dtype`."""
+    """Return what a step with chunks takes beside its activations, at most, for contexts of a model in
+    `dtype`.
+    """
     tokens = max(GATHERED_TOKENS, shape.max_context)
     return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize * tokens
 
 
 def _tables(steps: Sequence[SequenceStep]) -> Ints:
-    """Their block tables as rows, each padded with its own first block."""
+    """Return the steps' block tables as rows, each padded with its own first block."""
     used = [used_blocks(step) for step in steps]
     tables = np.empty((len(used), max(map(len, used))), dtype=np.int64)
     for row, blocks in zip(tables, used, strict=True):

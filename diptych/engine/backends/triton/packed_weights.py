@@ -25,7 +25,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """One layer's tensors on the device."""
+    """Tensors of one layer on the device."""
 
     input_norm: torch.Tensor
     qkv: Linear

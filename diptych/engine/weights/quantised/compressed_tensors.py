@@ -1,8 +1,8 @@
-"""compressed-tensors: what llm-compressor writes (github.com/neuralmagic/compressed-tensors).
+"""compressed-tensors: the folders of llm-compressor (github.com/neuralmagic/compressed-tensors).
 
 Packed whole numbers: ``weight_packed`` int32 `[out, in * bits / 32]`, ``weight_scale`` `[out, groups]`,
 ``weight_zero_point`` int32 `[out * bits / 32, groups]` where there are zeros (in old folders `[out, groups]`,
-not packed, with a sign), ``weight_g_idx`` `[in]` where inputs are ordered, all -1 where nobody ordered them.
+not packed, with a sign), ``weight_g_idx`` `[in]` where inputs are ordered, all -1 where they were not.
 Whole numbers of eight bits, and FP8: ``weight`` and ``weight_scale``. Whole numbers have a sign, which packed
 ones lose to an offset of half their range.
 """
@@ -70,7 +70,7 @@ class CompressedTensors(Scheme):
 
     @property
     def _offset(self) -> int:
-        """What makes whole numbers with a sign codes without."""
+        """Return the offset that makes codes without a sign of whole numbers with one."""
         return 1 << self._bits - 1
 
     def _codes(self, matrix: str, tensors: Tensors) -> torch.Tensor:
@@ -86,7 +86,9 @@ class CompressedTensors(Scheme):
         return codes[:, :columns].contiguous()
 
     def _zeros(self, matrix: str, tensors: Tensors, rows: int, scales: torch.Tensor) -> torch.Tensor:
-        """As codes; they are packed where weights are, along the outputs."""
+        """Return the zero points as codes `[out, groups]`; they are packed where weights are, along the
+        outputs.
+        """
         if not tensors.has(name := f"{matrix}.weight_zero_point") and self._symmetric:
             return torch.full_like(scales, self._offset)
         zeros = tensors.read(name)
@@ -106,12 +108,12 @@ class CompressedTensors(Scheme):
 
 
 def _of_all(numbers: torch.Tensor) -> torch.Tensor:
-    """A number for a whole matrix has no shape, or a shape of ones."""
+    """Return a number of a whole matrix as `[1, 1]`; files have no shape, or a shape of ones."""
     return numbers.reshape(1, 1) if numbers.numel() == 1 else numbers
 
 
 def _only_kind(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How weights are quantised: all of them alike. Raises UnsupportedModel."""
+    """Return how weights are quantised: all of them alike. Raises UnsupportedModel."""
     kinds = [group.get("weights") for group in (config.get("config_groups") or {}).values()]
     if not kinds or not all(kinds):
         raise UnsupportedModel("quantization_config.config_groups: each must say how weights are quantised")

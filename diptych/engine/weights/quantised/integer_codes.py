@@ -47,7 +47,7 @@ class Codes:
             raise BadModelFile(f"g_idx does not name one of {groups} groups for each of {columns} columns")
 
     def numbers(self) -> torch.Tensor:
-        """The float32 numbers `[rows, columns]` that the codes stand for."""
+        """Return the float32 numbers `[rows, columns]` that the codes stand for."""
         numbers, zeros, scales = self.codes.float(), self.zeros.float(), self.scales.float()
         columns = numbers.shape[1]
         # In place: a matrix may well take a tenth of the memory that there is.
@@ -58,7 +58,7 @@ class Codes:
         return numbers.sub_(zeros[:, order]).mul_(scales[:, order])
 
     def in_blocks(self) -> BlockMatrix:
-        """The same codes in blocks of q4_1, if `fit_blocks`.
+        """Return the codes in blocks of q4_1, if `fit_blocks`.
 
         Scales and ``-scale * zero`` are rounded to half precision there, which scales mostly have already.
         """
@@ -74,7 +74,7 @@ class Codes:
 
 
 def fit_blocks(*, bits: int, group: int) -> bool:
-    """Whether such codes can be kept in blocks of 32; `group` 0 or less: one for all columns."""
+    """Return whether such codes can be kept in blocks of 32; `group` 0 or less: one for all columns."""
     return bits == 4 and (group <= 0 or group % GROUP == 0)
 
 

@@ -1,4 +1,4 @@
-"""What a way of writing quantised matrices has to know."""
+"""The interface of quantisation schemes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tensors(Protocol):
 
 
 class Scheme(ABC):
-    """How the matrices of one folder are written; those that are not quantised lie there as ``weight``."""
+    """Reader of a folder's quantised matrices; those that are not quantised lie there as ``weight``."""
 
     parts: ClassVar[frozenset[str]]
     """What the tensors of a quantised matrix are called after it, but for ``weight``."""
@@ -31,15 +31,15 @@ class Scheme(ABC):
 
     @abstractmethod
     def read(self, matrix: str, tensors: Tensors) -> Codes | torch.Tensor:
-        """A quantised one, `[out, in]`: codes, or the float32 numbers that they stand for.
+        """Read a quantised matrix, `[out, in]`: codes, or the float32 numbers that they stand for.
 
         Raises BadModelFile where its parts do not fit together, and UnsupportedModel for what is not read.
         """
 
     def is_quantised(self, matrix: str, tensors: Tensors) -> bool:
-        """Whether `matrix` (a name without ``.weight``) is: schemes leave some out."""
+        """Return whether `matrix` (a name without ``.weight``) is quantised: schemes leave some out."""
         return any(tensors.has(f"{matrix}.{mark}") for mark in self.marks)
 
     def matrix_of(self, tensor: str) -> str | None:
-        """The matrix that a tensor is a part of; None if it is not one."""
+        """Return the matrix that a tensor is a part of; None if it is not one."""
         return next((tensor[: -len(part) - 1] for part in self.parts if tensor.endswith(f".{part}")), None)

@@ -1,4 +1,4 @@
-"""From what a folder says of its quantisation to the scheme that reads it."""
+"""Choice of the scheme that reads a folder, by its `quantization_config`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """By a config's `quantization_config`, or its older name; None where the matrices are full numbers.
+    """Return the scheme of a config's `quantization_config`, or its older name; None for full numbers.
 
     Raises UnsupportedModel, naming the field, for what is not read.
     """
@@ -52,6 +52,6 @@ def _scheme(quantization: Mapping[str, Any]) -> Scheme | None:
 
 
 def _unnamed(quantization: Mapping[str, Any]) -> str | None:
-    """The first configs of bitsandbytes do not say whose they are."""
+    """Return the method of a config that does not name one: the first of bitsandbytes did not."""
     bits = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
     return "bitsandbytes" if bits else None

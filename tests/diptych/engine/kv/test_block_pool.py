@@ -67,7 +67,7 @@ def test_eviction_takes_the_oldest_leaf_and_never_a_parent_first() -> None:
     pool.invariants()
 
 
-def test_use_makes_a_prefix_young() -> None:
+def test_a_used_prefix_is_evicted_last() -> None:
     pool = BlockPool(4)
     old, young = chain("a", "b"), chain("x", "y")
     pool.release(cache(pool, old))
@@ -102,7 +102,7 @@ def test_insert_without_its_parent_leaves_the_block_uncached() -> None:
     assert pool.free() == 2
 
 
-def test_copy_on_write() -> None:
+def test_copy_on_write_copies_shared_blocks_only() -> None:
     pool = BlockPool(4)
     (own,) = pool.allocate(1)
     assert pool.writable(own) is None

@@ -60,7 +60,7 @@ def test_blocks_on_a_device_are_one_zeroed_allocation_that_the_host_does_not_add
             memory.copy_block(0, block)
 
 
-def test_blocks_lie_over_a_tensor_that_somebody_else_made() -> None:
+def test_over_tensor_lays_blocks_over_a_foreign_tensor() -> None:
     flat = torch.zeros(3 * LAYOUT.bytes_per_block + 5, dtype=torch.uint8)
     one, two = KVMemory.over_tensor(LAYOUT, 3, flat), KVMemory.over_tensor(LAYOUT, 2, flat)
     one.data[1] = 2.5

@@ -1,4 +1,4 @@
-"""Which block goes first: against a plain recomputation of the rule."""
+"""Order of eviction against a plain recomputation of the rule."""
 
 from __future__ import annotations
 

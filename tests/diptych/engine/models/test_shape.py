@@ -1,4 +1,4 @@
-"""What a model's sizes may be."""
+"""Sizes that a model may have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_window_that_sees_nothing_is_refused(window: int) -> None:
 
 
 def test_a_window_that_no_context_outgrows_is_none() -> None:
-    """Some configs write "all" as a number that only 64 bits hold."""
+    """Configs may write "all" as a number that only 64 bits hold."""
     context = shape_of().max_context
     shape = shape_of(num_layers=3, windows=(context - 1, context, 2**32 + 5))
     assert [shape.window(layer) for layer in range(3)] == [context - 1, None, None]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.engine.sampling import SamplingParams, distribution
-from diptych.engine.sampling.random import invert
+from diptych.engine.sampling.random import invert_cdf
 
 VOCAB = 49_152
 
@@ -23,7 +23,7 @@ VOCAB = 49_152
     holes=st.sampled_from([0.0, 0.9, 0.999]),
     spread=st.sampled_from([0.0, 5.0, 60.0]),
 )
-def test_what_weighs_nothing_is_never_drawn(
+def test_invert_cdf_never_gives_an_entry_of_weight_zero(
     seed: int, size: int, at: float, holes: float, spread: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -31,14 +31,14 @@ def test_what_weighs_nothing_is_never_drawn(
     weights[rng.random(size) < holes] = 0.0
     weights[rng.integers(size)] = 1.0
     for number in (at, 0.0, math.nextafter(1.0, 0.0)):
-        assert weights[invert(weights, number)] > 0
+        assert weights[invert_cdf(weights, number)] > 0
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 127, 1000])
-def test_each_entry_is_drawn_as_often_as_it_weighs(size: int) -> None:
+def test_invert_cdf_gives_entries_by_their_weights(size: int) -> None:
     weights = np.random.default_rng(size).random(size)
     steps = 40 * size
-    drawn = np.bincount([invert(weights, n / steps) for n in range(steps)], minlength=size)
+    drawn = np.bincount([invert_cdf(weights, n / steps) for n in range(steps)], minlength=size)
     # Evenly spaced numbers: each entry is met to within one.
     assert np.abs(drawn - steps * weights / weights.sum()).max() <= 1 + 1e-6
 
@@ -68,14 +68,14 @@ def test_of_equal_tokens_at_the_border_the_lower_ones_are_kept() -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 100, 767, 768, 769, 40_000, VOCAB - 1])
-def test_top_k_of_a_long_row(top_k: int) -> None:
+def test_top_k_of_a_long_row_keeps_the_largest(top_k: int) -> None:
     scores = np.random.default_rng(4).standard_normal(VOCAB).astype(np.float32)
     ids, _ = distribution(scores, SamplingParams(top_k=top_k))
     smallest = np.sort(scores)[-top_k]
     assert ids.tolist() == np.flatnonzero(scores >= smallest).tolist()
 
 
-def test_top_k_of_more_than_are_allowed() -> None:
+def test_top_k_above_the_allowed_tokens_keeps_them_all() -> None:
     scores = np.full(VOCAB, -np.inf, np.float32)
     scores[[7, 900, 40_000]] = [1.0, 2.0, 0.0]
     for params in (SamplingParams(top_k=40), SamplingParams(), SamplingParams(top_p=0.999999)):
@@ -83,7 +83,7 @@ def test_top_k_of_more_than_are_allowed() -> None:
         assert [int(i) for i, w in zip(ids, weights, strict=True) if w > 0] == [7, 900, 40_000]
 
 
-def test_min_p_alone_and_after_top_p() -> None:
+def test_min_p_keeps_the_same_tokens_alone_and_after_top_p() -> None:
     scores = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32)) + 3
     for params, kept in (
         (SamplingParams(min_p=0.5), [0, 1]),

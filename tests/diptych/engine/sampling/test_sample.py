@@ -107,7 +107,7 @@ def test_rows_do_not_see_one_another() -> None:
     assert scores.equal(logits(9)), "the input is not changed"
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_sampled_tokens_follow_the_probabilities() -> None:
     scores = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125])).repeat(4000, 1)
     params = SamplingParams(temperature=1.0, seed=77)
     drawn = tokens(sample(scores, [SampleRow(params, [], range(i)) for i in range(4000)]))
@@ -117,7 +117,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert chi_square < 16.3, "p = 0.001 at three degrees of freedom"
 
 
-def test_the_draw_is_a_function_of_seed_and_counter() -> None:
+def test_the_sampled_token_is_a_function_of_seed_and_counter() -> None:
     draws = {uniform(seed, counter) for seed in range(50) for counter in range(50)}
     assert len(draws) == 2500
     assert all(0 <= u < 1 for u in draws)
@@ -153,7 +153,7 @@ def test_a_bad_row_fails_alone(bad: float, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_k=4)])
-def test_a_row_with_nothing_left_fails(params: SamplingParams) -> None:
+def test_a_row_with_every_token_forbidden_fails(params: SamplingParams) -> None:
     row = SampleRow(params, [], [], suppress=range(VOCAB))
     (result,) = sample(logits(1), [row])
     assert result == SampleFailure("every token is forbidden", by_request=True)

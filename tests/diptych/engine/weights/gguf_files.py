@@ -131,7 +131,7 @@ def write(
 
 
 def oracle_of(name: str, rope: dict[str, Any] | None = None) -> Any:
-    """A random model; `rope` says how it rotates, if not as the config of that name."""
+    """Return a random model; `rope` is its rotation, if not that of the config of that name."""
     torch.manual_seed(4)
     config = LlamaConfig(**SIZES, rope_parameters=rope) if rope else CONFIGS[name]
     oracle = AutoModelForCausalLM.from_config(config).eval()

@@ -21,7 +21,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output lies at each place of a wor
 
 @dataclass(frozen=True)
 class Quantised:
-    """One matrix: its tensors by last name, and its numbers, float32 `[out, in]`."""
+    """Quantised matrix: its tensors by last name, and its numbers, float32 `[out, in]`."""
 
     parts: Tensors
     numbers: torch.Tensor
@@ -41,7 +41,7 @@ def words(numbers: Sequence[int], bits: int) -> list[int]:
 
 
 def packed_rows(matrix: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each row of whole numbers packed by itself."""
+    """Pack each row of whole numbers by itself."""
     return torch.tensor([words(row, bits) for row in matrix.tolist()], dtype=torch.int32)
 
 
@@ -192,13 +192,13 @@ def quantise(tensors: Tensors, write: Writer, keep: Sequence[str] = ()) -> Mappi
 
 
 def groups_of(weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A `quantization_config` of compressed-tensors."""
+    """Return a `quantization_config` of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
 
 
 def plain_folder(path: Path) -> Path:
-    """A small Llama of full numbers, drawn anew."""
+    """Write a small random Llama of full numbers."""
     torch.manual_seed(4)
     config = LlamaConfig(
         vocab_size=96,
@@ -237,7 +237,7 @@ def write(
 
 
 def matrices(folder: Path, precision: Any) -> dict[str, Any]:
-    """As read, by the file's name."""
+    """Return the matrices as read, by the file's names."""
     found = {}
     for number, layer in enumerate(read_checkpoint(folder, precision).weights.layers):
         for field in ("q", "k", "v", "o"):

@@ -103,7 +103,7 @@ def test_another_architecture_is_named(tmp_path: Path) -> None:
         "output_norm.bias",
     ],
 )
-def test_a_tensor_that_nobody_reads_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(oracle_of("llama"), path, "llama", tensors={name: np.ones(64)})
     with pytest.raises(UnsupportedModel, match=f"tensor {name} is not computed"):
@@ -170,7 +170,7 @@ def test_int8_is_bytes_whatever_the_file(tmp_path: Path, quantised_file: bool) -
 
 
 def assert_bytes_of(matrix: Matrix, numbers: torch.Tensor) -> None:
-    """The numbers as bytes, and nothing else."""
+    """Assert that `matrix` has the numbers as bytes, and nothing else."""
     assert isinstance(matrix, ByteMatrix)
     expected = byte_linear.quantise_matrix(numbers)
     assert torch.equal(matrix.values, expected.values)

@@ -35,7 +35,7 @@ def header(tmp_path: Path, fields: list[bytes], tensors: list[bytes], data: byte
     return read_header(path)
 
 
-def test_arrays_are_stepped_over(tmp_path: Path) -> None:
+def test_metadata_arrays_are_skipped(tmp_path: Path) -> None:
     floats = text("scores") + struct.pack("<IIQ3f", 9, 6, 3, 1, 2, 3)
     fields = [
         string_array("tokens", "a", "bcd", ""),
@@ -64,7 +64,7 @@ def test_arrays_are_stepped_over(tmp_path: Path) -> None:
         ([text("a") + struct.pack("<I", 5)], "dimensions"),
     ],
 )
-def test_tensors_that_lie_are_refused(tmp_path: Path, tensors: list[bytes], message: str) -> None:
+def test_tensors_with_false_sizes_are_refused(tmp_path: Path, tensors: list[bytes], message: str) -> None:
     with pytest.raises(BadModelFile, match=rf"^model\.gguf: .*{message}"):
         header(tmp_path, [], tensors, bytes(64))
 
@@ -82,7 +82,7 @@ def test_tensors_that_lie_are_refused(tmp_path: Path, tensors: list[bytes], mess
         (number("general.alignment", 48), "power of two"),
     ],
 )
-def test_fields_that_lie_are_refused(tmp_path: Path, field: bytes, message: str) -> None:
+def test_fields_with_false_lengths_are_refused(tmp_path: Path, field: bytes, message: str) -> None:
     with pytest.raises(BadModelFile, match=rf"^model\.gguf: .*{message}"):
         header(tmp_path, [field], [], bytes(64))
 

@@ -79,7 +79,7 @@ def test_a_scale_a_head_and_the_other_names(folder: Path) -> None:
     assert found[0].tolist() == [[0.5, 2.0], [1.0, 1.0]]
 
 
-def test_without_them_a_scale_is_1_and_an_engine_with_such_a_cache_computes_nearly_the_same(
+def test_missing_scales_are_1_and_change_logits_little(
     folder: Path,
 ) -> None:
     plain, kept = (load_model(folder, "fp32", backend="torch", kv_cache=kind) for kind in ("auto", "fp8"))

@@ -168,7 +168,7 @@ def test_scales_of_the_cache_lie_beside_those_of_the_weights(
 
 
 def test_fp8_with_scales_of_activations(folder: Path) -> None:
-    """One scale a matrix and one for its inputs, by the names of transformers' layer."""
+    """There is a scale a matrix and one for its inputs, by the names of transformers' layer."""
     said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     numbers = write(folder, said, fp8("weight_scale_inv", "matrix"))
     change(
@@ -198,7 +198,7 @@ def test_fp8_with_scales_of_activations(folder: Path) -> None:
         groups_of({**INT4, "num_bits": 8, "type": "float", "block_structure": "128x128"}),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_nothing_breaks(folder: Path, quantization: Any) -> None:
+def test_malformed_quantization_configs_are_refused(folder: Path, quantization: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     with pytest.raises(UnsupportedModel, match=r"quantization_config|config\.json"):
@@ -210,7 +210,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_breaks(folder: Path, quantiz
 @pytest.mark.parametrize(
     "change_of_state", [{"blocksize": 0}, {"blocksize": -64}, {"shape": [-64, -128]}, {"nested_blocksize": 0}]
 )
-def test_sizes_of_nothing_are_refused(folder: Path, change_of_state: dict[str, Any]) -> None:
+def test_bitsandbytes_states_of_size_zero_are_refused(folder: Path, change_of_state: dict[str, Any]) -> None:
     write(folder, {"load_in_4bit": True, "quant_method": "bitsandbytes"}, four_bit_places(nested=True))
 
     def edit(state: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ def test_a_part_that_is_missing_is_named(folder: Path) -> None:
 
 
 def test_an_embedding_with_a_scale_is_refused(folder: Path) -> None:
-    """It would be looked up without."""
+    """Rows would be looked up without their scale."""
     write(folder, *KINDS["int8"])
     name = "model.embed_tokens"
     quantised = compressed(bits=8, group=-1, packed=False)(96, 64)

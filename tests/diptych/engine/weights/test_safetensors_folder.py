@@ -45,7 +45,7 @@ def put(folder: Path, name: str, value: dict[str, Any]) -> None:
 
 
 def eight_bits(dtype: torch.dtype) -> Callable[[Tensors], object]:
-    """The weights of one matrix as numbers of eight bits, their scale beside them."""
+    """Return an edit that stores one matrix as numbers of eight bits, their scale beside them."""
 
     def edit(tensors: Tensors) -> None:
         scale = tensors[DOWN].abs().max() / 100
@@ -152,7 +152,7 @@ def test_a_config_need_not_name_its_architecture(folder: Path) -> None:
     ("field", "value"),
     [("hidden_act", None), ("rms_norm_eps", "1e-5"), ("layer_types", ["full_attention"])],
 )
-def test_a_field_that_transformers_refuses_is_named(folder: Path, field: str, value: object) -> None:
+def test_a_config_field_of_a_wrong_type_is_named(folder: Path, field: str, value: object) -> None:
     put(folder, "config.json", {field: value})
     with pytest.raises(UnsupportedModel, match=rf"config\.json cannot be read: [^$]*{field}"):
         read_checkpoint(folder, "fp32")

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
-from gateway.access.caller import DEFAULT_TENANT
+from gateway.access.access import DEFAULT_TENANT
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.otlp_collector import OtlpCollector

@@ -16,7 +16,7 @@ from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.frontends.openai.request_builder import param_of
-from gateway.output.utf8_text import Utf8Text
+from gateway.output.detokenizer import Utf8Text
 from gateway.request.structured_output import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

@@ -12,7 +12,7 @@ from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.logprobs import TextOffsets
 from gateway.model.served_model import ServedModel
-from gateway.output.utf8_text import REPLACEMENT, Utf8Text
+from gateway.output.detokenizer import REPLACEMENT, Utf8Text
 from tests.gateway.frontends.openai.test_answers import ENVELOPE, TOKENS, events, message, sent, token, whole
 from tests.gateway.frontends.openai.test_routes import gateway_api
 from tests.gateway.scripted_workers import answering

@@ -17,7 +17,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, SamplingParams, sample
 from diptych.engine.step_output import Launched, StepOutput, can_sample_on_device
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, Sequenced, layout_of, shape_of, tokens_of, weights_of
 
 SHAPE = shape_of(max_context=200)
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def backend(max_batch: int | None = None, memory: KVMemory | None = None) -> TritonBackend:
-    made = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", MEANINGS)
+    made = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
     if max_batch is not None and memory is not None:
         assert made.plan_decode(max_batch, LAYOUT.block_size) == len(batch_buckets(max_batch))
         made.prepare_decode(memory)
@@ -88,7 +88,7 @@ def rows_of(number: int) -> list[SampleRow]:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_drawn_tokens_are_those_of_sampling_on_the_host(recorded: bool) -> None:
+def test_sampled_tokens_are_those_of_sampling_on_the_host(recorded: bool) -> None:
     pool = Pool(LAYOUT, 40)
     runner = backend(6, pool.memory) if recorded else backend()
     sequences = prefilled(runner, pool, [5, 17, 30, 8, 2])
@@ -120,7 +120,7 @@ def row_after(params: SamplingParams, output: list[int]) -> SampleRow:
     return SampleRow(params, (), output)
 
 
-def test_steps_launched_ahead_draw_what_steps_one_by_one_do() -> None:
+def test_steps_launched_ahead_sample_what_single_steps_do() -> None:
     """Rows that follow rows, in another order, beside one that joins and without one that has left."""
     ours, theirs = Pool(LAYOUT, 40), Pool(LAYOUT, 40)
     ahead, plain = backend(6, ours.memory), backend(6, theirs.memory)
@@ -157,7 +157,7 @@ def test_steps_launched_ahead_draw_what_steps_one_by_one_do() -> None:
     assert outputs == said
 
 
-def test_what_cannot_be_launched_is_refused() -> None:
+def test_launch_refuses_what_it_cannot_take() -> None:
     pool = Pool(LAYOUT, 40)
     runner = backend(2, pool.memory)
     (sequence,) = prefilled(runner, pool, [3])
@@ -177,7 +177,7 @@ def test_what_cannot_be_launched_is_refused() -> None:
     assert len(looked_at.collect().logits) == 1
 
 
-def test_rows_that_nobody_wants_write_nothing() -> None:
+def test_aborted_rows_write_nothing() -> None:
     pool = Pool(LAYOUT, 40)
     replayed = backend(4, pool.memory)
     kept, dropped = prefilled(replayed, pool, [16, 16])
@@ -188,7 +188,7 @@ def test_rows_that_nobody_wants_write_nothing() -> None:
     assert pool.memory.data[dropped.table[1]].isnan().all()
 
 
-def test_what_was_not_recorded_runs_eagerly() -> None:
+def test_batches_without_a_graph_run_eagerly() -> None:
     pool, elsewhere = Pool(LAYOUT, 40), Pool(LAYOUT, 40)
     replayed, eager = backend(2, pool.memory), backend()
     for steps in (
@@ -201,7 +201,7 @@ def test_what_was_not_recorded_runs_eagerly() -> None:
         )
 
 
-def test_only_rows_that_nothing_else_decides_are_drawn_on_the_device() -> None:
+def test_only_rows_without_processors_are_sampled_on_the_device() -> None:
     plain = SampleRow(SamplingParams(temperature=0.5, top_k=3), (), ())
     assert can_sample_on_device(plain) is plain
     for row in (

@@ -9,7 +9,7 @@ from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from kernels.fp8_cache import DTYPE
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, Sequenced, layout_of, shape_of, tokens_of, weights_of
 
 STEPS = (((21, 6), "two prompts"), ((1, 3), "a decode row beside a chunk"), ((1, 1), "decode rows"))
@@ -30,7 +30,7 @@ def test_both_backends_agree_and_are_near_to_full_numbers() -> None:
     weights, scales = weights_of(shape, torch.float32), scales_of(shape)
     full = TorchBackend(shape, weights)
     meaning = TorchBackend(shape, weights, scales)
-    packed = TritonBackend(shape, weights, "cpu", MEANINGS, scales)
+    packed = TritonBackend(shape, weights, "cpu", REFERENCE_OPERATORS, scales)
     pools = [Pool(layout_of(shape, 16, dtype), 9, seed=1) for dtype in (torch.float32, DTYPE, DTYPE)]
     packed.plan_decode(2, 16)
     packed.prepare_decode(pools[2].memory)

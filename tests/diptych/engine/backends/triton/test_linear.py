@@ -1,4 +1,4 @@
-"""Which products are the kernels' own: those of at most sixteen rows of 16 bits; all come to the same."""
+"""Linear operators: our kernels take at most sixteen rows of 16 bits; all ways come to the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.backends.triton.operators import Operator, Operators
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 ROWS = [1, 2, 16, 17, 40]
@@ -20,10 +20,10 @@ COUNTED = ("skinny_linear", "skinny_swiglu", "swiglu")
 
 
 def counting(calls: Counter[str]) -> Operators:
-    """The meanings, which count what is asked of them."""
+    """Return reference operators that count their calls."""
 
     def counted(name: str) -> Operator:
-        operator: Operator = getattr(MEANINGS, name)
+        operator: Operator = getattr(REFERENCE_OPERATORS, name)
 
         def call(*args: Any, **named: Any) -> torch.Tensor:
             calls[name] += 1
@@ -31,7 +31,7 @@ def counting(calls: Counter[str]) -> Operators:
 
         return call
 
-    return replace(MEANINGS, **{name: counted(name) for name in COUNTED})
+    return replace(REFERENCE_OPERATORS, **{name: counted(name) for name in COUNTED})
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -6,6 +6,8 @@ kernels themselves.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from diptych.engine.batch import AbortWords, SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.models.shape import ModelShape
 from diptych.engine.weights import Weights
-from tests.diptych.engine.backends.triton.meanings import MEANINGS
+from tests.diptych.engine.backends.triton.reference_operators import REFERENCE_OPERATORS
 from tests.kernels.cpu.tiny_models import Pool, layout_of, shape_of, tokens_of, weights_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -36,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def backends(shape: ModelShape, weights: Weights) -> tuple[TorchBackend, TritonBackend]:
-    return TorchBackend(shape, weights), TritonBackend(shape, weights, "cpu", MEANINGS)
+    return TorchBackend(shape, weights), TritonBackend(shape, weights, "cpu", REFERENCE_OPERATORS)
 
 
 def batches(shape: ModelShape, dtype: torch.dtype) -> list[list[SequenceStep]]:
@@ -152,7 +154,7 @@ def test_an_abort_takes_effect_at_the_next_layer_and_spares_the_others() -> None
     torch.testing.assert_close(logits[1], alone[0], atol=1e-5, rtol=0)
 
 
-def test_sequences_that_were_aborted_before_write_nothing_and_a_step_for_nobody_ends() -> None:
+def test_aborted_sequences_write_nothing_and_an_aborted_step_ends() -> None:
     shape = shape_of()
     _, backend = backends(shape, weights_of(shape, torch.float32))
     memory = KVMemory(layout_of(shape, 16, torch.float32), 4)
@@ -167,3 +169,14 @@ def test_sequences_that_were_aborted_before_write_nothing_and_a_step_for_nobody_
     assert (memory.data[[0, 1, 2]] == 9.0).all()
     words.abort(0)
     assert backend.forward(steps, words).isnan().all()
+
+
+def test_a_missing_triton_is_named_with_the_extra_that_installs_it() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from diptych.engine.backends.triton.operators import TritonUnavailable, triton_operators\n"
+        "try:\n    triton_operators()\n"
+        "except TritonUnavailable as error:\n    print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "pip install 'diptych[gpu]'" in ran.stdout, ran.stderr

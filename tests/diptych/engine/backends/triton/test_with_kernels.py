@@ -38,7 +38,7 @@ CASES = [
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the step runs; the CPU means Triton's interpreter."""
+    """Return the device of the step; the CPU means Triton's interpreter."""
     if request.param == "cpu" and not INTERPRETED:
         pytest.skip("TRITON_INTERPRET=1 was not set before Triton was imported")
     if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
@@ -85,7 +85,7 @@ def compare(name: str, dtype: torch.dtype, scales: torch.Tensor | None, device: 
 
 
 @pytest.mark.gpu
-def test_graphs_launched_ahead_draw_what_they_do_one_by_one() -> None:
+def test_graphs_launched_ahead_sample_what_single_steps_do() -> None:
     """While a step is computed the next one is laid out: nothing of it reaches the one before."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -133,10 +133,10 @@ def test_graphs_launched_ahead_draw_what_they_do_one_by_one() -> None:
 
 @pytest.mark.gpu
 def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
-    """At every bucket, with padding; what is recorded is the eager step's own launches."""
+    """Every bucket is tried, with padding; a graph has the eager step's own launches."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from diptych.engine.backends.triton.cuda_graph import PlainRecorder
+    from diptych.engine.backends.triton.cuda_graph import EagerCapture
 
     shape = shape_of(max_context=2048, head_dim=64, num_heads=8, num_kv_heads=2, hidden_size=512)
     weights = weights_of(shape, torch.bfloat16)
@@ -145,7 +145,7 @@ def test_replayed_graphs_give_the_bits_of_eager_steps() -> None:
     replayed, plain = TritonBackend(shape, weights, device), TritonBackend(shape, weights, device)
     replayed.plan_decode(20, 16)
     replayed.prepare_decode(memory)
-    plain.plan_decode(20, 16, PlainRecorder())
+    plain.plan_decode(20, 16, EagerCapture())
     plain.prepare_decode(memory)
     pool = Pool(memory.layout, 800)
     pool.memory = memory

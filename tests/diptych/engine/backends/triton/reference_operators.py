@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from diptych.engine.backends.triton.operators import Operators
 from diptych.engine.sampling.params import SamplingParams
-from diptych.engine.sampling.random import draw
+from diptych.engine.sampling.random import sample_token
 from diptych.engine.sampling.sample_row import SampleRow
 from kernels import paged_attention, rms_norm, rotary, swiglu
 from kernels import paged_decode as decode
@@ -153,11 +153,11 @@ def _sample(
         elif params.greedy:
             out[row] = int(scores.argmax())
         else:
-            out[row] = draw(scores, SampleRow(params, (), range(int(positions[row]))))
+            out[row] = sample_token(scores, SampleRow(params, (), range(int(positions[row]))))
     return out
 
 
-MEANINGS = Operators(
+REFERENCE_OPERATORS = Operators(
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
     rms_norm=_rms_norm,

@@ -1,4 +1,4 @@
-"""The outputs of a beam search come in pieces and count as wholes: the real gateway, scripted workers."""
+"""The buffered outputs of a beam search: the real gateway, scripted workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.gateway.scripted_workers import ScriptedDecode, ScriptedPrefill, deli
 ANSWERS = ["Paris, of course.", "It is Paris 😀!"]
 
 
-async def test_a_search_whose_worker_dies_between_two_pieces_begins_again_and_says_nothing_twice(
+async def test_beam_search_interrupted_between_two_pieces_restarts_and_repeats_no_output(
     bundled: ServedModel, redis_url: str
 ) -> None:
     best = [bundled.tokenizer.encode(answer) for answer in ANSWERS]
     half = len(best[1]) // 2
 
-    def say(worker: ScriptedDecode, work: work_pb2.Work, rank: int, start: int, end: int) -> None:
+    def send(worker: ScriptedDecode, work: work_pb2.Work, rank: int, start: int, end: int) -> None:
         worker.tokens(work, start, best[rank][start:end], choice=rank)
         if end == len(best[rank]):
             worker.ended(work, finished=work_pb2.FINISH_REASON_LENGTH, choice=rank)
@@ -25,12 +25,12 @@ async def test_a_search_whose_worker_dies_between_two_pieces_begins_again_and_sa
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         asked.append((delivered(work), list(work.choices)))
         for rank in work.choices:
-            say(worker, work, rank, 0, half)
+            send(worker, work, rank, 0, half)
             if len(asked) == 1 and rank == 1:
                 failure = work_pb2.Failure(reason=work_pb2.FAILURE_REASON_DRAINING)
                 worker.ended(work, failure=failure, choice=rank)
                 return
-            say(worker, work, rank, half, len(best[rank]))
+            send(worker, work, rank, half, len(best[rank]))
 
     asked: list[tuple[int, list[int]]] = []
     workers = ScriptedPrefill(), ScriptedDecode(script), ScriptedDecode(script)

@@ -1,4 +1,4 @@
-"""What a key may use, through the real sockets of a gateway, and what costs nothing."""
+"""Quotas over the real sockets of a gateway: limits, charges and refunds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def keys(tmp_path: Path) -> Keys:
         ({"tokens_per_minute": 7}, "7 tokens a minute"),
     ],
 )
-async def test_a_quota_at_its_limit_and_above(
+async def test_quota_refuses_above_its_limit(
     bundled: ServedModel, redis_url: str, keys: Keys, quotas: dict[str, int], told_of: str
 ) -> None:
     """Two requests of one prompt token and three output tokens each, and then no more."""
@@ -62,7 +62,7 @@ async def test_a_quota_at_its_limit_and_above(
         await stack.until_idle()
 
 
-async def test_a_used_up_key_is_refused_before_its_request_is_looked_at(
+async def test_exhausted_key_is_refused_before_parsing(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
     """Reading a long prompt costs more than refusing it."""
@@ -84,7 +84,7 @@ def quota_violation(error: Any) -> Any:
     return quota.violations[0]
 
 
-async def test_requests_at_the_same_time(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+async def test_concurrent_requests_are_limited(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
     key = keys.add("acme", concurrent_requests=1)
     async with serving(bundled, redis_url, keys, ScriptedDecode()) as stack:
         running = stack.stub.StreamGenerate(stack.request(), metadata=bearer(key))
@@ -111,7 +111,7 @@ async def unservable(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         ([ScriptedPrefill, partial(ScriptedDecode, unservable)], "KV_TRANSFER_FAILED"),
     ],
 )
-async def test_what_was_unavailable_costs_nothing(
+async def test_unavailable_request_is_refunded(
     bundled: ServedModel, redis_url: str, keys: Keys, workers: list[Any], reason: str
 ) -> None:
     key = keys.add("acme", requests_per_minute=1, tokens_per_minute=1)
@@ -122,10 +122,10 @@ async def test_what_was_unavailable_costs_nothing(
             assert (found.code, found.reason) == (Code.UNAVAILABLE, reason)
 
 
-async def test_a_resumed_stream_costs_its_new_output_only(
+async def test_resumed_stream_is_charged_for_new_output_only(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
-    """Of seven tokens: the prompt and three of output, then the prompt again and the last of the three."""
+    """Charge seven tokens: prompt and three of output, then the prompt again and the last of the three."""
     key = keys.add("acme", tokens_per_minute=7)
     decode = ScriptedDecode(answering(OUTPUT))
     async with serving(bundled, redis_url, keys, decode) as stack:
@@ -141,7 +141,7 @@ async def test_a_resumed_stream_costs_its_new_output_only(
 
 
 @pytest.mark.parametrize("quota", ["concurrent_requests", "requests_per_minute"])
-async def test_more_prompts_than_the_key_may_ever_begin_at_once_are_a_wrong_request(
+async def test_more_prompts_than_the_quota_are_an_invalid_request(
     bundled: ServedModel, redis_url: str, keys: Keys, quota: str
 ) -> None:
     key = keys.add("acme", **{quota: 2})
@@ -157,7 +157,7 @@ async def test_more_prompts_than_the_key_may_ever_begin_at_once_are_a_wrong_requ
         assert (await http(stack, "/v1/completions", key, two))[0] == 200
 
 
-async def test_several_prompts_begin_together_or_not_at_all(
+async def test_several_prompts_are_admitted_together_or_refused(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
     key = keys.add("acme", concurrent_requests=2, requests_per_minute=2)
@@ -175,10 +175,8 @@ async def test_several_prompts_begin_together_or_not_at_all(
         await stack.until_idle()
 
 
-async def test_a_list_that_the_server_refuses_costs_nothing_not_even_its_prompts_that_had_begun(
-    bundled: ServedModel, redis_url: str, keys: Keys
-) -> None:
-    """One runs, one waits, and there is no room for the third: the answer is its refusal and nothing else."""
+async def test_refused_batch_is_refunded_completely(bundled: ServedModel, redis_url: str, keys: Keys) -> None:
+    """Run one prompt, queue another and refuse the third: the answer is the refusal alone."""
     key = keys.add("acme", requests_per_minute=3, tokens_per_minute=3, concurrent_requests=3)
     small = {"max_inflight": 1, "max_queued_tokens": 1, "api_keys_file": keys.path}
     async with running(bundled, redis_url, ScriptedPrefill(), ScriptedDecode(), **small) as stack:
@@ -189,10 +187,10 @@ async def test_a_list_that_the_server_refuses_costs_nothing_not_even_its_prompts
             await stack.until_idle()
 
 
-async def test_a_list_of_more_tokens_than_a_minute_has_is_served_and_then_paid_off(
+async def test_batch_above_tokens_per_minute_is_served_and_overdraws(
     bundled: ServedModel, redis_url: str, keys: Keys
 ) -> None:
-    """As a single prompt that is longer than that is: else it could never be served."""
+    """Serve the batch like a single longer prompt, which could else never be served."""
     key = keys.add("acme", tokens_per_minute=2)
     async with serving(bundled, redis_url, keys) as stack:
         three = completion(stack, prompt=["a", "b", "c"])

@@ -1,6 +1,6 @@
-// Steps launched ahead, under ThreadSanitizer (`make sanitize`): what a step drew reaches the one that follows it and
-// who collects it, whose memory is gone by then, who waits for the end of a step is told of it, and a model ends with
-// steps that nobody collected.
+// Steps launched ahead, under ThreadSanitizer (`make sanitize`): the token that a step sampled reaches the step that
+// follows it and the thread that collects it, whose memory is gone by then; the end of a step is notified; and a model
+// ends with steps that were not collected.
 #include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
@@ -46,13 +46,13 @@ std::unique_ptr<DiptychModel> make_model() {
     model->layers.resize(1);
     model->head.blocks = kVocab / kColumns;
     model->step = {new StepState(), [](StepState *step) { delete step; }};
-    model->launches = {new Launches(*model), [](Launches *launches) { delete launches; }};
+    model->step_queue = {new StepQueue(*model), [](StepQueue *queue) { delete queue; }};
     return model;
 }
 
-// Of one row; freed with what it was told as soon as it is collected.
+// A step of one row; freed with its results as soon as it is collected.
 struct Step {
-    int32_t token, count = 1, start = 0, table = 0, length = 1, blocks = 1, rows = 1, follows, drawn = -1;
+    int32_t token, count = 1, start = 0, table = 0, length = 1, blocks = 1, rows = 1, follows, sampled = -1;
     uint64_t memory = 1, number = 0;
     uint8_t greedy = 1;
 
@@ -60,7 +60,8 @@ struct Step {
         DiptychBatch batch{1,       16,      &token, &count,  &start, &table, &length,
                            &memory, &blocks, &rows,  nullptr, &greedy};
         std::string error;
-        number = model.launches->add({batch, &follows, threads, 0, nullptr, &drawn, true}, Launches::kMostBefore, error);
+        QueuedStep step{batch, &follows, threads, 0, nullptr, &sampled, true};
+        number = model.step_queue->add(step, StepQueue::kMostBefore, error);
         if (number == 0) {
             std::printf("refused: %s\n", error.c_str());
             std::abort();
@@ -79,9 +80,9 @@ struct Pipe {
     }
 
     // As an event loop waits: looks at the step, then for bytes.
-    bool wait_for(Launches &launches, uint64_t number) {
+    bool wait_for(StepQueue &queue, uint64_t number) {
         char bytes[64];
-        while (!launches.over(number)) {
+        while (!queue.done(number)) {
             pollfd wanted{ends[0], POLLIN, 0};
             if (poll(&wanted, 1, 20'000) != 1 || read(ends[0], bytes, sizeof bytes) < 1) return false;
         }
@@ -90,9 +91,9 @@ struct Pipe {
 };
 
 bool run_model(std::mt19937 &chooser) {
-    Pipe told;  // outlives the model
+    Pipe completions;  // outlives the model
     std::unique_ptr<DiptychModel> model = make_model();
-    model->launches->tell(told.ends[1]);
+    model->step_queue->set_completion_fd(completions.ends[1]);
     int threads = 1 + static_cast<int>(chooser() % 3), steps = static_cast<int>(chooser() % 40);
     int32_t first = static_cast<int32_t>(chooser() % kVocab);
     std::unique_ptr<Step> present, following;
@@ -100,20 +101,20 @@ bool run_model(std::mt19937 &chooser) {
         following = std::make_unique<Step>(*model, n == 0 ? first : 0, n > 0, threads);
         if (present != nullptr) {
             std::string error;
-            if (chooser() % 2 && !told.wait_for(*model->launches, present->number)) {
-                std::printf("nobody told of step %d\n", n);
+            if (chooser() % 2 && !completions.wait_for(*model->step_queue, present->number)) {
+                std::printf("no byte came for step %d\n", n);
                 return false;
             }
-            if (model->launches->collect(present->number, error) != DIPTYCH_OK) return false;
-            if (present->drawn != (first + n) % kVocab) {
-                std::printf("step %d drew %d after %d\n", n, present->drawn, first);
+            if (model->step_queue->collect(present->number, error) != DIPTYCH_OK) return false;
+            if (present->sampled != (first + n) % kVocab) {
+                std::printf("step %d drew %d after %d\n", n, present->sampled, first);
                 return false;
             }
         }
         present = std::move(following);
     }
     model.reset();  // the last step was not collected
-    return present == nullptr || present->drawn == (first + steps) % kVocab;
+    return present == nullptr || present->sampled == (first + steps) % kVocab;
 }
 
 }  // namespace

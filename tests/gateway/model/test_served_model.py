@@ -1,4 +1,4 @@
-"""Names, defaults and what a parsed request means against a card."""
+"""Model card: names, sampling defaults, and the budget of a parsed request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.model.model_card import ModelCard, SamplingDefaults
-from gateway.model.served_model import ServedModel
+from gateway.model.served_model import ModelCard, SamplingDefaults, ServedModel
 from gateway.request.validation import parse_request
 from tests.diptych.runtime.tokenizer.small_models import byte_level, write_folder
 
 
-def test_the_bundled_card(bundled: ServedModel) -> None:
+def test_model_card_of_the_bundled_model(bundled: ServedModel) -> None:
     card = bundled.card
     assert (card.name, card.aliases) == ("SmolLM2-135M-Instruct", ("SmolLM2-135M-Instruct.Q4_1",))
     assert (card.max_context, card.vocab_size, card.eos_token_ids) == (8192, 49152, (2,))
@@ -32,7 +31,7 @@ def test_the_bundled_card(bundled: ServedModel) -> None:
         ("Llama-3.2-1B.gguf", "Llama-3.2-1B", ()),
     ],
 )
-def test_a_name_from_a_file(
+def test_model_name_comes_from_the_file(
     bundled: ServedModel, tmp_path: Path, file: str, name: str, aliases: object
 ) -> None:
     (tmp_path / file).touch()
@@ -40,14 +39,14 @@ def test_a_name_from_a_file(
     assert (card.name, card.aliases) == (name, aliases)
 
 
-def test_a_name_from_the_operator_is_the_only_one(bundled_path: Path) -> None:
+def test_configured_model_name_has_no_alias(bundled_path: Path) -> None:
     card = ServedModel.load(bundled_path, name="house-model").card
     assert (card.name, card.aliases) == ("house-model", ())
     assert card.answers_to("house-model")
     assert not card.answers_to("SmolLM2-135M-Instruct")
 
 
-def test_a_folder_is_named_as_it_is(tmp_path: Path) -> None:
+def test_model_folder_name_is_kept(tmp_path: Path) -> None:
     model = ServedModel.load(write_folder(tmp_path / "Llama-3.2-1B", byte_level()))
     assert (model.card.name, model.card.aliases) == ("Llama-3.2-1B", ())
     assert not model.card.has_chat_template
@@ -88,11 +87,13 @@ def test_a_folder_is_named_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_defaults_of_a_generation_config(config: dict[str, object], expected: SamplingDefaults) -> None:
+def test_sampling_defaults_come_from_the_generation_config(
+    config: dict[str, object], expected: SamplingDefaults
+) -> None:
     assert SamplingDefaults.from_generation_config(config) == expected
 
 
-def test_output_budget_and_stop_ids(bundled: ServedModel) -> None:
+def test_parsed_request_has_output_budget_and_stop_ids(bundled: ServedModel) -> None:
     def parsed(**stopping: object) -> tuple[int, tuple[int, ...]]:
         request = pb.GenerateRequest(
             model=bundled.card.name,

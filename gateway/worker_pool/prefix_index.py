@@ -1,4 +1,4 @@
-"""Which decode worker holds how much of a prompt already, by the directory's index."""
+"""The look-up of a prompt's cached prefixes on the decode workers, in the directory's index."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ from typing import Protocol
 
 from diptych.runtime.block_hash import block_keys, namespace_key
 from gateway.attempt.work import Job
-from gateway.worker_pool.worker import Worker
+from gateway.worker_pool.registry import Worker
 
 
-class PrefixMatch(Protocol):
-    """Leading keys by worker id; does no I/O."""
+class PrefixIndex(Protocol):
+    """The index of cached blocks: how many leading keys each worker holds. Does no I/O."""
 
     def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]: ...
 
 
 class PrefixIndexReader:
-    """
+    """The look-up of requests in a prefix index.
+
     Args:
-        secret: of the block hashes; only who has it can make a key.
+        secret: of the block hashes; without it no key can be made.
         model_digest: of the model that all workers serve.
     """
 
-    def __init__(self, index: PrefixMatch, secret: bytes, model_digest: str) -> None:
+    def __init__(self, index: PrefixIndex, secret: bytes, model_digest: str) -> None:
         self._index = index
         self._secret = secret
         self._model_digest = model_digest
-        self._named = functools.lru_cache(maxsize=1024)(self._make_namespace)
+        self._cached_namespace = functools.lru_cache(maxsize=1024)(self._make_namespace)
         self._last: tuple[bytes, int, tuple[int, ...]] | None = None
         self._last_keys: list[bytes] = []
 
     def namespace(self, job: Job, kv_dtype: str) -> bytes:
-        """Where the request's prefixes are: nobody with another tenant or salt finds them."""
-        return self._named(job.tenant, job.request.salt, kv_dtype)
+        """Return the key of the request's block hashes; another tenant or salt has another one."""
+        return self._cached_namespace(job.tenant, job.request.salt, kv_dtype)
 
     def hits(self, decode: Iterable[Worker], job: Job, token_ids: tuple[int, ...]) -> dict[str, int]:
-        """Leading blocks per decode worker. Key chains differ by namespace and block size: one each."""
+        """Return the leading cached blocks by decode worker.
+
+        Key chains differ by KV dtype and block size, so each pair of them is looked up once.
+        """
         if not job.request.cache_read:
             return {}
         found: dict[str, int] = {}
@@ -48,7 +52,7 @@ class PrefixIndexReader:
         return found
 
     def _keys(self, namespace: bytes, block_size: int, token_ids: tuple[int, ...]) -> list[bytes]:
-        """The last ones are kept: a request is looked up when it is admitted, and mostly routed at once."""
+        """Return the block keys; the last ones are kept, for most requests are routed once admitted."""
         wanted = namespace, block_size, token_ids
         if wanted != self._last:
             self._last, self._last_keys = wanted, block_keys(namespace, token_ids, block_size)

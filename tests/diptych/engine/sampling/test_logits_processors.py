@@ -1,4 +1,4 @@
-"""Each rule against transformers' processor of the same name, and the order in which they apply."""
+"""Logits processors against transformers' of the same name, and the order in which they apply."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def scores_of(seed: int) -> torch.Tensor:
 def after(
     params: SamplingParams, scores: torch.Tensor, prompt: Sequence[int], output: Sequence[int]
 ) -> torch.Tensor:
-    """Scores after all rules of `params`."""
+    """Scores after all logits processors of `params`."""
     changed = scores[0].numpy().copy()
     row = SampleRow(params, prompt, output)
-    for rule in params.rules:
-        rule.apply(changed, row)
+    for processor in params.logits_processors:
+        processor.apply(changed, row)
     return torch.from_numpy(changed)[None]
 
 
@@ -41,13 +41,13 @@ def tokens(rng: random.Random, count: int, below: int = VOCAB) -> list[int]:
     return [rng.randrange(below) for _ in range(count)]
 
 
-def test_nothing_asked_for_is_no_rule() -> None:
-    assert SamplingParams().rules == ()
-    assert SamplingParams(temperature=0.3, top_k=4, logprobs=3).rules == ()
+def test_default_params_have_no_logits_processor() -> None:
+    assert SamplingParams().logits_processors == ()
+    assert SamplingParams(temperature=0.3, top_k=4, logprobs=3).logits_processors == ()
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_logit_bias(seed: int) -> None:
+def test_logit_bias_adds_to_chosen_tokens(seed: int) -> None:
     rng = random.Random(seed)
     bias = {token: rng.uniform(-100, 100) for token in tokens(rng, 9)}
     processor = SequenceBiasLogitsProcessor([[[token], amount] for token, amount in bias.items()])
@@ -57,7 +57,7 @@ def test_logit_bias(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_allowed_tokens(seed: int) -> None:
+def test_allowed_tokens_forbids_all_others(seed: int) -> None:
     allowed = tokens(random.Random(seed), 7)
     processor = SuppressTokensLogitsProcessor([token for token in range(VOCAB) if token not in allowed])
     scores = scores_of(seed)
@@ -127,7 +127,7 @@ def chosen(row: SampleRow, scores: torch.Tensor) -> Any:
     return result
 
 
-def test_what_is_forbidden_stays_so_whatever_comes_later() -> None:
+def test_forbidden_tokens_stay_forbidden() -> None:
     params = SamplingParams(
         temperature=0.0,
         logit_bias={7: 100.0, 8: 90.0, 10: 80.0, 12: 70.0, 14: 60.0},
@@ -146,7 +146,7 @@ def test_what_is_forbidden_stays_so_whatever_comes_later() -> None:
     assert nothing.by_request
 
 
-def test_a_draw_never_gives_what_is_forbidden() -> None:
+def test_sampling_never_gives_a_forbidden_token() -> None:
     params = SamplingParams(temperature=5.0, allowed_token_ids=(3, 4, 5, 6), bad_words=((4,),), seed=3)
     rows = [SampleRow(params, [1], range(n), mask=OnlyEven()) for n in range(200)]
     drawn = {chosen(row, scores_of(1)).token_id for row in rows}
