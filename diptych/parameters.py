@@ -67,6 +67,7 @@ class Parameter:
         engine: class and field of the workers; "" where the gateway alone needs it.
         on_device: the samplers of devices have it. A request with any other is sampled on the host.
         name, type: the key and its type, which `_rows` fills in.
+        group, wire_field: the two parts of `wire`, likewise; "" is the group of the request itself.
     """
 
     wire: str
@@ -87,6 +88,8 @@ class Parameter:
     on_device: bool = False
     name: str = ""
     type: Any = None
+    group: str = ""
+    wire_field: str = ""
 
     @property
     def http(self) -> str:
@@ -116,8 +119,7 @@ class Parameter:
 
         Raises TypeError or ValueError, as protobuf does, for a value that the field cannot hold.
         """
-        group, _, wire_field = self.wire.rpartition(".")
-        message = getattr(request, group) if group else request
+        message, wire_field = getattr(request, self.group) if self.group else request, self.wire_field
         if self.type in (Texts, TokenIds):
             getattr(message, wire_field).extend(value)
         elif self.type is TokenBiases:
@@ -266,7 +268,8 @@ def _rows() -> Iterator[Parameter]:
     for name, hint in get_type_hints(GenerateOptions, include_extras=True).items():
         kind, row = get_args(hint)
         spelling = Spelling(*(name if word == SAME else word for word in row.spelling))
-        yield replace(row, name=name, type=kind, spelling=spelling)
+        group, _, wire_field = row.wire.rpartition(".")
+        yield replace(row, name=name, type=kind, spelling=spelling, group=group, wire_field=wire_field)
 
 
 PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({row.name: row for row in _rows()})

@@ -26,10 +26,9 @@ def read_number(parameter: Parameter, message: Any) -> Any:
 
     Raises InvalidParameter for one out of its range.
     """
-    name = parameter.wire.rpartition(".")[2]
-    if not message.HasField(name):
+    if not message.HasField(parameter.wire_field):
         return None
-    value = getattr(message, name)
+    value = getattr(message, parameter.wire_field)
     check_range(parameter, value)
     return value
 

@@ -15,7 +15,7 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.worker.v1 import decode_pb2, work_pb2
 from gateway.frontends.grpc.grpc_service import Context, GrpcCall
-from gateway.frontends.kserve import servicer as door_module
+from gateway.frontends.kserve import servicer
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import MODEL, asking, outputs, text
 from tests.gateway.running_gateway import Stack, running
@@ -135,7 +135,7 @@ async def test_refusals_are_statuses_of_unary_calls(bundled: ServedModel, redis_
                 await stub.ModelInfer(request)
             failure = read_failure(refused.value)
             assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", [field])
-        garbage = stack.channel.unary_unary(f"/{door_module.SERVICE}/ModelInfer")
+        garbage = stack.channel.unary_unary(f"/{servicer.SERVICE}/ModelInfer")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await garbage(b"\xff\xff")
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -193,7 +193,7 @@ async def test_an_error_of_one_leaves_the_others_alone(bundled: ServedModel, red
 async def test_garbage_on_a_stream_is_one_error(bundled: ServedModel, redis_url: str) -> None:
     async with gateway_api(bundled, redis_url) as (stack, _, _):
         raw = stack.channel.stream_stream(
-            f"/{door_module.SERVICE}/ModelStreamInfer",
+            f"/{servicer.SERVICE}/ModelStreamInfer",
             response_deserializer=oip.ModelStreamInferResponse.FromString,
         )
         found = await collect(raw(iter([b"\xff\xff", asking(id="good").SerializeToString()])))
@@ -302,7 +302,7 @@ async def test_choices_are_numbered(bundled: ServedModel, redis_url: str) -> Non
 async def test_a_stream_takes_no_more_than_its_places(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "MAX_RUNNING", 2)
+    monkeypatch.setattr(servicer, "MAX_RUNNING", 2)
     async with gateway_api(bundled, redis_url) as (_, stub, decode):
         found = await collect(stream(stub, *(asking(id=str(i)) for i in range(5))))
         assert len(await decode.wait_for("attach", 5)) == 5
