@@ -27,8 +27,7 @@ from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
-from gateway.frontends.admin.operations import Identity, Operations, started_now
-from gateway.frontends.admin.servicer import AdminServicer
+from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations, started_now
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer

@@ -39,8 +39,5 @@ class Launched(Protocol):
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:
-    """Return `row` if a device can sample it, else None: then the logits have to be read.
-
-    A device can where temperature, top-k, top-p and min-p alone decide the token and only that is asked for.
-    """
-    return None if row.ruled or row.params.logprobs is not None else row
+    """Return the row if a device can sample it; else None: the host does, or more than its token is asked for."""
+    return row if row.params.on_device and not row.ruled else None

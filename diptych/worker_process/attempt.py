@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.engine.sampling import SampleRow, SamplingParams, choice_seed
+from diptych.parameters import SAMPLING_NUMBERS
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.grammar_masks import GrammarState
 from kvtransfer.protocol.messages import Key
@@ -121,15 +122,9 @@ def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:
 
 
 def _sampling_params(sampling: work_pb2.Sampling) -> SamplingParams:
+    numbers = {name: getattr(sampling, name) for name in SAMPLING_NUMBERS}
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
+        **numbers,
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         bad_words=tuple(tuple(word.ids) for word in sampling.bad_words),

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from diptych.cli.admin_commands import reasons, worker_table
 from diptych.cli.app import app
 from diptych.v1 import admin_pb2 as pb
-from gateway.frontends.admin.operations import MAX_GRACE_S
+from gateway.frontends.admin.servicer import MAX_GRACE_S
 
 WORKERS = [
     pb.WorkerInfo(

@@ -36,10 +36,11 @@ def test_every_sampling_parameter_is_read() -> None:
             allowed_token_ids=[9, 4],
             bad_words=[work_pb2.TokenSequence(ids=[1, 2]), work_pb2.TokenSequence(ids=[3])],
             logprobs=0,
+            top_n_sigma=1.5,
         )
     )
     assert attempt.params == SamplingParams(
-        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 0
+        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 1.5, logprobs=0
     )
     assert len(attempt.params.logits_processors) == 5, "each of them is applied"
 

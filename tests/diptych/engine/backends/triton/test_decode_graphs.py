@@ -207,6 +207,7 @@ def test_only_rows_without_processors_are_sampled_on_the_device() -> None:
     for row in (
         SampleRow(SamplingParams(logprobs=0), (), ()),
         SampleRow(SamplingParams(repetition_penalty=1.2), (), ()),
+        SampleRow(SamplingParams(top_n_sigma=1.0), (), ()),
         SampleRow(SamplingParams(), (), (), suppress=(2,)),
     ):
         assert can_sample_on_device(row) is None

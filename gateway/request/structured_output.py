@@ -1,31 +1,67 @@
 """Checks of ``structured_output``, and the one grammar that it comes to.
 
-Whether the grammar means anything is found out later, by compiling it (`gateway.request.constraint`); here
-are its size and its form.
+Size and form are checked here; `Constraint.verify` compiles the grammar later, in another process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
-from diptych.runtime.grammar.grammar import Grammar, Kind
+from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.request.constraint import Constraint
 from gateway.request.gbnf.nodes import BadGbnf
 from gateway.request.gbnf.translate import translate
+from gateway.request.grammar_check import GrammarCheck
 
 ANY_OBJECT: Final = Grammar(Kind.JSON_SCHEMA, '{"type": "object"}')
 # Possessive, and good without its end: looked at once, whatever is written.
 _STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Grammar for the output. ``parts`` are compiled before it: their faults have fields of their own."""
+
+    path: str  # of the field that asked for it
+    grammar: Grammar
+    parts: tuple[tuple[str, Grammar], ...] = field(default=(), repr=False)
+
+    async def verify(self, checker: GrammarCheck, tenant: str) -> None:
+        """Return if workers could compile it.
+
+        All is asked at once, so that it waits for one turn together; the first fault leaves out the rest.
+
+        Raises:
+            InvalidParameter: they could not.
+            QueueFull, Draining, GrammarNotChecked: as `GrammarCheck.check`.
+        """
+        all_parts = (*self.parts, (self.path, self.grammar))
+        asked = [asyncio.create_task(_verify(*part, checker, tenant)) for part in all_parts]
+        try:
+            for task in asked:
+                await task
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _verify(path: str, grammar: Grammar, checker: GrammarCheck, tenant: str) -> None:
+    try:
+        await checker.check(grammar, tenant)
+    except BadGrammar as error:
+        raise InvalidParameter(path, str(error)) from error
+
+
 def structured_output(asked: pb.StructuredOutput) -> Constraint | None:
-    """What the output must match. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    """Return what the output must match. Raises InvalidParameter or UnsupportedFeature."""
     kind = asked.WhichOneof("constraint")
     if kind is None:
         return None
@@ -51,13 +87,13 @@ def check_size(path: str, text: str) -> None:
 
 
 def json_schema(path: str, text: str) -> Grammar:
-    """A schema that is a JSON object of bounded depth."""
+    """Return the grammar of a schema, a JSON object of bounded depth. Raises InvalidParameter."""
     read_schema(path, text)
     return Grammar(Kind.JSON_SCHEMA, text)
 
 
 def read_schema(path: str, text: str) -> dict[str, object]:
-    """The schema in ``text``, its strings all valid Unicode. Raises `InvalidParameter`."""
+    """Return the schema in ``text``, its strings all valid Unicode. Raises InvalidParameter."""
     if _depth(text) > limits.MAX_SCHEMA_DEPTH:
         raise InvalidParameter(path, f"must be nested at most {limits.MAX_SCHEMA_DEPTH} deep")
     try:
@@ -77,7 +113,7 @@ def _no_constant(name: str) -> object:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are open outside strings: exact up to where the text ceases to be JSON."""
+    """Return the depth of brackets outside strings: exact up to where the text ceases to be JSON."""
     deepest = depth = 0
     for char in _STRING.sub("", text):
         if char in "{[":
@@ -115,7 +151,7 @@ def _choice(path: str, values: Sequence[str]) -> Grammar:
 
 
 def exactly(text: str) -> str:
-    """A regular expression for ``text`` itself: in escapes, but for letters and digits."""
+    """Return a regular expression for ``text`` itself: in escapes, but for letters and digits."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 

@@ -11,7 +11,7 @@ from diptych.runtime.errors import DiptychError, InvalidParameter, UnsupportedFe
 from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
-from gateway.request.validate_structured import STRUCTURED_OUTPUTS, structured_output
+from gateway.request.structured_output import STRUCTURED_OUTPUTS, structured_output
 
 
 def grammar(**asked: Any) -> Grammar | None:
@@ -32,7 +32,7 @@ def test_every_constraint_is_named_or_refused() -> None:
     assert field_of(UnsupportedFeature, structural_tag="{}") == "structured_output.structural_tag"
 
 
-def test_nothing_asked_for_is_no_constraint() -> None:
+def test_absent_structured_output_is_no_constraint() -> None:
     assert grammar() is None
     assert grammar(json_object=False) is None
 
@@ -113,6 +113,6 @@ def test_choices_are_themselves() -> None:
     assert found == Grammar(Kind.REGEX, r"a\x{2e}b|\x{e9}\x{7c}\x{a}")
 
 
-def test_a_bad_grammar_says_where() -> None:
+def test_bad_grammar_names_the_place() -> None:
     with pytest.raises(InvalidParameter, match="line 2: a parenthesis is missing"):
         grammar(ebnf_grammar='root ::= x\nx ::= ("a"')
