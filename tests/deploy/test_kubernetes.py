@@ -13,6 +13,7 @@ import trustme
 import yaml
 from prometheus_client import CollectorRegistry
 
+from diptych import __version__
 from diptych.cli.liveness import Patience
 from diptych.runtime.env import KNOWN, unknown_variables
 from diptych.runtime.http_edge import _OPERATOR
@@ -21,7 +22,6 @@ from gateway.config import GatewaySettings
 from tests.deploy.manifests import (
     DEPLOY,
     KUBERNETES,
-    ROOT,
     Document,
     Started,
     documents,
@@ -245,5 +245,4 @@ def test_pairs_take_the_place_of_lone_workers(tmp_path: Path) -> None:
 
 
 def test_the_image_of_the_manifests_is_this_version() -> None:
-    [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert kustomizations()[KUBERNETES / "base"]["images"][0]["newTag"] == version
+    assert kustomizations()[KUBERNETES / "base"]["images"][0]["newTag"] == __version__
