@@ -19,7 +19,8 @@ FIRST_WORDS = re.compile(
     r"(?:Of|As|Also|One|It|Its|Those|These|This|That|They|Their|He|She|You|We|Our|Ours|Us|Whoever|Whatever|Who|"
     r"Whose|What|Which|Where|When|Why|How|From|In|Into|At|By|To|For|With|Without|Within|On|Over|Under|After|"
     r"Before|Beside|Besides|Between|Behind|Beyond|Until|Since|Through|Against|Among|Above|About|Nobody|"
-    r"Somebody|Anybody|Everybody|Everything|Something|Nothing|Both|Each|Else|If|Whether|So|And|But|Or|Than|The same|"
+    r"Somebody|Anybody|Everybody|Everything|Something|Nothing|Both|Each|"
+    r"Else|If|Whether|So|And|But|Or|Than|The same|"
     r"Some|All|Any|Is|Are|Has|Does|May|Must)\b"
 )
 FUNCTION_WORDS = re.compile(r"(?:The|A|An|No|True|False)\b")

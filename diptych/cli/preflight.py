@@ -20,6 +20,7 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
+from diptych.runtime.python_module import module_arguments
 from diptych.runtime.settings import ProgramSettings, resolve_model
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
@@ -135,7 +136,7 @@ def _read_programs(options: StackOptions) -> list[Program]:
     programs: list[Program] = []
     faults: dict[str, None] = {}
     for spec in program_specs(options, shared, cores=1):
-        argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[spec.argv.index("-m") + 2 :]]
+        argv = ["0" if isinstance(part, Slot) else part for part in module_arguments(spec.argv)]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:
             settings, _, values = _SETTINGS[spec.role].read_sources(argv)

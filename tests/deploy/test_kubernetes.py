@@ -10,6 +10,7 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
+from diptych import __version__
 from diptych.cli.restart_policy import LivenessProbe
 from diptych.runtime.env import KNOWN, unknown_variables
 from diptych.runtime.http_edge import _OPERATOR
@@ -19,7 +20,6 @@ from tests.deploy.manifests import (
     DEPLOY,
     IMAGE,
     KUBERNETES,
-    ROOT,
     Document,
     Started,
     documents,
@@ -214,5 +214,4 @@ def test_pairs_take_the_place_of_lone_workers() -> None:
 
 
 def test_the_image_of_the_manifests_is_this_version() -> None:
-    [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert {one.container["image"] for one in PROGRAMS} == {f"{IMAGE}:{version}"}
+    assert {one.container["image"] for one in PROGRAMS} == {f"{IMAGE}:{__version__}"}

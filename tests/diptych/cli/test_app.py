@@ -37,19 +37,29 @@ def test_version_prints_the_version() -> None:
         assert CliRunner().invoke(app, [said]).stdout.strip() == expected
 
 
-def test_a_folder_that_is_called_like_a_program_is_not_started(tmp_path: Path) -> None:
-    (tmp_path / "gateway").mkdir()
-    (tmp_path / "gateway" / "__main__.py").write_text("raise SystemExit('somebody else')")
+@pytest.mark.parametrize("command", ["version", "gateway --help", "decode --help", "bench --help"])
+def test_modules_of_a_user_named_as_ours_are_not_imported(command: str, tmp_path: Path) -> None:
+    for name in ("worker", "engine", "runtime", "gateway", "kernels", "launcher", "decode_worker"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "diptych", "gateway", "--help"],
+        [sys.executable, "-P", "-m", "diptych", *command.split()],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--max-inflight" in done.stdout
+
+
+def test_a_command_whose_packages_are_missing_names_the_extra() -> None:
+    hidden = "import sys; sys.modules['typer'] = None; import diptych.__main__ as program; program.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("diptych: the package 'typer' is not installed; this command needs it: ")
+    assert done.stderr.endswith("pip install 'diptych[server]'\n")
 
 
 @pytest.mark.parametrize(
