@@ -196,8 +196,8 @@ def _run(
 def green_streams(device: torch.device, decode_sms: int) -> tuple[torch.cuda.Stream, ...]:
     """Split the multiprocessors: at least `decode_sms` for the first stream, the rest for the second.
 
-    The contexts last as long as the process: torch keeps events and memory of their streams. Raises Unmeasured
-    where the driver has no green contexts.
+    The contexts last as long as the process: torch keeps events and memory of their streams.
+    Raises Unmeasured where the driver has no green contexts.
     """
     driver = ctypes.CDLL("libcuda.so.1")
 
