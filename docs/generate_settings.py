@@ -59,10 +59,13 @@ def _sections(rows: Iterable[SettingRow]) -> str:
 def _table(rows: Iterable[SettingRow]) -> str:
     lines = ["| flag | values | default | |", "|---|---|---|---|"]
     for row in rows:
-        others = [*(f"old: `{name}`" for name in row.old_names), *(f"also `{name}`" for name in row.synonyms)]
-        text = " ".join([row.description, *([f"({', '.join(others)})"] if others else [])])
+        names = [
+            f"`{row.flag}`",
+            *(f"also `{one}`" for one in row.synonyms),
+            *(f"old: `{one}`" for one in row.old_names),
+        ]
         values, default = row.type.replace("|", "\\|"), f"`{row.default}`" if row.default else ""
-        lines.append(f"| `{row.flag}` | {values} | {default} | {text} |")
+        lines.append(f"| {', '.join(names)} | {values} | {default} | {row.description} |")
     return "\n".join(lines) + "\n"
 
 
