@@ -286,7 +286,8 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
-        path = settings.model_path
-        return ServedModel.load(path, settings.model_name), model_digest(path)
+        path = settings.checked_model_path()
+        model = ServedModel.load(path, settings.model_name, settings.max_model_len)
+        return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -18,7 +18,10 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
-from diptych.runtime.settings import BadSettings, ProgramSettings, resolve_model
+from diptych.runtime.model_context import check_max_model_len
+from diptych.runtime.model_name import model_names
+from diptych.runtime.settings import BadSettings, ProgramSettings
+from diptych.runtime.startup_error import StartupError
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from prefill_worker.config import PrefillSettings
 
@@ -43,14 +46,27 @@ def check_options(options: StackOptions, ready_file: Path | None = None) -> list
     Returns what each of them will be told.
     """
     try:
-        resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
-    except (FileNotFoundError, UnsafeBindError) as error:
+    except UnsafeBindError as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
     _check_ready_file(ready_file)
     _check_ports(options)
-    return _read_settings(options)
+    settings = _read_settings(options)
+    _check_models(settings)
+    return settings
+
+
+def _check_models(settings: Iterable[ProgramSettings]) -> None:
+    """Look at the files of every program's model, which --set may choose, without reading weights."""
+    try:
+        for path, name, tokens in {
+            (one.checked_model_path(), one.model_name, one.max_model_len) for one in settings
+        }:
+            model_names(path, name)
+            check_max_model_len(path, tokens)
+    except StartupError as error:
+        raise BadOptions(str(error)) from None
 
 
 def roles_with(flag: str) -> list[str]:

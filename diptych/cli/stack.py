@@ -166,6 +166,7 @@ def _spec(
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
+        "max-model-len": options.max_model_len,
         "dtype": options.dtype,
         "block-size": options.block_size,
         "log-level": options.log_level,

@@ -29,6 +29,9 @@ class StackOptions:
     decode_workers: Annotated[int, Option(min=1, help="Decode workers.")] = 1
     model: Annotated[str, Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled"
     model_name: Annotated[str | None, Option(help="Name the model is served under.")] = None
+    max_model_len: Annotated[
+        int | None, Option(min=1, help="Most tokens of prompt and output; default: the model's.")
+    ] = None
     dtype: Annotated[
         str,
         Option(

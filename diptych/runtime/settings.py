@@ -25,6 +25,7 @@ from pydantic_settings import (
 
 from diptych.runtime.cli_flags import flags_of
 from diptych.runtime.env import unknown_variables
+from diptych.runtime.model_files import check_model_files
 from diptych.runtime.startup_error import StartupError
 
 
@@ -74,7 +75,14 @@ class ProgramSettings(BaseSettings):
     model: Annotated[str, Field(min_length=1)] = Field(
         BUNDLED_MODEL, description="GGUF file or Hugging Face folder; 'bundled' = the packaged model"
     )
-    model_name: str | None = Field(None, description="name the model is served under")
+    model_name: str | None = Field(
+        None, description="name the model is served under; default: that of its folder or file"
+    )
+    max_model_len: Annotated[int | None, Field(ge=1)] = Field(
+        None,
+        description="most tokens of prompt and output together, at most what the model's files say, which is "
+        "the default",
+    )
     dtype: DTypeChoice = Field(
         "auto",
         description="computation type; gguf = the file's own quantised blocks; fp16 is for GPUs; "
@@ -102,6 +110,13 @@ class ProgramSettings(BaseSettings):
     death_fd: CliSuppress[int | None] = Field(
         None, description="read end of a pipe held by the parent; its EOF ends this process"
     )
+
+    @field_validator("model_name")
+    @classmethod
+    def _model_name_is_not_blank(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("must not be blank")
+        return value
 
     @field_validator("redis_url")
     @classmethod
@@ -136,6 +151,12 @@ class ProgramSettings(BaseSettings):
     def model_path(self) -> Path:
         """Where the model's files are. Raises NoModel."""
         return resolve_model(self.model)
+
+    def checked_model_path(self) -> Path:
+        """Return where the model's files are. Raises NoModel or UnusableModel."""
+        path = self.model_path
+        check_model_files(path)
+        return path
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> Self:
@@ -185,12 +206,15 @@ def _named(field: str) -> str:
 
 
 def resolve_model(model: str) -> Path:
-    """Path of a model given by path or as "bundled". Raises NoModel with what to do."""
+    """Path of a model given by path or as "bundled", absolute. Raises NoModel with what to do.
+
+    A link at its end stays: it may have the name that its target lacks.
+    """
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
             raise NoModel(_not_there(model, path))
-        return path
+        return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
     # Found without importing: the package's module would load its own inference library.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

@@ -58,7 +58,7 @@ DRAFT_TOKENS = 12
 def model() -> Model:
     """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
+    return Model(SHAPE, "fp32", torch.float32, backend, "torch")
 
 
 def launching_model() -> Model:
@@ -67,13 +67,13 @@ def launching_model() -> Model:
     One for each decode worker: what is recorded is recorded over its memory.
     """
     backend = TritonBackend(SHAPE, weights_of(SHAPE, torch.float32), "cpu", REFERENCE_OPERATORS)
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "triton")
+    return Model(SHAPE, "fp32", torch.float32, backend, "triton")
 
 
 def native_model() -> Model:
     """The same computed natively, where a thread of the backend's own takes steps that are launched."""
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
-    return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
+    return Model(SHAPE, "fp32", torch.float32, backend, "native")
 
 
 MODELS = {"torch": model, "device": launching_model, "native": native_model}
