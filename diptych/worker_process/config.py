@@ -70,7 +70,7 @@ class WorkerSettings(ProgramSettings):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        """Check what the flags alone show; the engine loader checks again with the device that `auto` found."""
+        """Check what flags alone show; the engine loader checks again with the device that `auto` found."""
         device_type = self.device.partition(":")[0]
         if device_type != "auto" and (why := why_not_together(self, device_type)) is not None:
             raise ValueError(why)

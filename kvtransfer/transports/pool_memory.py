@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.cuda.memory import _set_allocator_settings
 
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from kvtransfer.transports.prefault import populate
@@ -95,11 +96,13 @@ def _exportable_segments() -> Iterator[None]:
         "expandable_segments of %s is off for the KV pool: CUDA IPC cannot map such memory",
         " and ".join(name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)),
     )
-    torch.cuda.memory._set_allocator_settings(_EXPANDABLE.sub("expandable_segments:False", settings))
+    # The second name is that of torch before 2.10.
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or _set_allocator_settings
+    change(_EXPANDABLE.sub("expandable_segments:False", settings))
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings(settings)
+        change(settings)
 
 
 def map_pool(fd: int, layout: KVLayout, num_blocks: int) -> KVMemory:
