@@ -17,7 +17,7 @@ from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.http_call import EventStream
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_answers import ENVELOPE, TOKENS
-from tests.gateway.frontends.openai.test_routes import door, post
+from tests.gateway.frontends.openai.test_routes import gateway_api, post
 
 MEGABYTE = pb.GenerateResponse(outputs=[pb.OutputDelta(text="x" * (1 << 20))])
 
@@ -40,9 +40,7 @@ async def test_a_reader_that_stalls_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
             ended.set_result(sent)
             raise
 
-    http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=endless
-    )
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=endless)
     client = socket.create_connection(("127.0.0.1", http.port))
     client.sendall(b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n")
     # What the kernel's buffers hold goes out; then it is waited for the client, and not for ever.
@@ -55,7 +53,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.frontends.openai.routes._BODY_S", 0.3)
-    async with door(bundled, redis_url) as (stack, _, _):
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -70,7 +68,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 async def test_an_answer_is_not_begun_for_a_client_that_left_early(
     bundled: ServedModel, redis_url: str
 ) -> None:
-    async with door(bundled, redis_url) as (stack, _, decode):
+    async with gateway_api(bundled, redis_url) as (stack, _, decode):
         for _ in range(20):
             _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
             writer.write(
