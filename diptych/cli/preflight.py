@@ -5,10 +5,7 @@ import errno
 import socket
 import time
 from collections.abc import Iterable, Mapping
-<<<<<<< HEAD
-=======
 from dataclasses import dataclass
->>>>>>> house
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,17 +20,13 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
-<<<<<<< HEAD
 from diptych.runtime.model_context import check_max_model_len
+from diptych.runtime.model_files import checked_model
 from diptych.runtime.model_name import model_names
-from diptych.runtime.settings import BadSettings, ProgramSettings
-from diptych.runtime.startup_error import StartupError
-=======
 from diptych.runtime.python_module import module_arguments
-from diptych.runtime.settings import ProgramSettings, resolve_model
+from diptych.runtime.settings import ProgramSettings, StartupError
 from diptych.runtime.settings_sources import BadSettings, Value, flag_of
 from diptych.worker_process.config import WorkerSettings
->>>>>>> house
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from prefill_worker.config import PrefillSettings
 
@@ -78,32 +71,25 @@ def read_programs(options: StackOptions) -> list[Program]:
     except UnsafeBindError as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
-<<<<<<< HEAD
-    _check_ready_file(ready_file)
-    _check_ports(options)
-    settings = _read_settings(options)
-    _check_models(settings)
-    return settings
+    programs = _read_programs(options)
+    _check_models(one.settings for one in programs)
+    return programs
 
 
 def _check_models(settings: Iterable[ProgramSettings]) -> None:
     """Look at the files of every program's model, which --set may choose, without reading weights."""
     try:
-        for path, name, tokens in {
-            (one.checked_model_path(), one.model_name, one.max_model_len) for one in settings
-        }:
+        for model, name, tokens in {(one.model, one.model_name, one.max_model_len) for one in settings}:
+            path = checked_model(model)
             model_names(path, name)
             check_max_model_len(path, tokens)
     except StartupError as error:
         raise BadOptions(str(error)) from None
-=======
-    return _read_programs(options)
 
 
 def settable_fields(role: str) -> list[str]:
     """Return the fields of a program that may be set by --set or in its section of a file."""
     return [field for field in _SETTINGS[role].public_fields() if flag_of(field) not in OWNED_FLAGS]
->>>>>>> house
 
 
 def roles_with(flag: str) -> list[str]:

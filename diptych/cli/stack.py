@@ -203,13 +203,9 @@ def _spec(
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
-<<<<<<< HEAD
         "max-model-len": options.max_model_len,
-        "dtype": options.dtype,
-=======
         "dtype": "auto" if decides else options.dtype,
         "quantization": "auto" if decides else options.quantization,
->>>>>>> house
         "block-size": options.block_size,
         "log-level": options.log_level,
         **own,

@@ -36,22 +36,18 @@ class StackOptions:
     key of the configuration file.
     """
 
-<<<<<<< HEAD
-    prefill_workers: Annotated[int, Option(min=1, help="Prefill workers.")] = 1
-    decode_workers: Annotated[int, Option(min=1, help="Decode workers.")] = 1
-    model: Annotated[str, Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled"
-    model_name: Annotated[str | None, Option(help="Name the model is served under.")] = None
-    max_model_len: Annotated[
-        int | None, Option(min=1, help="Most tokens of prompt and output; default: the model's.")
-    ] = None
-=======
     prefill_workers: Annotated[int, _option("Number of prefill workers.", "Processes", min=1)] = 1
     decode_workers: Annotated[int, _option("Number of decode workers.", "Processes", min=1)] = 1
     model: Annotated[
         str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
     ] = "bundled"
-    model_name: Annotated[str | None, _option("Name the model is served under.", "Model")] = None
->>>>>>> house
+    model_name: Annotated[
+        str | None,
+        _option("Name the model is served under; default: that of its folder or file.", "Model"),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _option("Most tokens of prompt and output; default: the model's.", "Model", min=1)
+    ] = None
     dtype: Annotated[
         str,
         _option(

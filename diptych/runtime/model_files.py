@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError, resolve_model
 from diptych.runtime.tokenizer.gguf_metadata import MalformedGguf, read_scalars
 
 MODEL_TYPES: Final = ("llama", "mistral", "ministral", "qwen2", "qwen3")
@@ -41,6 +41,13 @@ _MAX_HEADER_BYTES: Final = 100_000_000
 
 class UnusableModel(StartupError, ValueError):
     """Files that are no model that can be served. The message says what they are and what to do."""
+
+
+def checked_model(model: str) -> Path:
+    """Return the path of a model given by path or as "bundled". Raises NoModel or UnusableModel."""
+    path = resolve_model(model)
+    check_model_files(path)
+    return path
 
 
 def check_model_files(path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 # "Model.Q4_1.gguf" is served as "Model": the quantisation is no part of a model's name.
 _QUANTISATION: Final = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16|MXFP4)$", re.IGNORECASE)

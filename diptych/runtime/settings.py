@@ -30,12 +30,7 @@ from pydantic import (
 from diptych.runtime import settings_sources as sources
 from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
-<<<<<<< HEAD
-from diptych.runtime.model_files import check_model_files
-from diptych.runtime.startup_error import StartupError
-=======
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
->>>>>>> house
 
 
 class StartupError(Exception):
@@ -94,20 +89,15 @@ class ProgramSettings(BaseModel):
     model: Annotated[str, Field(min_length=1)] = setting(
         BUNDLED_MODEL, "GGUF file or Hugging Face folder; 'bundled' is the packaged model.", section="Model"
     )
-<<<<<<< HEAD
-    model_name: str | None = Field(
-        None, description="name the model is served under; default: that of its folder or file"
+    model_name: str | None = setting(
+        None, "Name the model is served under; default: that of its folder or file.", section="Model"
     )
-    max_model_len: Annotated[int | None, Field(ge=1)] = Field(
+    max_model_len: Annotated[int | None, Field(ge=1)] = setting(
         None,
-        description="most tokens of prompt and output together, at most what the model's files say, which is "
-        "the default",
+        "Most tokens of prompt and output together; default and most: what the model's files say.",
+        section="Model",
     )
-    dtype: DTypeChoice = Field(
-=======
-    model_name: str | None = setting(None, "Name the model is served under.", section="Model")
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = setting(
->>>>>>> house
         "auto",
         "Computation type; auto takes the fastest that keeps the quality of the files; fp16 is for GPUs.",
         section="Model",
@@ -210,12 +200,6 @@ class ProgramSettings(BaseModel):
     def model_path(self) -> Path:
         """The path of the model's files. Raises NoModel."""
         return resolve_model(self.model)
-
-    def checked_model_path(self) -> Path:
-        """Return where the model's files are. Raises NoModel or UnusableModel."""
-        path = self.model_path
-        check_model_files(path)
-        return path
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> Self:
@@ -329,14 +313,10 @@ def _faults(error: ValidationError, values: Mapping[str, Value]) -> list[Fault]:
 
 
 def resolve_model(model: str) -> Path:
-<<<<<<< HEAD
-    """Path of a model given by path or as "bundled", absolute. Raises NoModel with what to do.
+    """Return the absolute path of a model given by path or as "bundled". Raises NoModel with what to do.
 
     A link at its end stays: it may have the name that its target lacks.
     """
-=======
-    """Return the path of a model given by path or as "bundled". Raises NoModel with what to do."""
->>>>>>> house
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():

@@ -7,12 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-<<<<<<< HEAD
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import CliSuppress
-=======
-from pydantic import Field, field_validator
->>>>>>> house
 
 from diptych.runtime.settings import ProgramSettings, internal, setting
 
@@ -21,8 +16,6 @@ MAX_THREADS = 1024
 
 LARGEST_GPU_BLOCK = 128
 """Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
-_CPU_DTYPES = ("auto", "fp32", "bf16", "int8", "gguf")
-_GPU_DTYPES = ("auto", "fp32", "fp16", "bf16")
 
 
 class WorkerSettings(ProgramSettings):
@@ -110,8 +103,8 @@ def _faults_on_cpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--transport {settings.transport} needs blocks on a GPU, {here}"
     if settings.backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         yield f"--backend triton needs a GPU, {here}"
-    if settings.backend != "triton" and settings.dtype not in _CPU_DTYPES:
-        yield f"--dtype {settings.dtype} is computed on GPUs only, {here}"
+    if settings.backend != "triton" and settings.dtype == "fp16":
+        yield f"--dtype fp16 is computed on GPUs only, {here}"
     if settings.kv_cache_dtype == "fp8" and settings.backend in ("auto", "native"):
         yield (
             "--kv-cache-dtype fp8: the native CPU step keeps keys and values in the computation's own dtype; "
@@ -125,8 +118,8 @@ def _faults_on_gpu(settings: WorkerSettings) -> Iterator[str]:
         yield f"--transport shared_memory is for blocks of CPU workers, {here}: there it is cuda_ipc"
     if settings.backend in ("native", "torch"):
         yield f"--backend {settings.backend} computes on CPUs, {here}"
-    if settings.dtype not in _GPU_DTYPES:
-        yield f"--dtype {settings.dtype} is computed on CPUs only, {here}"
+    if settings.quantization != "auto":
+        yield f"--quantization {settings.quantization} is computed on CPUs only, {here}"
     tokens = settings.block_size
     if tokens & (tokens - 1) or tokens > LARGEST_GPU_BLOCK:  # splits of a context are whole blocks
         yield f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_GPU_BLOCK}"

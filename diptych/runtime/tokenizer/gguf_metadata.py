@@ -51,8 +51,7 @@ class MalformedGguf(ValueError):
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
-<<<<<<< HEAD
-    """All metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
+    """Return all metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
     return _read(path, arrays=True)
 
 
@@ -65,9 +64,6 @@ def read_scalars(path: Path) -> dict[str, Value]:
 
 
 def _read(path: Path, *, arrays: bool) -> dict[str, Value]:
-=======
-    """Return all metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
->>>>>>> house
     with path.open("rb") as file:
         if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
             raise MalformedGguf(f"{path.name}: too short for a GGUF file")

@@ -44,7 +44,6 @@ async def test_check_directory_names_a_refused_login(url: str) -> None:
     assert "s3cret" not in str(refused.value)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("case", ["lfs_gguf", "only_pickles", "split", "wrapper", "architecture", "adapter"])
 def test_files_that_are_no_model_are_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
     write, said = CASES[case]
@@ -66,10 +65,7 @@ def test_max_model_len_goes_to_every_program_and_is_refused_above_the_models() -
         check_options(StackOptions(overrides=(("decode", "max-model-len", "9000"),)))
 
 
-def test_options_are_read_alike_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-=======
 def test_check_options_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
->>>>>>> house
     """Outside of a working tree the programs' commands have one word more."""
     for folder in (ROOT, tmp_path):
         monkeypatch.chdir(folder)

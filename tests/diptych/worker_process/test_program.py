@@ -92,7 +92,7 @@ def test_settings_that_no_cpu_has_are_refused_as_flags(
         (("--transport=shared_memory",), "--transport shared_memory is for blocks of CPU workers"),
         (("--backend=native",), "--backend native computes on CPUs"),
         (("--backend=torch",), "--backend torch computes on CPUs"),
-        (("--dtype=int8",), "--dtype int8 is computed on CPUs only"),
+        (("--quantization=int8",), "--quantization int8 is computed on CPUs only"),
         (("--block-size=48",), "--block-size 48: on a GPU it is a power of two"),
     ],
 )
@@ -110,7 +110,7 @@ def test_transports_of_both_devices_pass_on_either(flags: tuple[str, ...]) -> No
         assert PrefillSettings.from_argv([f"--device={device}", *flags]).device == device
 
 
-@pytest.mark.parametrize("flags", [["--kv-cache-dtype=fp8", "--backend=torch"], ["--dtype=int8"]])
+@pytest.mark.parametrize("flags", [["--kv-cache-dtype=fp8", "--backend=torch"], ["--quantization=int8"]])
 def test_settings_that_a_cpu_has_pass(flags: list[str]) -> None:
     assert DecodeSettings.from_argv(["--device=cpu", *flags]).device == "cpu"
 
