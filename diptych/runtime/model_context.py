@@ -64,7 +64,7 @@ def _context_of(path: Path) -> int | None:
             return folder_context(json.loads((path / "config.json").read_bytes()))
         return gguf_context(read_scalars(path))
     except (OSError, ValueError, MalformedGguf):
-        return None  # whoever loads the model says why
+        return None  # the programs that load the model say why
 
 
 def _stretched(declared: int, original: object, factor: object) -> int:

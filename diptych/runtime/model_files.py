@@ -1,4 +1,4 @@
-"""What a path given as `--model` is: checked without reading weights, so that a program can say it at once.
+"""Check of the files at `--model` without reading weights, so that a program can refuse them at once.
 
 Each refusal is one sentence: what the file or folder is, and what to do. `check_model_files` looks at names,
 at config.json and at the heads of files, and takes milliseconds; what only the weights show is said by the
