@@ -14,6 +14,7 @@ from diptych.runtime.discovery.mirror import DirectoryMirror
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
+from diptych.runtime.model_files import checked_model
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
 from diptych.runtime.settings import StartupError
@@ -288,7 +289,8 @@ def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
 def load_model(settings: GatewaySettings) -> tuple[ServedModel, str]:
     """Load the model's text side and compute its digest, in some tenths of a second. Raises StartupError."""
     try:
-        path = settings.model_path
-        return ServedModel.load(path, settings.model_name), model_digest(path)
+        path = checked_model(settings.model)
+        model = ServedModel.load(path, settings.model_name, settings.max_model_len)
+        return model, model_digest(path)
     except (FileNotFoundError, PermissionError) as error:
         raise StartupError(str(error)) from error
