@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,7 @@ from gateway.worker_pool.registry import Worker, WorkerRegistry, new_worker
 from gateway.worker_pool.router import (
     BY_COST,
     WITHOUT_INDEX,
+    NoProof,
     NoWorker,
     Placement,
     Route,
@@ -35,6 +37,7 @@ from gateway.worker_pool.router import (
 )
 
 RECONCILE_S = 0.25
+PROOF_MARGIN_S = 0.02  # what is read so soon after the loss of a worker may have been sent before it
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +97,7 @@ class WorkerPool:
         self.registry = WorkerRegistry()
         self._last_incarnation: dict[str, int] = {}  # of the process that was linked last, by worker id
         self._logged: set[tuple[str, int]] = set()  # workers of other models, logged once
+        self._lost_at = -math.inf  # the last worker, but for those that had announced it; event loop's clock
         self._task: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.pending_flushes = PendingFlushes()
@@ -184,13 +188,21 @@ class WorkerPool:
 
     def place_attempt(
         self, request: RouteRequest, job: Job, token_ids: tuple[int, ...]
-    ) -> Placement | NoWorker:
-        """Choose the pair of workers for an attempt, by load and cached prefix."""
+    ) -> Placement | NoWorker | NoProof:
+        """Choose the pair of workers for an attempt, by load and cached prefix.
+
+        After a worker was lost, the others may be dead as well (a host that fails takes all of its workers),
+        and their links break some time later: those that sent something since come first. An attempt of a
+        request that has lost one already waits for such a pair; heartbeats come four times a second.
+        """
         prefill, decode = self.registry.serving(Role.PREFILL), self.registry.serving(Role.DECODE)
         hits = self._prefixes.hits(decode, job, token_ids)
-        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
-        if isinstance(route, NoWorker):  # a slow worker is better than none
-            route = self._choose(request, prefill, decode, hits)
+        proven = self._proven(prefill), self._proven(decode)
+        route = self._choose_pair(request, *proven, hits)
+        if isinstance(route, NoWorker) and proven != (prefill, decode):
+            route = self._choose_pair(request, prefill, decode, hits)
+            if request.after_loss and not isinstance(route, NoWorker):
+                return NoProof()
         if isinstance(route, NoWorker):
             return route
         target = self.registry.require(route.decode_id).record
@@ -200,6 +212,18 @@ class WorkerPool:
             self._prefixes.namespace(job, target.kv_dtype),
             predicted_tokens=route.matched_blocks * target.block_size,
         )
+
+    def _choose_pair(
+        self,
+        request: RouteRequest,
+        prefill: Sequence[Worker],
+        decode: Sequence[Worker],
+        hits: Mapping[str, int],
+    ) -> Route | NoWorker:
+        route = self._choose(request, self._not_ejected(prefill), self._not_ejected(decode), hits)
+        if isinstance(route, NoWorker):  # a slow worker is better than none
+            route = self._choose(request, prefill, decode, hits)
+        return route
 
     def _choose(
         self,
@@ -213,6 +237,10 @@ class WorkerPool:
             (w.prefill_candidate() for w in prefill),
             (w.decode_candidate(hits.get(w.record.worker_id, 0)) for w in decode),
         )
+
+    def _proven(self, workers: list[Worker]) -> list[Worker]:
+        """Return the workers that were heard of after the last loss of another one."""
+        return [w for w in workers if (w.link.last_seen or 0.0) >= self._lost_at + PROOF_MARGIN_S]
 
     def _not_ejected(self, workers: Sequence[Worker]) -> list[Worker]:
         now = self._clock()
@@ -269,6 +297,8 @@ class WorkerPool:
     def on_down(self, worker_id: str) -> None:
         worker = self.registry.get(worker_id)
         graceful = worker is not None and worker.leaving
+        if not graceful:
+            self._lost_at = asyncio.get_running_loop().time()
         if worker is not None:
             worker.on_down()
             self.ejections.forget(worker_id)
