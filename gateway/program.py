@@ -69,7 +69,12 @@ class Gateway:
         )
         self._changed = asyncio.Event()
         self.worker_pool = WorkerPool(
-            self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
+            self.mirror,
+            self.live,
+            identity,
+            clock=time.monotonic,
+            on_change=self._workers_changed,
+            arrival_wait_s=settings.recovery_wait_s,
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -183,6 +188,7 @@ class Gateway:
             await self._stop_listening()
         else:
             self.generator.draining = True
+            self.worker_pool.arrivals.release()
         try:
             await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
         except TimeoutError:

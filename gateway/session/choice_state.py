@@ -283,7 +283,7 @@ class ChoiceState:
 
     @property
     def _decode_begun(self) -> bool:
-        """True if the decode worker may have begun: before it has all blocks it only keeps memory for them."""
+        """True if the decode worker may have begun: before it has all blocks it only keeps room for them."""
         return self.state is State.DECODING or Role.PREFILL not in self._working
 
     def _prefill_committed(self, attempt: int, now: float) -> list[Action]:

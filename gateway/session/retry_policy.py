@@ -43,6 +43,7 @@ MAX_LOSSES: Final = 8  # without a token between them: the network to the worker
 MAX_REFUSALS: Final = 3  # likewise: workers that were draining when the request reached them
 PREEMPTIONS_BEFORE_RESERVE: Final = 2  # from then on a grant needs room for the worst case
 WORKER_WAIT_S: Final = 60.0  # a supervisor restarts a dead worker in a few seconds, a hung one in forty-five
+FIRST_WAIT_S: Final = 10.0  # of a request that no worker has had yet: it can go elsewhere
 BUDGET_FRACTION: Final = 0.2
 BUDGET_WINDOW_S: Final = 10.0
 BUDGET_SLICES: Final = 20  # of a window; it moves by one of them at a time
@@ -139,14 +140,18 @@ def quarantine_error(context: RetryContext) -> DiptychError:
     """Return the error of a request under which more workers died than it may have another one after."""
     if context.undecided and context.delivered:
         return WorkerLost(tokens_emitted=context.delivered)
-    return Internal(
-        f"{context.deaths} workers died under it ({context.unconfirmed} of these deaths unconfirmed)"
-    )
+    unconfirmed = f", {context.unconfirmed} of the deaths unconfirmed" if context.unconfirmed else ""
+    return Internal(f"{context.deaths} workers died under it{unconfirmed}")
 
 
 def wait_or_give_up(role: str, context: RetryContext, wait_s: float = WORKER_WAIT_S) -> Wait | GiveUp:
-    """Return the verdict when no worker of ``role`` can take the next attempt: only a later one may wait."""
-    return Wait(wait_s) if context.attempts and wait_s else GiveUp(no_worker_error(role, context))
+    """Return the verdict when no worker of ``role`` can take the next attempt; the first one waits briefly.
+
+    A worker was there when the request arrived (`gateway.worker_pool.arrival_wait`), and may be back soon.
+    """
+    if not wait_s:
+        return GiveUp(no_worker_error(role, context))
+    return Wait(wait_s if context.attempts else min(wait_s, FIRST_WAIT_S))
 
 
 def no_worker_error(role: str, context: RetryContext) -> DiptychError:

@@ -20,6 +20,7 @@ from diptych.runtime.discovery.records import WorkerRecord
 from diptych.worker.v1 import decode_pb2, prefill_pb2, work_pb2
 from gateway.attempt.types import Role
 from gateway.attempt.work import Job
+from gateway.worker_pool.arrival_wait import ArrivalWait
 from gateway.worker_pool.codec import DecodeCodec, Flushed, Load, PrefillCodec, WorkerCodec, WorkerEvent
 from gateway.worker_pool.ejection import Ejections
 from gateway.worker_pool.links import Link, LinkTiming, PendingFlushes
@@ -83,11 +84,12 @@ class WorkerPool:
         clock: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
         timing: LinkTiming | None = None,
+        arrival_wait_s: float = 0.0,
     ) -> None:
         self._directory = directory
         self._listener = listener
         self._identity = identity
-        self._on_change = on_change
+        self._tell_change = on_change
         self._timing = timing
         self._clock = clock
         self._codecs: dict[str, WorkerCodec] = {
@@ -102,6 +104,7 @@ class WorkerPool:
         self._closing: set[asyncio.Task[None]] = set()
         self.pending_flushes = PendingFlushes()
         self.ejections = Ejections()
+        self.arrivals = ArrivalWait(lambda: self.registry.missing_role() is None, arrival_wait_s, clock)
         self._prefixes = PrefixIndexReader(directory, identity.secret, identity.model_digest)
 
     # --- lifecycle ------------------------------------------------------------------------------------
@@ -169,6 +172,10 @@ class WorkerPool:
         task = asyncio.create_task(worker.link.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    def _on_change(self) -> None:
+        self.arrivals.update()
+        self._tell_change()
 
     # --- queries --------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ ROWS = {
         503,
         retry=True,
         metadata={"role": "prefill"},
+        settings={"recovery_wait_s": 0},
         workers=lambda script: [ScriptedDecode()],
     ),
     "the server drains": Row(

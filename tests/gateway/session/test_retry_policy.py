@@ -25,7 +25,7 @@ from gateway.session.events import (
     WorkerDown,
     WorkerUp,
 )
-from gateway.session.retry_policy import MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
+from gateway.session.retry_policy import FIRST_WAIT_S, MAX_LOSSES, MAX_REFUSALS, WORKER_WAIT_S, RetryBudget
 
 PROMPT_TOKENS = 3
 
@@ -331,12 +331,18 @@ def test_expired_wait_fails_by_what_was_delivered(tokens: int, code: str) -> Non
     assert error_of(request.choice.handle(WaitExpired(0, 1), 5.0)).code.name == code
 
 
-@pytest.mark.parametrize("limits", [{}, {"wait_s": 0.0}])
-def test_choice_without_attempts_or_wait_time_fails_at_once(limits: dict[str, float]) -> None:
-    request = Request(**limits)
-    if limits:
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_choice_without_wait_time_fails_at_once(attempts: int) -> None:
+    request = Request(wait_s=0.0)
+    if attempts:
         request.launch().worker_down("d1")
     assert error_of(request.choice.handle(NoRoute(Role.DECODE), 4.0)).reason == "NO_READY_WORKER"
+
+
+def test_choice_without_attempts_waits_briefly() -> None:
+    request = Request(wait_s=60.0)
+    assert request.choice.handle(NoRoute(Role.DECODE), 4.0) == [AwaitWorker(0, 0, FIRST_WAIT_S)]
+    assert request.choice.handle(WorkerUp("d", same_process=True), 5.0) == [NeedRoute(0)]
 
 
 def test_faults_are_charged_to_the_budget_and_preemptions_are_not() -> None:

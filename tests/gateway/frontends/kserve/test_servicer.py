@@ -86,7 +86,7 @@ async def test_it_says_what_it_is(bundled: ServedModel, redis_url: str) -> None:
 
 
 async def test_without_workers_it_is_not_ready(bundled: ServedModel, redis_url: str) -> None:
-    async with running(bundled, redis_url) as stack:
+    async with running(bundled, redis_url, recovery_wait_s=0) as stack:
         stub: Any = open_inference_pb2_grpc.GRPCInferenceServiceStub(stack.channel)
         assert not (await stub.ServerReady(oip.ServerReadyRequest())).ready
         with pytest.raises(grpc.aio.AioRpcError) as refused:
