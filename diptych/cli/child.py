@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diptych.runtime.startup_error import CANNOT_START
+
 Announcement = Mapping[str, int | str]
 """What a process said once it served: grpc_port, http_port, worker_id (gateway: admin_port; Valkey: port)."""
 
@@ -23,6 +25,7 @@ Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
+_USAGE_STATUS = 2  # of argument parsers
 _DEATHS_TOLD = 8  # the last ones: more than any request is given
 _ID_BYTES = 4  # of several systems that share a directory each has a `decode-0`
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
@@ -59,6 +62,12 @@ class ChildFailed(Exception):
     def __init__(self, name: str, reason: str, last_lines: tuple[str, ...] = ()) -> None:
         super().__init__(f"{name} {reason}")
         self.name, self.reason, self.last_lines = name, reason, last_lines
+
+    @property
+    def is_final(self) -> bool:
+        """True if the process itself gave a reason that another start cannot mend: bad flags, a bad model."""
+        usage = self.reason.endswith(f"({describe(_USAGE_STATUS)})")
+        return usage or any(CANNOT_START in line for line in self.last_lines)
 
 
 @dataclass(frozen=True)

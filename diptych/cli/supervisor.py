@@ -3,7 +3,8 @@
 The life of a supervised process:
 
     start -> LOADING -ready-> SERVING -ended, or silent and killed-> WAITING -backoff-> LOADING …
-                \\_ended or silent: the first time the start fails, later it counts as one more failure
+                \\_ended or silent: one more failure; at the first start of a system that does not serve
+                   without the process, or when it says that it cannot start, the start fails
 
 `stop` ends them by role, front door first: SIGTERM, a grace period, SIGKILL. Should this process be
 killed itself, the death pipe and the kernel's parent-death signal end all the others.
@@ -25,6 +26,7 @@ from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving,
 from diptych.cli.restart_policy import RestartPolicy
 
 _KEPT_LINES = 40
+ServesWithout = Callable[[ChildSpec], Awaitable[bool]]
 _LAST_WORDS_S = 1.0  # a process's own child may hold its output open for ever
 
 
@@ -80,12 +82,16 @@ class Supervisor:
         death_read, self._death_write = os.pipe()
         self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
 
-    async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
-        """Starts processes at once and waits until all serve. Raises ChildFailed for the first that does not.
+    async def start(
+        self, specs: Sequence[ChildSpec], *, serves_without: ServesWithout | None = None
+    ) -> list[Announcement | None]:
+        """Starts processes at once; waits until all serve. Raises ChildFailed for the first that does not.
 
-        After a failure the others are left as they are: the caller is to stop them all.
+        After a failure the others are left as they are: the caller is to stop them all. Where
+        `serves_without` returns True for a process that failed, that one is started again as after a death,
+        and its announcement is None; but not if it said itself that it cannot start.
         """
-        starts = [asyncio.ensure_future(self._first_start(spec)) for spec in specs]
+        starts = [asyncio.ensure_future(self._first_start(spec, serves_without)) for spec in specs]
         try:
             return list(await asyncio.gather(*starts))
         finally:
@@ -170,21 +176,26 @@ class Supervisor:
             if kept.child is not None:
                 kept.child.send(signal.SIGKILL)
 
-    async def _first_start(self, spec: ChildSpec) -> Announcement:
+    async def _first_start(
+        self, spec: ChildSpec, serves_without: ServesWithout | None
+    ) -> Announcement | None:
         kept = self._kept[spec.name] = _Kept(spec)
         born = time.monotonic()
+        announced, reason = None, ""
         try:
             announced = await self._launch(kept)
-        except ChildFailed:
-            del self._kept[spec.name]
-            raise
-        kept.keeper = asyncio.create_task(self._keep(kept, born), name=f"keep {spec.name}")
+        except ChildFailed as failure:
+            if serves_without is None or failure.is_final or not await serves_without(spec):
+                del self._kept[spec.name]
+                raise
+            reason = failure.reason
+        kept.keeper = asyncio.create_task(self._keep(kept, born, reason), name=f"keep {spec.name}")
         return announced
 
-    async def _keep(self, kept: _Kept, born: float) -> None:
-        """Waits for the end of a serving process and starts it again, for ever."""
+    async def _keep(self, kept: _Kept, born: float, reason: str = "") -> None:
+        """Waits for the end of a serving process and starts it again, for ever; `reason`: it ended already."""
         failures = 0
-        reason = await self._end_of(kept)
+        reason = reason or await self._end_of(kept)
         while True:
             failures = self._policy.failures(failures, time.monotonic() - born)
             delay_s = self._policy.delay_s(failures)

@@ -30,7 +30,7 @@ import uvloop
 from diptych.runtime.cpu_time_slice import take_short_turns
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.startup_error import CANNOT_START, StartupError
 
 _PR_SET_PDEATHSIG = 1
 ONE_SIGNAL_S = 0.1
@@ -61,7 +61,7 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(main))
     except StartupError as error:
-        _log.error("cannot start: %s", error, exc_info=settings.log_level == "debug")
+        _log.error(f"{CANNOT_START}%s", error, exc_info=settings.log_level == "debug")
         return 1
     except Exception:
         _log.exception("stopped by an error")

@@ -1,7 +1,7 @@
 """The wait of new requests for workers that were there a moment ago, or are starting.
 
 A gateway that was stopped, links that were cut and workers that are restarted leave a gap of a second or of a
-few. A request that arrives then waits as one does that runs, but not as long: other gateways may have workers.
+few. A request that arrives then waits as a running one does, but not as long: other gateways may have some.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class StallClock:
 class Strain:
     """The time that the machine took from this process lately, however short each piece was.
 
-    A sum that halves every `HALF_LIFE_S`. On a calm machine ticks are some milliseconds late, which counts for
-    nothing; where more threads want to run than there are cores each is late by tens or hundreds.
+    A sum that halves every `HALF_LIFE_S`. On a calm machine ticks are some milliseconds late, which counts
+    for nothing; where more threads want to run than there are cores each is late by tens or hundreds.
     """
 
     HALF_LIFE_S = 5.0
