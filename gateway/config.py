@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_settings import CliSuppress
 
 from diptych.runtime.settings import Port, ProgramSettings
 from diptych.runtime.tls import TlsFiles, require_readable
@@ -83,6 +84,9 @@ class GatewaySettings(ProgramSettings):
     )
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="offer the figures under another server's names as well, for its dashboards"
+    )
+    workers_fd: CliSuppress[int | None] = Field(
+        None, description="file with the workers that `diptych up` has started, beside those of the directory"
     )
     await_workers_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         0.0, description="seconds to wait for workers before opening the ports; then they open anyway"

@@ -40,8 +40,9 @@ others had their turn, took up to 39 seconds to load a model instead of five.
 class Slot:
     """A place in the arguments: a file descriptor of the child, or a name in `values`.
 
-    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd". "worker_id" begins with
-    the process's name and is another one at each start; "replaces" are the ids of those that died there.
+    The descriptors are "ready_fd", and what `Inherited` has: "death_fd", "cores_fd", "workers_fd".
+    "worker_id" begins with the process's name and is another one at each start; "replaces" are the ids of
+    those that died there.
     """
 
     name: str
@@ -50,10 +51,12 @@ class Slot:
 @dataclass(frozen=True)
 class Inherited:
     """What every child shares with the supervisor: the read end of the pipe whose end tells it that we died,
-    and the file on whose bytes workers lend each other cores."""
+    the file on whose bytes workers lend each other cores, and the one that lists the workers for gateways.
+    """
 
     death_fd: int
     cores_fd: int
+    workers_fd: int
 
 
 class ChildFailed(Exception):
@@ -123,7 +126,12 @@ class Child:
         """Starts the process. Raises OSError when the program cannot be run."""
         ready_read, ready_write = os.pipe()
         try:
-            fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
+            fds = {
+                "death_fd": inherited.death_fd,
+                "cores_fd": inherited.cores_fd,
+                "workers_fd": inherited.workers_fd,
+                "ready_fd": ready_write,
+            }
             names = {
                 **spec.values,
                 **fds,

@@ -24,6 +24,7 @@ from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inher
 from diptych.cli.liveness import Patience, silence
 from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
 from diptych.cli.restart_policy import RestartPolicy
+from diptych.runtime.discovery.worker_file import WorkerFile
 
 _KEPT_LINES = 40
 ServesWithout = Callable[[ChildSpec], Awaitable[bool]]
@@ -80,7 +81,10 @@ class Supervisor:
         self._stopping = False
         # Children inherit the read end alone: the write end closes with this process, however it ends.
         death_read, self._death_write = os.pipe()
-        self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
+        self.workers = WorkerFile()
+        self._inherited = Inherited(
+            death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC), self.workers.fd
+        )
 
     async def start(
         self, specs: Sequence[ChildSpec], *, serves_without: ServesWithout | None = None
@@ -169,6 +173,7 @@ class Supervisor:
             await _cancel(self._tasks)
         for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
             os.close(fd)
+        self.workers.close()
 
     def kill(self) -> None:
         """Ends every process at once, without grace. `stop` is still to be awaited."""
@@ -193,7 +198,7 @@ class Supervisor:
         return announced
 
     async def _keep(self, kept: _Kept, born: float, reason: str = "") -> None:
-        """Waits for the end of a serving process and starts it again, for ever; `reason`: it ended already."""
+        """Waits for the end of a serving process and starts it again, for ever. `reason`: it has ended."""
         failures = 0
         reason = reason or await self._end_of(kept)
         while True:
@@ -219,6 +224,7 @@ class Supervisor:
             await _cancel([watch])
         kept.spec = kept.spec.after_death(kept.announced)
         kept.announced = None
+        self._list_workers()
         silent = not watch.cancelled() and watch.result()
         return "stopped answering and was killed" if silent else f"ended: {describe(status)}"
 
@@ -247,9 +253,15 @@ class Supervisor:
             await child.exited()
             await asyncio.wait({lines}, timeout=_LAST_WORDS_S)  # they explain the failure
             raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
+        self._list_workers()
         kept.again.set()
         self._observe(Serving(kept.spec.name, time.monotonic() - born))
         return kept.announced
+
+    def _list_workers(self) -> None:
+        """Write the workers that serve, successors included, to the file that gateways read."""
+        announced = [kept.announced for kept in self._kept.values() if kept.announced is not None]
+        self.workers.write([str(one["record"]) for one in announced if "record" in one])
 
     def _wrote(self, kept: _Kept, line: str) -> None:
         kept.last_lines.append(line)

@@ -149,17 +149,18 @@ def watch_parent(death_fd: int) -> None:
     threading.Thread(target=wait_for_eof, name="death-watch", daemon=True).start()
 
 
-def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
+def announce_ready(settings: ProgramSettings, ports: Mapping[str, int], *, record: str = "") -> None:
     """Tells the parent that this process serves: one JSON line on ready_fd, which is then closed.
 
-    The line holds `ports` (grpc_port, http_port) and the worker id. Without ready_fd it is logged. What is on
-    the heap by now stays, and the garbage collector looks at it no more: a full collection stopped a gateway
-    for 80 ms, in which all its streams stood still.
+    The line holds `ports` (grpc_port, http_port), the worker id and, of a worker, its `record` for gateways.
+    Without ready_fd it is logged. What is on the heap by now stays, and the garbage collector looks at it no
+    more: a full collection stopped a gateway for 80 ms, in which all its streams stood still.
     """
     gc.collect()
     gc.freeze()
-    line = json.dumps({**ports, "worker_id": settings.worker_id})
-    _log.info("ready %s", line)
+    announced = {**ports, "worker_id": settings.worker_id}
+    _log.info("ready %s", json.dumps(announced))
+    line = json.dumps({**announced, "record": record} if record else announced)
     if settings.ready_fd is None:
         return
     try:

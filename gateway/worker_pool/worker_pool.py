@@ -1,10 +1,10 @@
 """The pool of this gateway's workers: found in the directory, linked, counted, and offered to the router.
 
-The directory says which workers exist; the links say which of them answer. A worker whose lease ran out stays
-as long as its link is up, and is chosen only when there is no leased one: an unreachable, flushed or slow
-Redis takes no worker from the gateway, and a worker that drains (it announces it, and gives up its lease)
-gets no new work. Nor does one that is suspected of hanging, or that is ejected for slowness, while there are
-others.
+The directory, and a supervisor for its own, says which workers exist; the links say which of them answer. A
+worker whose lease ran out stays as long as its link is up, and is chosen only when there is no leased one: an
+unreachable, flushed or slow Redis takes no worker from the gateway, and a worker that drains (it announces
+it, and gives up its lease) gets no new work. Nor does one that is suspected of hanging, or that is ejected
+for slowness, while there are others.
 """
 
 from __future__ import annotations
@@ -85,8 +85,11 @@ class WorkerPool:
         on_change: Callable[[], None] = lambda: None,
         timing: LinkTiming | None = None,
         arrival_wait_s: float = 0.0,
+        local_workers: Callable[[], list[WorkerRecord]] = list,
     ) -> None:
+        """Create a pool. ``local_workers`` returns those that the gateway's own supervisor knows to serve."""
         self._directory = directory
+        self._local_workers = local_workers
         self._listener = listener
         self._identity = identity
         self._tell_change = on_change
@@ -131,7 +134,8 @@ class WorkerPool:
 
     def reconcile(self) -> None:
         """Make the links match the directory's records."""
-        records = {r.worker_id: r for r in self._directory.workers() if self._is_ours(r)}
+        known = [*self._local_workers(), *self._directory.workers()]
+        records = {r.worker_id: r for r in known if self._is_ours(r)}
         for worker in self.registry:
             record = records.get(worker.record.worker_id)
             worker.leased = record is not None

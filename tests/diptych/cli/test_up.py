@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from diptych.client import CallFailed, Client, chat
 from tests.diptych.cli.specs import ROOT, alive, wait_until
@@ -179,6 +180,28 @@ def test_worker_killed_at_its_first_start_is_started_again_while_the_system_serv
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_restarted_while_redis_takes_no_writes_joins(system: System, role: str) -> None:
+    with redis.Redis.from_url(system.account["redis_url"]) as directory:
+        directory.config_set("maxmemory", 1)
+        try:
+            before = system.account[role][0]["pid"]
+            os.kill(before, signal.SIGKILL)
+            assert wait_until(lambda: system.serves_again(role, before), START_S)
+            assert wait_until(lambda: answers(system.address), 60)
+            assert "has no memory left for writes" in (system.ready_file.parent / "log").read_text()
+            listed = subprocess.run(
+                diptych("workers", f"--address=127.0.0.1:{system.account['gateway']['admin_port']}"),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert "draining" not in listed.stdout.lower(), listed.stdout
+        finally:
+            directory.config_set("maxmemory", 0)
 
 
 def free_port() -> int:
