@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
+from diptych.runtime.descriptors import ConnectionLimits, connection_limits
 from diptych.runtime.http_log import ServerLog
 from diptych.runtime.tls import BadTlsFiles, TlsFiles
 
@@ -31,8 +32,6 @@ IDLE_S = 30.0
 """Seconds for the head of a request, and between two requests on one connection."""
 STALL_S = 60.0
 """A client that takes nothing of what is there for it for so long is gone, and the kernel (Linux) says so."""
-_MAX_CONNECTIONS = 1024
-_SPARE_CONNECTIONS = 64  # beyond these; each for one request
 _SPARE_S = 5.0  # that one of them may last
 _RETRY_AFTER_S = 1
 _MAX_BODY_BYTES = 64 << 10
@@ -112,7 +111,7 @@ class HttpEdge:
             gives_work=gives_work,
             certificates=certificates,
         )
-        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
+        edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes, connection_limits())
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
         await edge._runner.setup()
         try:
@@ -241,7 +240,13 @@ class _Request(web.BaseRequest):
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
-    def __init__(self, handler: HttpApi, ends_connection: Callable[[Any], bool], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        handler: HttpApi,
+        ends_connection: Callable[[Any], bool],
+        max_body_bytes: int,
+        limits: ConnectionLimits,
+    ) -> None:
         super().__init__(
             handler,
             request_factory=self._request,
@@ -255,6 +260,7 @@ class _Server(web.Server):
         )
         self._ends_connection = ends_connection
         self._max_body_bytes = max_body_bytes
+        self._limits = limits
         self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
 
     def is_spare(self, handler: Any) -> bool:
@@ -263,10 +269,10 @@ class _Server(web.Server):
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
-        beyond = len(self.connections) - _MAX_CONNECTIONS
+        beyond = len(self.connections) - self._limits.http
         if beyond > 0:
             _log.debug("too many HTTP connections")
-            if beyond > _SPARE_CONNECTIONS:
+            if beyond > self._limits.spare:
                 transport.abort()
                 return
             self._spare[handler] = self._loop.call_later(_SPARE_S, transport.abort)

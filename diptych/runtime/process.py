@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import secrets
 import signal
 import sys
@@ -28,6 +27,7 @@ from typing import NoReturn
 import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
+from diptych.runtime.descriptors import allow_descriptors, shortage
 from diptych.runtime.nonblocking_stderr import NonblockingStream
 from diptych.runtime.settings import ProgramSettings
 from diptych.runtime.startup_error import CANNOT_START, StartupError
@@ -55,6 +55,8 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
     set_up_logging(settings)
     take_short_turns()
     allow_descriptors()
+    if warning := shortage():
+        _log.warning(warning)
     if settings.death_fd is not None:
         watch_parent(settings.death_fd)
     try:
@@ -76,16 +78,6 @@ def end_when_told() -> None:
     has no handler for. It would start, serve, and be killed in the middle of its work when the grace is over.
     """
     signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
-
-
-def allow_descriptors() -> None:
-    """As many open files as the system lets us have: logins and systemd begin with 1,024, which so many idle
-    connections use up, and then there are none for links and probes.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def leave(status: int) -> NoReturn:

@@ -140,7 +140,7 @@ class DirectoryMirror:
             try:
                 event = store.decode_event(fields)
             except ValueError as error:
-                _log.warning("passed over an update in the directory: %s", error)
+                self._pass_over("an update", error)
                 continue
             if not self._index.apply(event):
                 stale[event.worker_id] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 
+from diptych.runtime.descriptors import connection_limits
 from diptych.runtime.rpc import add_health_and_reflection, bind, make_server
 from diptych.v1 import admin_pb2 as pb
 from gateway.call import Calls
@@ -34,7 +35,12 @@ class AdminServicer:
         share_port: bool = False,
     ) -> AdminServicer:
         """Bind (0 = any free port) and serve. Raises OSError or UnsafeBindError."""
-        server = make_server(internal=False, max_message_bytes=MAX_REQUEST_BYTES, share_port=share_port)
+        server = make_server(
+            internal=False,
+            max_message_bytes=MAX_REQUEST_BYTES,
+            share_port=share_port,
+            max_connections=connection_limits().admin,
+        )
         add_service(server, calls, DESCRIPTOR, bodies(operations))
         health = await add_health_and_reflection(server, [DESCRIPTOR.full_name])
         bound = bind(server, host, port, insecure, credentials)

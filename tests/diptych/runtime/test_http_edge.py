@@ -11,6 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
 from diptych.runtime.bind_address import UnsafeBindError
+from diptych.runtime.descriptors import ConnectionLimits
 from diptych.runtime.http_edge import HttpEdge
 
 
@@ -153,8 +154,8 @@ async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPat
 
 
 async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
-    monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 1)
+    few = ConnectionLimits(http=1, spare=1)
+    monkeypatch.setattr("diptych.runtime.http_edge.connection_limits", lambda: few)
     http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
     kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
@@ -171,8 +172,8 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
 @pytest_asyncio.fixture
 async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
     """A client has the only connection, and two are to spare. Whoever asks its door gets 418."""
-    monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
-    monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 2)
+    few = ConnectionLimits(http=1, spare=2)
+    monkeypatch.setattr("diptych.runtime.http_edge.connection_limits", lambda: few)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_S", 0.5)
 
     async def door(_: web.BaseRequest) -> web.Response:
