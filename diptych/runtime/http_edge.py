@@ -17,7 +17,7 @@ import math
 import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -237,6 +237,13 @@ class _Request(web.BaseRequest):
         return super().keep_alive and not self.ends_connection(self.protocol)
 
 
+class _Spare(NamedTuple):
+    """A connection beyond the limit, and the timer that ends it."""
+
+    transport: asyncio.Transport
+    timer: asyncio.TimerHandle
+
+
 class _Server(web.Server):
     """aiohttp's server without its application layer: routes are few, and a token stream needs no more."""
 
@@ -261,7 +268,7 @@ class _Server(web.Server):
         self._ends_connection = ends_connection
         self._max_body_bytes = max_body_bytes
         self._limits = limits
-        self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
+        self._spare: dict[Any, _Spare] = {}  # those beyond the limit, the oldest first
 
     def is_spare(self, handler: Any) -> bool:
         """Whether it came when clients had all connections."""
@@ -272,19 +279,29 @@ class _Server(web.Server):
         beyond = len(self.connections) - self._limits.http
         if beyond > 0:
             _log.debug("too many HTTP connections")
-            if beyond > self._limits.spare:
+            if beyond > self._limits.spare and not self._end_silent_spare():
                 transport.abort()
                 return
-            self._spare[handler] = self._loop.call_later(_SPARE_S, transport.abort)
+            self._spare[handler] = _Spare(transport, self._loop.call_later(_SPARE_S, transport.abort))
         tcp = transport.get_extra_info("socket")
         if tcp is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(STALL_S * 1000))
 
+    def _end_silent_spare(self) -> bool:
+        """End the oldest spare connection without a request: a probe sends one at once. False without one."""
+        for handler, spare in self._spare.items():
+            if handler._current_request is None:
+                del self._spare[handler]
+                spare.timer.cancel()
+                spare.transport.abort()
+                return True
+        return False
+
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        timer = self._spare.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
+        spare = self._spare.pop(handler, None)
+        if spare is not None:
+            spare.timer.cancel()
 
     def _request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: "asyncio.Task[None]"

@@ -6,6 +6,7 @@ is told once a minute at most, and its end only if it was told itself.
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from redis.exceptions import (
@@ -140,7 +141,7 @@ def error_cause(error: Exception) -> tuple[str, str] | None:
 
 
 def _mentions(error: Exception, *words: str) -> bool:
-    return any(word in str(error).replace(":", " ").split() for word in words)
+    return any(re.search(rf"\b{word}\b", str(error)) for word in words)
 
 
 def without_login(url: str) -> str:

@@ -153,15 +153,17 @@ async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPat
     await http.close()
 
 
-async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_spare_connection_makes_room_for_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
     few = ConnectionLimits(http=1, spare=1)
     monkeypatch.setattr("diptych.runtime.http_edge.connection_limits", lambda: few)
     http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True)
     kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(2)]
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    probe = await asyncio.open_connection("127.0.0.1", http.port)
     with contextlib.suppress(ConnectionResetError):
-        assert await asyncio.wait_for(reader.read(), 2) == b""
-    writer.close()
+        assert await asyncio.wait_for(kept[1][0].read(), 10) == b""
+    probe[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b" 200 " in await asyncio.wait_for(probe[0].readline(), 10)
+    probe[1].close()
     kept[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert b" 200 " in await asyncio.wait_for(kept[0][0].readline(), 2)
     for _, other in kept:
