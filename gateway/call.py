@@ -59,7 +59,7 @@ from gateway.access.access import Access, Caller
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
 from gateway.admission.queue import FIRST_RETRY_S
-from gateway.request.validate_names import id_from_header
+from gateway.request.field_checks import id_from_header
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 """Codes of a request that the server could not serve and of which nothing was delivered."""

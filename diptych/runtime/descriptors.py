@@ -35,7 +35,7 @@ class ConnectionLimits:
         return self.grpc < GRPC
 
 
-def allow_descriptors() -> None:
+def raise_descriptor_limit() -> None:
     """Raise the limit on open files as far as the system lets us.
 
     Logins and systemd begin with 1,024, which so many idle connections use up.

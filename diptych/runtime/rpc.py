@@ -24,7 +24,7 @@ from diptych.runtime.bind_address import CannotListen, join_host_port, require_s
 from diptych.runtime.descriptors import connection_limits
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""The largest message anybody may send us: a prompt of a million tokens fits, a flood does not."""
+"""The largest message that a peer may send: a prompt of a million tokens fits, a flood does not."""
 
 MAX_METADATA_BYTES = 16 << 10
 MAX_CONCURRENT_STREAMS = 1024
@@ -94,7 +94,7 @@ def make_server(
     share_port: bool = False,
     max_connections: int | None = None,
 ) -> grpc.aio.Server:
-    """A server on the running loop, neither bound nor started.
+    """Return a server on the running loop, neither bound nor started.
 
     `internal`: its clients are our own processes, whose silence for two seconds means death. Beyond
     `maximum_concurrent_rpcs` (None = no bound) gRPC itself answers RESOURCE_EXHAUSTED. Connections beyond
@@ -114,7 +114,10 @@ def make_server(
 
 
 def make_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to another process of ours. It reconnects quickly and gRPC retries nothing by itself."""
+    """Return a channel to another process of ours.
+
+    It reconnects quickly and gRPC retries nothing by itself.
+    """
     options: list[Option] = [
         *_liveness_options(),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -140,7 +143,7 @@ def bind(
     insecure: bool,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    """Binds and returns the port (a free one for 0).
+    """Bind and returns the port (a free one for 0).
 
     Raises UnsafeBindError for an address beyond loopback without TLS unless `insecure`, and CannotListen
     when the port is taken.
@@ -187,7 +190,7 @@ class Health:
 
 
 async def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> Health:
-    """Registers both for the full names of `services`. They start NOT_SERVING: call `set_ready(True)`.
+    """Register both for the full names of `services`. They start NOT_SERVING: call `set_ready(True)`.
 
     Call it after the services were added and before the server starts.
     """
@@ -199,7 +202,7 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[
 
 
 async def drain(server: grpc.aio.Server, health: Health, *, settle_s: float, grace_s: float) -> None:
-    """Stops gracefully: not ready at once, after `settle_s` no new calls, after `grace_s` the rest ends.
+    """Stop gracefully: not ready at once, after `settle_s` no new calls, after `grace_s` the rest ends.
 
     `settle_s` is the time that load balancers need to see NOT_SERVING. What still runs after the
     grace period is cancelled (the handler sees CancelledError); handlers that can say more to their

@@ -29,7 +29,7 @@ from diptych.runtime.errors import (
     Internal,
     KvTransferFailed,
     NoReadyWorker,
-    NothingAllowed,
+    NoValidToken,
     ShutDown,
     WorkerLost,
 )
@@ -121,7 +121,7 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
         case Cause.INCOMPATIBLE:
             return GiveUp(_aborted_or(NoReadyWorker("decode"), context))
         case Cause.NO_VALID_TOKEN:
-            return GiveUp(NothingAllowed())
+            return GiveUp(NoValidToken())
         case Cause.INTERNAL:
             return GiveUp(Internal("a worker failed on it; that worker's log has the details"))
 

@@ -133,7 +133,7 @@ ROWS = {
         503,
         retry=True,
         metadata={"role": "prefill"},
-        settings={"recovery_wait_s": 0},
+        settings={"worker_wait_timeout": 0},
         workers=lambda script: [ScriptedDecode()],
     ),
     "the server drains": Row(
@@ -141,7 +141,7 @@ ROWS = {
         "DRAINING",
         503,
         retry=True,
-        settings={"drain_grace_s": 10.0},
+        settings={"shutdown_timeout": 10.0},
         situation=draining,
     ),
     "a worker is lost before the first token": Row(
@@ -162,7 +162,7 @@ ROWS = {
         Code.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",
         400,
-        script=failing(work_pb2.FAILURE_REASON_NEVER_FITS),
+        script=failing(work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY),
     ),
     "a worker saw the deadline pass": Row(
         Code.DEADLINE_EXCEEDED,
@@ -173,9 +173,9 @@ ROWS = {
     ),
     "the rules leave no token": Row(
         Code.FAILED_PRECONDITION,
-        "NOTHING_ALLOWED",
+        "NO_VALID_TOKEN",
         400,
-        script=failing(work_pb2.FAILURE_REASON_NOTHING_ALLOWED),
+        script=failing(work_pb2.FAILURE_REASON_NO_VALID_TOKEN),
     ),
     "a bug": Row(
         Code.INTERNAL,

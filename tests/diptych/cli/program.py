@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.process import announce_ready, run_program
-from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import ProgramSettings, StartupError
 
 
 def main() -> int:
