@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diptych.runtime.settings import Port, ProgramSettings, setting
+from diptych.runtime.settings import Port, ProgramSettings, internal, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
 from gateway.session.retry_policy import WORKER_WAIT_S
@@ -107,6 +107,7 @@ class GatewaySettings(ProgramSettings):
         "times the prefill of an average request.",
         section="Admission",
     )
+    workers_fd: int | None = internal(None, "File with the workers that `diptych up` has started.")
     worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,
         "Seconds that a request which lost its worker waits for another one.",

@@ -16,10 +16,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from diptych.runtime.errors import DiptychError, Draining, Interrupted, InvalidParameter, NoReadyWorker
+from diptych.runtime.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DiptychError,
+    Draining,
+    Interrupted,
+    InvalidParameter,
+    NoReadyWorker,
+)
 from diptych.runtime.failpoints import reach
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Telemetry
@@ -144,9 +153,7 @@ class Generator:
         request = job.request
         if self.draining:
             raise Draining()
-        missing = self._worker_pool.registry.missing_role()
-        if missing is not None:
-            raise NoReadyWorker(missing.value)
+        job = await self._require_workers(job, call)
         self._live.reserve(job.tenant, request.request_id)
         ticket: Ticket | None = None
         driver: RequestDriver | None = None
@@ -177,6 +184,29 @@ class Generator:
             if ticket is not None and driver is not None:
                 self._gate.leave(ticket, driver.billed / len(driver.outputs))
             self._live.release(job.tenant, request.request_id)
+
+    async def _require_workers(self, job: Job, call: Call) -> Job:
+        """Return ``job`` when there are workers, after a short wait for them.
+
+        Its output is bounded by their memory, which was not known before they came.
+        Raises `NoReadyWorker`, `DeadlineExceeded`, `Draining`, `ContextLengthExceeded`.
+        """
+        registry = self._worker_pool.registry
+        if registry.missing_role() is None:
+            return job
+        await self._worker_pool.arrivals.wait(call.time_left_s(self._clock()))
+        if self.draining:
+            raise Draining()
+        if (missing := registry.missing_role()) is not None:
+            if call.time_left_s(self._clock()) == 0:
+                raise DeadlineExceeded("routing")
+            raise NoReadyWorker(missing.value)
+        limit = registry.token_limit() or self._context
+        if job.worst_case_tokens <= limit:
+            return job
+        if job.request.max_tokens is not None or limit <= job.prompt_tokens:
+            raise ContextLengthExceeded(job.prompt_tokens, job.max_tokens, limit)
+        return replace(job, max_tokens=limit - job.prompt_tokens)
 
     def _job(self, request: ParsedRequest, call: Call, limit: int) -> Job:
         return Job(

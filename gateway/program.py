@@ -11,6 +11,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from diptych.runtime.discovery.mirror import DirectoryMirror
+from diptych.runtime.discovery.worker_file import WorkerFileReader
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
@@ -69,7 +70,13 @@ class Gateway:
         )
         self._changed = asyncio.Event()
         self.worker_pool = WorkerPool(
-            self.mirror, self.live, identity, clock=time.monotonic, on_change=self._workers_changed
+            self.mirror,
+            self.live,
+            identity,
+            clock=time.monotonic,
+            on_change=self._workers_changed,
+            arrival_wait_s=settings.worker_wait_timeout,
+            local_workers=WorkerFileReader(settings.workers_fd).workers,
         )
         delay_s = settings.max_queue_delay_s
         max_delay = MaxQueueDelay(seconds=None if delay_s == "auto" else delay_s)
@@ -119,7 +126,10 @@ class Gateway:
 
     def why_not_ready(self) -> str:
         """Return the reason in a line; empty while the gateway is ready."""
-        return "shutting down" if self._shutting_down else self.worker_pool.registry.why_not_ready()
+        if self._shutting_down:
+            return "shutting down"
+        why, outage = self.worker_pool.registry.why_not_ready(), self.mirror.outage
+        return f"{why}; {outage}" if why and outage else why
 
     def _gives_work(self, worker_id: str) -> bool:
         return any(
@@ -184,6 +194,7 @@ class Gateway:
             await self._stop_listening()
         else:
             self.generator.draining = True
+            self.worker_pool.arrivals.release()
         try:
             await asyncio.wait_for(self._all_answered(), self._settings.shutdown_timeout)
         except TimeoutError:

@@ -308,13 +308,17 @@ class Cancelled(DiptychError):
 
 
 class Internal(DiptychError):
-    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log."""
+    """A bug or logits that are not finite. The text is fixed: what happened is in the server's log.
+
+    ``why`` is for that log alone; it holds no text and no token of the request.
+    """
 
     code = grpc.StatusCode.INTERNAL
     reason = "INTERNAL"
 
-    def __init__(self) -> None:
+    def __init__(self, why: str = "") -> None:
         super().__init__("internal error; the server's log has the details under this request id")
+        self.why = why
 
 
 def printable(name: str) -> str:

@@ -32,6 +32,9 @@ from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
 from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
 
+CANNOT_START = "cannot start: "
+"""Words before a StartupError's message in the log: a supervisor knows that another start would not help."""
+
 
 class StartupError(Exception):
     """A wrong path, a taken port, a missing device: its user can mend it, and needs no traceback."""

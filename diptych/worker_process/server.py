@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from diptych.runtime.bind_address import join_host_port
 from diptych.runtime.discovery.publisher import DirectoryPublisher
-from diptych.runtime.discovery.records import WorkerRecord
+from diptych.runtime.discovery.records import WorkerRecord, record_to_json
 from diptych.runtime.http_edge import HttpEdge
 from diptych.runtime.model_name import model_names
 from diptych.runtime.process import announce_ready, incarnation, leave
@@ -109,7 +109,8 @@ class WorkerServer:
         self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._spec.owned_keys)
         await self._publisher.start()
         await health.set_ready(True)
-        announce_ready(settings, {"grpc_port": port, "http_port": http.port})
+        ports = {"grpc_port": port, "http_port": http.port}
+        announce_ready(settings, ports, record=record_to_json(record))
         status = await _until(stop, self._drain_requested, engine, beat)
         self._loop.draining = True
         self._send_heartbeat()  # gateways learn at once that nothing new is taken

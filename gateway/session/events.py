@@ -100,6 +100,20 @@ class StopMatched:
 
 
 @dataclass(frozen=True, slots=True)
+class ProofPending:
+    """The router's answer after a loss: workers are linked, but none was heard of since."""
+
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAgain:
+    """The end of the pause after `ProofPending`."""
+
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TimeLimitReached:
     """The request's own soft limit: it finishes with the output that it has."""
 
@@ -135,6 +149,8 @@ Event = (
     Admitted
     | Routed
     | NoRoute
+    | ProofPending
+    | RouteAgain
     | Launched
     | AttemptEvent
     | WorkerDown
@@ -167,6 +183,13 @@ class AwaitWorker:
     choice: int
     attempt: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitProof:
+    """A timer: apply `RouteAgain` after a short pause."""
+
+    choices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +255,6 @@ class Fail:
     error: DiptychError
 
 
-Action = NeedRoute | AwaitWorker | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+Action = (
+    NeedRoute | AwaitWorker | AwaitProof | ChooseRoute | Attach | Dispatch | Cancel | Emit | Finish | Fail
+)

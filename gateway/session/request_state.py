@@ -23,6 +23,7 @@ from gateway.session.choice_state import ChoiceState, State
 from gateway.session.events import (
     Action,
     Attach,
+    AwaitProof,
     Cancel,
     ChooseRoute,
     Dispatch,
@@ -33,7 +34,9 @@ from gateway.session.events import (
     NeedRoute,
     NoRoute,
     OutputRestored,
+    ProofPending,
     RequestFailed,
+    RouteAgain,
     Routed,
     StopMatched,
     WaitExpired,
@@ -106,7 +109,9 @@ class RequestState:
                 return self._apply_to_one(event.choice, event, now)
             case AttemptFailed(choice=int(choice)):
                 return self._apply_to_one(choice, event, now)
-            case NoRoute():
+            case ProofPending(choices):
+                return [AwaitProof(choices)]
+            case NoRoute() | RouteAgain():
                 return self._apply_to_several(event.choices, event, now)
             case WorkerDown(worker_id):
                 return self._apply_to_several(self._affected_first(worker_id), event, now)
@@ -120,7 +125,11 @@ class RequestState:
 
     def _apply_to_one(self, index: int, event: Event, now: float) -> list[Action]:
         if index >= len(self.choices):  # the request has no such choice
-            return self._apply_to_several(range(len(self.choices)), RequestFailed(Internal()), now)
+            return self._apply_to_several(
+                range(len(self.choices)),
+                RequestFailed(Internal("a worker sent a choice that it does not have")),
+                now,
+            )
         choice = self.choices[index]
         before, actions = choice.state, choice.handle(event, now)
         if len(actions) == 1 and isinstance(actions[0], Emit):
