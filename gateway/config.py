@@ -78,6 +78,20 @@ class GatewaySettings(ProgramSettings):
         description="refuse a request whose prefill would begin later than this, as predicted; "
         "auto = four times what the prefill of an average request takes",
     )
+    write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        60.0,
+        description="seconds in which a client must take a message of its stream; then the stream ends with "
+        "ABORTED and SLOW_READER",
+    )
+    stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
+        16,
+        description="MiB of output that may wait for the reader of one stream; beyond, as after the timeout",
+    )
+    total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        256,
+        description="MiB of output that may wait for the readers of all streams; beyond, the stream with most of "
+        "it ends",
+    )
     share_ports: bool = Field(
         False, description="let a successor listen on the same ports before this gateway has ended"
     )

@@ -17,7 +17,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from gateway.access.access import Caller, anonymous
 from gateway.call import Calls
-from gateway.frontends.grpc.grpc_call import Context, GrpcCall, serve
+from gateway.frontends.grpc.grpc_call import GrpcCall, serve
+from gateway.frontends.grpc.stream_end import Context
 from gateway.request.validation import parse_message
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
