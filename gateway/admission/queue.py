@@ -399,10 +399,9 @@ class AdmissionQueue:
         if not len(queue):
             return None
         held, waiting = self._running_of, [*queue.tenants]
-        share = self._share()
-        below = [tenant for tenant in waiting if held[tenant] < share]
-        found = queue.head(below) if below else None
-        return found or queue.head([tenant for tenant in waiting if held[tenant] < self._most_of_one])
+        share, most = self._share(), self._most_of_one
+        allowed = [tenant for tenant in waiting if held[tenant] < most]
+        return queue.head([tenant for tenant in allowed if held[tenant] < share]) or queue.head(allowed)
 
     def _share(self) -> float:
         tenants = self._running_of.keys() | self._queue.tenants | self._more.tenants

@@ -40,9 +40,7 @@ async def test_a_reader_that_stalls_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
             ended.set_result(sent)
             raise
 
-    http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=endless
-    )
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=endless)
     client = socket.create_connection(("127.0.0.1", http.port))
     client.sendall(b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n")
     # What the kernel's buffers hold goes out; then it is waited for the client, and not for ever.
