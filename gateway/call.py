@@ -50,6 +50,7 @@ from typing import ClassVar
 import grpc
 
 from diptych.runtime.errors import DiptychError, Internal
+from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.metrics import GatewayMetrics
 from diptych.runtime.telemetry import Attributes, ServerSpan, Telemetry
 from diptych.runtime.trace_context import NO_TRACE, Headers
@@ -177,6 +178,7 @@ class Calls:
         write_timeout_s: float = 60.0,
     ) -> None:
         self.write_timeout_s = write_timeout_s
+        self.heap = HeapTrim()
         self._telemetry = telemetry
         self._metrics = metrics
         self._access = access

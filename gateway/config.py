@@ -84,13 +84,11 @@ class GatewaySettings(ProgramSettings):
         "ABORTED and SLOW_READER",
     )
     stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
-        16,
-        description="MiB of output that may wait for the reader of one stream; beyond, as after the timeout",
+        64, description="MiB of output that may wait for one stream's reader; beyond, it ends likewise"
     )
     total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         256,
-        description="MiB of output that may wait for the readers of all streams; beyond, the stream with most of "
-        "it ends",
+        description="MiB of output that may wait for all streams' readers; beyond, the stream with most ends",
     )
     share_ports: bool = Field(
         False, description="let a successor listen on the same ports before this gateway has ended"

@@ -40,7 +40,7 @@ class ReaderLimits:
     """Limits on unread output; see the module. Bytes as they are in memory, estimated."""
 
     write_s: float = 60.0
-    stream_bytes: int = 16 << 20
+    stream_bytes: int = 64 << 20
     total_bytes: int = 256 << 20
 
 

@@ -1,13 +1,15 @@
-"""Return of freed heap memory to the system (glibc's ``malloc_trim``; elsewhere nothing).
+"""Release of garbage, and return of freed heap memory to the system.
 
-glibc gives back the end of its heaps only. After many large answers were freed, small live objects between them
-keep the pages: a gateway with 72 stalled streams took 83 to 239 MiB and kept 139 after their end.
+Requests that fail leave reference cycles, which hold what they had until Python's oldest generation is collected.
+glibc gives back the end of its heaps only: small live objects keep the pages of large freed ones around them
+(``malloc_trim`` does not; other C libraries have none).
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 from collections.abc import Callable
 
 DELAY_S = 1.0  # what is freed together is returned together
@@ -23,19 +25,20 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class HeapTrim:
-    """Trimmer of this process's heap: at most once in `DELAY_S`, in a thread."""
+    """Trimmer of this process's heap: at most once in `DELAY_S`."""
 
     def __init__(self) -> None:
         self._trim = _malloc_trim()
         self._timer: asyncio.TimerHandle | None = None
 
     def request(self) -> None:
-        """Trim the heap soon; to be called on the event loop."""
-        if self._trim is not None and self._timer is None:
+        """Collect and trim soon; to be called on the event loop."""
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._run)
 
     def _run(self) -> None:
         self._timer = None
+        gc.collect()  # programs freeze what lives since their start (`diptych.runtime.process`): this is short
         if self._trim is not None:
             # ctypes releases the GIL meanwhile.
             asyncio.get_running_loop().run_in_executor(None, self._trim, _TRIM_ALL)

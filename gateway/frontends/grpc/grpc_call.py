@@ -69,6 +69,6 @@ async def serve(calls: Calls, call: GrpcCall, body: Callable[[], Awaitable[T]]) 
         with calls.account(call):
             result = await body()
     except DiptychError as error:
-        await end_with(call.context, error, call.request_id)
-    limit_end(call.context, call.request_id, calls.write_timeout_s)
+        await end_with(call.context, error, call.request_id, calls.heap)
+    limit_end(call.context, call.request_id, calls.write_timeout_s, calls.heap)
     return result

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from diptych.runtime.errors import DiptychError
+from diptych.runtime.heap_trim import HeapTrim
 from diptych.runtime.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,7 +26,7 @@ STATUS_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
-async def end_with(context: Context, error: DiptychError, request_id: str) -> NoReturn:
+async def end_with(context: Context, error: DiptychError, request_id: str, heap: HeapTrim) -> NoReturn:
     """Send the status of ``error``; reset the stream if its client does not take it in `STATUS_S`.
 
     Raises grpc.aio.AbortError, as `abort`, or CancelledError where the RPC had ended, or is reset.
@@ -41,19 +42,19 @@ async def end_with(context: Context, error: DiptychError, request_id: str) -> No
         raise asyncio.CancelledError("the RPC has ended") from ended
     finally:
         sending.cancel()
-    reset(asyncio.current_task(), request_id)
+    reset(asyncio.current_task(), request_id, heap)
     raise asyncio.CancelledError("the client does not read")
 
 
-def limit_end(context: Context, request_id: str, seconds: float) -> None:
+def limit_end(context: Context, request_id: str, seconds: float, heap: HeapTrim) -> None:
     """Reset the stream of the current task's RPC unless its client has read all within ``seconds``."""
     handler = asyncio.current_task()
-    timer = asyncio.get_running_loop().call_later(seconds, reset, handler, request_id)
+    timer = asyncio.get_running_loop().call_later(seconds, reset, handler, request_id, heap)
     context.add_done_callback(lambda _: timer.cancel())
 
 
-def reset(handler: asyncio.Task[Any] | None, request_id: str) -> None:
-    """Reset the stream of the RPC that ``handler`` serves."""
+def reset(handler: asyncio.Task[Any] | None, request_id: str, heap: HeapTrim) -> None:
+    """Reset the stream of the RPC that ``handler`` serves; ``heap`` releases what refers to it in cycles."""
     waiting = None if handler is None else _waiting_for_client(handler)
     if handler is None or waiting is None:
         _log.error("request %s: its stream could not be reset", request_id)
@@ -62,6 +63,7 @@ def reset(handler: asyncio.Task[Any] | None, request_id: str) -> None:
     waiting.cancel()
     if handler is not asyncio.current_task():
         handler.cancel()
+    heap.request()
 
 
 def _waiting_for_client(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:

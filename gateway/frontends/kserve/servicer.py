@@ -131,8 +131,8 @@ class KServeServicer:
             for task in list(running):
                 await end_task(task)
         if (error := shared.unread or shared.overdue) is not None:
-            await end_with(context, error, "")
-        limit_end(context, "", self._calls.write_timeout_s)
+            await end_with(context, error, "", self._calls.heap)
+        limit_end(context, "", self._calls.write_timeout_s, self._calls.heap)
 
     async def _one(self, data: bytes, shared: SharedStream) -> None:
         """One request of a stream, from its bytes to its last response."""
