@@ -15,6 +15,7 @@ import pytest
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.runtime.heap_trim import DELAY_S
 from diptych.v1 import inference_pb2 as pb
+from diptych.v1 import inference_pb2_grpc
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until
@@ -105,8 +106,9 @@ async def test_stream_is_reset_when_its_status_is_not_taken(
         call = await stopped_reader(channel, wordy(stack))
         await until(lambda: calls(stack, "ABORTED") == 1)
         await until(lambda: rpcs() == before)
-        await stack.stub.ListModels(pb.ListModelsRequest())  # gRPC's own loop refers to its latest RPC
         await asyncio.sleep(1.5 * DELAY_S)
+        await stack.stub.ListModels(pb.ListModelsRequest())  # gRPC's own loop refers to its latest RPC
+        await asyncio.sleep(0.5)
         with pytest.raises(grpc.aio.AioRpcError) as ended:  # it reads again
             await collect(call)
         assert ended.value.code() is grpc.StatusCode.CANCELLED
