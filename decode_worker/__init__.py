@@ -1,1 +1,1 @@
-"""The decode worker: memory-bound continuous batching over paged KV blocks that were handed over."""
+"""The decode worker: memory-bound continuous batching over paged KV blocks that prefill workers filled."""

@@ -1,7 +1,7 @@
-"""Beam search on the decode worker: all live beams are one gang, and nothing goes out until it is over.
+"""Beam search on the decode worker: all live beams are one step group, and the outputs are sent at its end.
 
-The decisions are diptych/engine/beam_search.py's; here beams are rows with blocks. What a fork shares with its
-siblings it shares until it writes (attempt_blocks.py), so that a search over W beams holds the prompt once.
+diptych/engine/beam_search.py takes the decisions; here beams are rows with blocks. Blocks that a fork shares
+with its siblings stay shared until it writes (sequence.py): a search over W beams holds the prompt once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from diptych.engine.sampling import Candidate, SampleFailure
 from diptych.engine.sampling.sample import NOTHING_LEFT
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.grammar_masks import GrammarState
-from diptych.worker_process.logprob_codec import candidate_of
+from diptych.worker_process.logprob_codec import decode_candidate
 
 _Candidates = list[Candidate] | SampleFailure
 
 
 class Beams(StepGroup):
-    """One search; `choices` are the ranks that the gateway wants of its result."""
+    """A beam search; `choices` are the ranks that the gateway wants of its result."""
 
-    def __init__(self, request: DecodeRequest, joined: int, ranks: Sequence[int]) -> None:
-        super().__init__(request, joined, ranks)
+    def __init__(self, request: DecodeRequest, arrival_order: int, ranks: Sequence[int]) -> None:
+        super().__init__(request, arrival_order, ranks)
         attempt = request.attempt
         self._search = BeamSearch(
             attempt.beam_width, stop_ids=attempt.stop_token_ids, max_tokens=attempt.max_tokens
@@ -36,10 +36,10 @@ class Beams(StepGroup):
 
     @staticmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[_Candidates]:
-        """What each beam may go on with."""
+        """Return the tokens that each beam may continue with, from logits `[beams, vocab]`."""
         picked: list[_Candidates] = []
-        for number, (gang, sequence) in enumerate(rows):
-            attempt = gang.request.attempt
+        for number, (group, sequence) in enumerate(rows):
+            attempt = group.request.attempt
             picked += beam_candidates(
                 logits[number : number + 1],
                 [sequence.next_row],
@@ -52,9 +52,9 @@ class Beams(StepGroup):
         attempt = self.request.attempt
         row = attempt.sample_row(attempt.params, [])
         root = DecodeSequence(len(attempt.prompt_ids), [], row, self.request.grammar)
-        self.request.blocks.root(root)
+        self.request.blocks.start(root)
         self.rows = [root]
-        return self._fork(self._search.first([candidate_of(token) for token in first_tokens]))
+        return self._fork(self._search.first([decode_candidate(token) for token in first_tokens]))
 
     def take(self, picked: Sequence[Sequence[_Candidates] | SampleFailure]) -> Outcome | None:
         of_beams: list[list[Candidate]] = []
@@ -63,19 +63,19 @@ class Beams(StepGroup):
             if not isinstance(found, SampleFailure):
                 of_beams.append(found)
             elif found.by_request:
-                of_beams.append([])  # the rules end this beam; others may go on
+                of_beams.append([])  # the rules end this beam; others may continue
             else:
                 return self.failed(found)
         return self._fork(self._search.advance(of_beams))
 
     def candidate(self, unknown: int = 0) -> Planned:
-        growth = self.request.blocks.joint_demand(self.rows)
+        growth = self.request.blocks.group_demand(self.rows)
         attempt = self.request.attempt
         rows = len(self.rows)
-        return Planned(self.joined, rows, growth, None, attempt.reserve_worst_case, attempt.priority)
+        return Planned(self.arrival_order, rows, growth, None, attempt.reserve_worst_case, attempt.priority)
 
     def _fork(self, forks: Sequence[Fork]) -> Outcome | None:
-        """Replace the rows by their forks; without any the search is over."""
+        """Replace the rows by their forks; without any the search has ended."""
         parents = self.rows
         self.rows = list(parents)  # with each child from the moment that it holds blocks
         for fork in forks:
@@ -97,14 +97,14 @@ class Beams(StepGroup):
         return child
 
     def _deliver(self) -> Outcome:
-        """Each rank's output, and its last word."""
+        """Send each rank's output and terminal message."""
         request, attempt = self.request, self.request.attempt
         best = self._search.result(max(self.choices) + 1)
         if not best:
             return self.failed(NOTHING_LEFT)
         for rank in self.choices:
             beam: Beam = best[rank]
-            # Where neither its tokens nor its length ended it, its rules did.
+            # If neither its tokens nor its length ended it, its rules did.
             reason = attempt.finish_reason(beam.token_ids[-1], len(beam.token_ids), self._grammar_after(beam))
             reason = reason or work_pb2.FINISH_REASON_STOP
             request.gateway.output(
@@ -113,7 +113,7 @@ class Beams(StepGroup):
         return "finished"
 
     def _grammar_after(self, beam: Beam) -> GrammarState | None:
-        """A hypothesis is no row, and has no state of its own."""
+        """Return the grammar's state after a hypothesis, which is no row and has no state of its own."""
         if self.request.grammar is None:
             return None
         grammar = self.request.grammar.copy()

@@ -1,4 +1,4 @@
-"""Ordinary decoding: each choice of an attempt is a sequence of its own and streams as it goes."""
+"""Ordinary decoding: each choice of an attempt is a sequence of its own and streams its tokens."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from decode_worker.step_group import Row, StepGroup
 from diptych.engine.sampling import Sampled, SampleFailure, SampleRow, sample
 from diptych.engine.step_output import can_sample_on_device
 from diptych.worker.v1 import work_pb2
-from diptych.worker_process.logprob_codec import sampled_of
+from diptych.worker_process.logprob_codec import decode_sampled
 
 
 class Choice(StepGroup):
-    """One choice; `place` is where its first token stands among those of the handoff."""
+    """A choice; `place` is the index of its first token among those of the handoff."""
 
-    def __init__(self, request: DecodeRequest, joined: int, choice: int, place: int) -> None:
-        super().__init__(request, joined, [choice])
+    def __init__(self, request: DecodeRequest, arrival_order: int, choice: int, place: int) -> None:
+        super().__init__(request, arrival_order, [choice])
         self._choice = choice
         self._place = place
 
     @staticmethod
-    def draws(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
-        """Its rows, unless rules, a mask or scores need a look at the logits."""
+    def device_rows(sequence: DecodeSequence) -> Sequence[SampleRow | None]:
+        """Return its rows, unless rules, a mask or log-probabilities need the logits."""
         if not sequence.draft:
             return (can_sample_on_device(sequence.next_row),)
         return [can_sample_on_device(row) for row in sequence.sample_rows()]
 
-    def draftable(self, sequence: DecodeSequence) -> int:
-        """As many as there will be, where nothing but the logits decides a token."""
+    def max_draft(self, sequence: DecodeSequence) -> int:
+        """Return the number of tokens still to come, where the logits alone decide them."""
         if can_sample_on_device(sequence.next_row) is None:
             return 0
         return self.request.attempt.max_tokens - len(sequence.output_ids) - 1
 
     @staticmethod
     def pick(logits: torch.Tensor, rows: Sequence[Row]) -> Sequence[Sampled | SampleFailure]:
-        """One token for each row of logits."""
+        """Return one token for each row of logits `[rows of logits, vocab]`."""
         return sample(logits, [row for _, sequence in rows for row in sequence.sample_rows()])
 
     def start(self, first_tokens: Sequence[work_pb2.SampledToken]) -> Outcome | None:
-        """The first token goes out before any step."""
+        """Begin after the handoff; the first token is sent before any step."""
         request, attempt = self.request, self.request.attempt
         output = list(attempt.delivered_ids)
         grammar = None if request.grammar is None else request.grammar.copy()
         row = attempt.sample_row(attempt.choices[self._choice], output, grammar)
         sequence = DecodeSequence(len(attempt.prompt_ids), output, row, grammar)
-        request.blocks.root(sequence)
+        request.blocks.start(sequence)
         self.rows = [sequence]
         if output and (reason := attempt.finish_reason(output[-1], len(output), grammar)) is not None:
-            # A client that resumes has the last token already; only the word that it was the last got lost.
+            # A client that resumes has the last token already; only the terminal message was lost.
             return self._finished(reason)
-        return self._accept(sampled_of(first_tokens[self._place]), request.times_now())
+        return self._accept(decode_sampled(first_tokens[self._place]), request.times_now())
 
     def take(self, picked: Sequence[Sequence[Sampled | SampleFailure] | SampleFailure]) -> Outcome | None:
         (found,) = picked
@@ -66,7 +66,7 @@ class Choice(StepGroup):
         return self.failed(sampled) if isinstance(sampled, SampleFailure) else self._accept(sampled)
 
     def _take_drafted(self, found: Sequence[Sampled | SampleFailure]) -> Outcome | None:
-        """Tokens follow one another as long as each is the one that the next was computed after."""
+        """Accept tokens as long as each equals the drafted one that the next was computed after."""
         draft, self.rows[0].draft = self.rows[0].draft, []
         self.request.drafted += len(draft)
         for place, sampled in enumerate(found):
@@ -80,16 +80,16 @@ class Choice(StepGroup):
                 return outcome
         return None
 
-    def goes_on(self, unknown: int) -> bool:
+    def continues(self, unknown: int) -> bool:
         return len(self.rows[0].output_ids) + unknown < self.request.attempt.max_tokens
 
     def candidate(self, unknown: int = 0) -> Candidate:
         growth, shared = self.request.blocks.demand(self.rows[0], unknown)
         attempt = self.request.attempt
-        return Candidate(self.joined, 1, growth, shared, attempt.reserve_worst_case, attempt.priority)
+        return Candidate(self.arrival_order, 1, growth, shared, attempt.reserve_worst_case, attempt.priority)
 
     def _accept(self, sampled: Sampled, times: work_pb2.PhaseTimes | None = None) -> Outcome | None:
-        """Append one token, tell the gateway, end the choice if the token ends it."""
+        """Append a token, send it, and end the choice if the token ends it."""
         request, sequence = self.request, self.rows[0]
         output, token_id = sequence.output_ids, sampled.token_id
         output.append(token_id)

@@ -1,4 +1,4 @@
-"""Settings of the decode worker: flags of `diptych decode`, variables DIPTYCH_*."""
+"""Settings of the decode worker."""
 
 from __future__ import annotations
 
@@ -6,50 +6,63 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from diptych.runtime.settings import setting
 from diptych.worker_process.config import WorkerSettings
 
 _CPU_POOL_MIB = 1024
 
 
 class DecodeSettings(WorkerSettings):
-    """A decode worker: owns KV blocks, and writes the answers of all its sequences token by token."""
+    """Run a decode worker: it owns KV blocks, and computes all its sequences' answers token by token."""
 
     program: ClassVar[str] = "decode"
 
-    kv_memory_mib: Annotated[int | None, Field(ge=1)] = Field(
-        None, description="memory of the KV block pool, in MiB; default: 1024, on a GPU what is free"
+    kv_memory_mib: Annotated[int | None, Field(ge=1)] = setting(
+        None, "Memory of the KV block pool in MiB; default: 1024, on a GPU what is free.", section="KV cache"
     )
-    kv_blocks: Annotated[int, Field(ge=0)] = Field(
-        0, description="blocks of the pool; 0 = as many as kv-memory-mib holds"
+    kv_blocks: Annotated[int, Field(ge=0)] = setting(
+        0, "Blocks of the KV block pool; 0 takes as many as --kv-memory-mib holds.", section="KV cache"
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="share of a GPU's memory that this worker may take, KV blocks included"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.9, "Share of a GPU's memory that this worker may take, KV blocks included.", section="KV cache"
     )
-    itl_stretch: Annotated[float, Field(ge=1, le=10)] = Field(
+    max_batch: Annotated[int, Field(ge=1, le=1024)] = setting(
+        64, "Sequences of a decode step.", section="Scheduling"
+    )
+    decode_pacing: Annotated[float, Field(ge=1, le=10)] = setting(
         1.3,
-        description="while prompts queue for cores that they share with this worker, a step begins this many "
-        "times its length after the one before, and prefill has the cores in between; 1 = at once",
+        "Time from one decode step to the next, in lengths of the step, while prompts queue for cores that "
+        "they share with this worker; 1 starts the next step at once.",
+        section="Scheduling",
     )
-    itl_stretch_max: Annotated[float, Field(ge=1, le=10)] = Field(
+    decode_pacing_max: Annotated[float, Field(ge=1, le=10)] = setting(
         3.0,
-        description="the same where a prompt has waited for a second; from half a second on it grows towards "
-        "this; no more than itl-stretch = it never grows",
+        "Value that --decode-pacing grows to while a prompt waits, from half a second to a second; no more "
+        "than --decode-pacing lets it never grow.",
+        section="Scheduling",
     )
-    speculative_tokens: Annotated[int, Field(ge=0, le=15)] = Field(
+    speculative_tokens: Annotated[int, Field(ge=0, le=15)] = setting(
         0,
-        description="speculative decoding: tokens that a step drafts for each sequence from its own text "
-        "(prompt lookup) and checks; 0 = none",
+        "Tokens that a step drafts for each sequence from its own text (prompt lookup) and checks; "
+        "0 drafts none.",
+        section="Speculative decoding",
     )
-    speculative_step_tokens: Annotated[int, Field(ge=1, le=1024)] = Field(
-        8, description="tokens of a step, drafts included, up to which its sequences get drafts"
+    speculative_max_step_tokens: Annotated[int, Field(ge=1, le=1024)] = setting(
+        8,
+        "Tokens of a step, drafts included, up to which its sequences get drafts.",
+        section="Speculative decoding",
     )
-    max_batch: Annotated[int, Field(ge=1, le=1024)] = Field(64, description="sequences per decode step")
 
     def num_blocks(self, bytes_per_block: int) -> int:
-        """Blocks of the pool as they were chosen, or of the default on a CPU; at least one."""
+        """Return the blocks of the pool as configured, or of the default on a CPU; at least one."""
         return self.kv_blocks or max(1, ((self.kv_memory_mib or _CPU_POOL_MIB) << 20) // bytes_per_block)
 
     @property
+    def step_pacing(self) -> tuple[float, float]:
+        """See `WorkerSettings.step_pacing`."""
+        return self.decode_pacing, self.decode_pacing_max
+
+    @property
     def pool_chosen(self) -> bool:
-        """Whether somebody said how large the pool is to be."""
+        """True if the size of the pool is configured."""
         return bool(self.kv_blocks or self.kv_memory_mib)

@@ -1,4 +1,4 @@
-"""One gateway's stream into this worker, and what is to be written on it."""
+"""A gateway's stream into this worker, and the messages to write on it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from diptych.engine.sampling import Sampled, TokenLogprob
 from diptych.runtime.failpoints import reach
 from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import decode_pb2, work_pb2
-from diptych.worker_process.logprob_codec import score_message, tell_phases
+from diptych.worker_process.logprob_codec import attach_timings, encode_logprob
 from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.protocol.messages import Key
 
 Response = decode_pb2.DecodeServiceLinkResponse
 
 MESSAGE_BYTES = 1 << 20
-"""Steps that queued up are merged up to this. One step is smaller: 1024 tokens with 20 alternatives each."""
+"""Most bytes of queued steps that are merged. One step is smaller: 1024 tokens with 20 alternatives each."""
 PIECE_TOKENS = 128
-"""Of a whole output in one message: with 20 alternatives each, 30 KB and 5 ms of the event loop."""
+"""Tokens of a whole output in a message: with 20 alternatives each, 30 KB and 5 ms of the event loop."""
 
 
 @dataclass(slots=True)
 class WholeOutput:
-    """An output of which nothing went out before, and its last word.
+    """An output that was not streamed, and its terminal message.
 
     It becomes messages while it is written, a piece at a time: all at once the outputs of a large search are
     more than a message may be, and seconds of the event loop.
@@ -34,39 +34,39 @@ class WholeOutput:
     token_ids: Sequence[int]
     scores: Sequence[TokenLogprob | None]
     ended: decode_pb2.DecodeEnded
-    told: int = 0
+    sent: int = 0
 
     @property
-    def over(self) -> bool:
-        return self.told >= len(self.token_ids)
+    def done(self) -> bool:
+        return self.sent >= len(self.token_ids)
 
-    def take(self) -> Response:
-        """The next piece, with the last one the last word."""
-        start, self.told = self.told, self.told + PIECE_TOKENS
+    def next_message(self) -> Response:
+        """Return the next piece; the last one has the terminal message."""
+        start, self.sent = self.sent, self.sent + PIECE_TOKENS
         step, ended = decode_pb2.StepBatch(), self.ended
         tokens = step.tokens.add(
             id=ended.id,
             index=start,
-            token_ids=self.token_ids[start : self.told],
+            token_ids=self.token_ids[start : self.sent],
             choice=ended.choice,
-            scores=[score_message(score) for score in self.scores[start : self.told] if score is not None],
+            scores=[encode_logprob(score) for score in self.scores[start : self.sent] if score is not None],
         )
         if start == 0:
-            tell_phases(tokens, ended.times)
-        if self.over:
+            attach_timings(tokens, ended.times)
+        if self.done:
             step.ended.append(ended)
         return Response(step=step)
 
 
 class GatewayStream:
-    """Collects what the engine's step produced for one gateway; a slow stream gets fewer, larger batches."""
+    """Collects the results of steps for one gateway; a slow stream gets fewer, larger messages."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
-        self._outputs = 0  # whole ones that are not written to their end
+        self._pending = 0  # whole outputs that are not written to their end
         self._step = decode_pb2.StepBatch()
-        self._outbox: SendQueue[Response | WholeOutput] = SendQueue()
+        self._queue: SendQueue[Response | WholeOutput] = SendQueue()
 
     def token(
         self,
@@ -82,9 +82,9 @@ class GatewayStream:
         """
         tokens = self._step.tokens.add(id=wire_id, index=index, token_ids=(sampled.token_id,), choice=choice)
         if sampled.score is not None:
-            tokens.scores.append(score_message(sampled.score))
+            tokens.scores.append(encode_logprob(sampled.score))
         if times is not None:
-            tell_phases(tokens, times)
+            attach_timings(tokens, times)
 
     def output(
         self,
@@ -95,10 +95,10 @@ class GatewayStream:
         reason: work_pb2.FinishReason,
         times: work_pb2.PhaseTimes,
     ) -> None:
-        """Say a whole output, which nothing of went out before, and why it ends there."""
+        """Send a whole output, which was not streamed, and the reason of its end."""
         ended = _finished(key, choice, reason, times)
-        self._outbox.put(WholeOutput(token_ids, scores, ended))
-        self._outputs += 1
+        self._queue.put(WholeOutput(token_ids, scores, ended))
+        self._pending += 1
         reach("decode.finishing")
 
     def finished(
@@ -118,42 +118,42 @@ class GatewayStream:
         self._step.ended.add(id=attempt_id(key), choice=choice, failure=failure, times=times)
 
     @property
-    def unsaid(self) -> bool:
-        """Whether a whole output is still being written."""
-        return self._outputs > 0
+    def has_pending(self) -> bool:
+        """True while a whole output is still being written."""
+        return self._pending > 0
 
     def flush(self) -> None:
-        """Hand the step's batch to the writer, if there is anything in it."""
+        """Queue the step's batch for the writer, unless it is empty."""
         if self._step.tokens or self._step.ended:
-            self._outbox.put(Response(step=self._step))
+            self._queue.put(Response(step=self._step))
             self._step = decode_pb2.StepBatch()
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
-        self._outbox.put(Response(heartbeat=beat))
+        self._queue.put(Response(heartbeat=beat))
 
     def flushed(self, request_id: int, blocks: int) -> None:
         """Answer a FlushPrefixCache."""
-        self._outbox.put(Response(flushed=work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
+        self._queue.put(Response(flushed=work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)))
 
     def close(self) -> None:
-        self._outbox.close()
+        self._queue.close()
 
     async def messages(self) -> AsyncIterator[Response]:
-        """What to write, steps that queued up merged; ends when the stream is closed.
+        """Yield the messages to write, queued steps merged; ends when the stream is closed.
 
-        Whatever else there is to say goes out between two pieces of a whole output.
+        Other messages go between two pieces of a whole output.
         """
-        while batch := await self._outbox.take():
+        while batch := await self._queue.take():
             outputs = [item for item in batch if isinstance(item, WholeOutput)]
             for message in _coalesced([item for item in batch if not isinstance(item, WholeOutput)]):
                 yield message
             if outputs:
-                yield outputs[0].take()
+                yield outputs[0].next_message()
                 for output in outputs:
-                    if not output.over:
-                        self._outbox.put(output)
+                    if not output.done:
+                        self._queue.put(output)
                     else:
-                        self._outputs -= 1
+                        self._pending -= 1
                 await asyncio.sleep(0)  # a write that has room waits for nothing
 
 
@@ -164,7 +164,7 @@ def _finished(
 
 
 def _coalesced(batch: Sequence[Response]) -> Iterator[Response]:
-    """The steps of a batch in few messages, in order; of its heartbeats the latest, which says it all."""
+    """Yield the steps of a batch in few messages, in order, and the latest of its heartbeats."""
     steps: list[Response] = []
     beat: Response | None = None
     for message in batch:
@@ -181,7 +181,7 @@ def _coalesced(batch: Sequence[Response]) -> Iterator[Response]:
 
 
 def _merged(steps: Sequence[Response]) -> Iterator[Response]:
-    """As many of them in one as `MESSAGE_BYTES` allows."""
+    """Yield the steps merged into messages of at most `MESSAGE_BYTES`."""
     merged, size = steps[0], steps[0].ByteSize()
     for step in steps[1:]:
         more = step.ByteSize()

@@ -1,4 +1,4 @@
-"""The memory of a decode worker's blocks: as large as was asked for, or as its GPU has room for."""
+"""The memory of a decode worker's blocks: as large as configured, or as its GPU has room for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from decode_worker.config import DecodeSettings
 from diptych.engine.backends.triton.packed_step import gathered_bytes
 from diptych.engine.device import DeviceUnavailable, free_pool_bytes
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.worker_process.engine_loader import LoadedEngine
 from kvtransfer.transports.pool_memory import PoolMemory, allocate_device_pool, allocate_pool
 from kvtransfer.transports.prefault import total_memory
@@ -16,14 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
-    """Blocks where the model computes, and decode steps made ready for them.
+    """Allocate the blocks where the model computes, and prepare decode steps over them.
 
-    On a GPU this is the last large thing that is allocated: weights and the buffers of decode steps are there
-    by now, so that what is free can be known. Raises DeviceUnavailable where no block would fit, PoolTooLarge
-    where more were asked for than fit.
+    On a GPU this is the last large allocation: weights and the buffers of decode steps are allocated before,
+    so that the free memory is known. Raises DeviceUnavailable where no block fits, PoolTooLarge where more
+    are configured than fit.
     """
-    recordings = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
-    pool = _allocate(settings, engine, recordings)
+    graphs = engine.runner.plan_decode(settings.max_batch, engine.layout.block_size)
+    pool = _allocate(settings, engine, graphs)
     tokens, context = pool.memory.num_blocks * engine.layout.block_size, engine.model.shape.max_context
     if tokens < context:
         _log.warning(
@@ -36,18 +36,21 @@ def make_pool(settings: DecodeSettings, engine: LoadedEngine) -> PoolMemory:
 
 
 class PoolTooLarge(StartupError):
-    """More blocks were asked for than the machine has memory."""
+    """A pool that is configured larger than the machine's memory."""
 
 
 def _check_room(needed: int, there: int | None) -> None:
-    """Pages come with their first use: a pool that cannot be filled would end in the kernel's OOM killer."""
+    """Check that the machine has `needed` bytes. Raises PoolTooLarge.
+
+    Pages come with their first use: a pool that cannot be filled would end in the kernel's OOM killer.
+    """
     if there is not None and needed > there:
         raise PoolTooLarge(
             f"--kv-memory-mib, --kv-blocks: a pool of {needed >> 20} MiB, and this machine has {there >> 20}"
         )
 
 
-def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -> PoolMemory:
+def _allocate(settings: DecodeSettings, engine: LoadedEngine, graphs: int) -> PoolMemory:
     layout, device = engine.layout, engine.model.device
     blocks = settings.num_blocks(layout.bytes_per_block)
     if device.type == "cpu":
@@ -58,7 +61,7 @@ def _allocate(settings: DecodeSettings, engine: LoadedEngine, recordings: int) -
         model = engine.model
         # Drafts make chunks of a step's rows.
         gathered = gathered_bytes(model.shape, model.dtype) if settings.speculative_tokens else 0
-        room = free_pool_bytes(device, settings.gpu_memory_utilization, recordings, gathered)
+        room = free_pool_bytes(device, settings.gpu_memory_utilization, graphs, gathered)
         blocks = room // layout.bytes_per_block
         if blocks < 1:
             raise DeviceUnavailable(

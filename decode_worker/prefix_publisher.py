@@ -1,4 +1,4 @@
-"""What decoding adds to the prefix cache, and telling the world of it."""
+"""The blocks that decoding adds to the prefix cache, and the report of changes to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych.worker_process.attempt import Attempt
 
 
 class PrefixPublisher:
-    """Publishes the blocks of sequences; `changed(added, removed)` hears which keys came and went."""
+    """Publishes the blocks of sequences; `changed(added, removed)` gets the keys that came and went."""
 
     def __init__(
         self, pool: BlockPool, block_size: int, changed: Callable[[list[bytes], list[bytes]], None]
@@ -28,11 +28,11 @@ class PrefixPublisher:
         output_ids: Sequence[int] | None = None,
         keys: list[bytes] | None = None,
     ) -> list[bytes]:
-        """Enter what is full of the first `computed` tokens into the prefix cache.
+        """Enter the full blocks of the first `computed` tokens into the prefix cache; return all their keys.
 
-        The tokens are the attempt's prompt and `output_ids` (what was delivered before it, if none are
-        given). `keys` are those of the first blocks, entered before; they grow, and are returned. Only
-        verified or locally computed KV gets here, so that no quarantined block is ever shared.
+        The tokens are the attempt's prompt and `output_ids` (the tokens delivered before it, if none are
+        given). `keys` are those of the first blocks, entered before; the list grows. Only verified or locally
+        computed KV gets here, so that no quarantined block is ever shared.
         """
         keys = [] if keys is None else keys
         size, done = self._block_size, len(keys)
@@ -51,15 +51,15 @@ class PrefixPublisher:
         return keys
 
     def distrust(self, attempt: Attempt, roots: Iterable[bytes] = ()) -> None:
-        """A step that read its blocks went wrong: forget them all, and whatever was built on them.
+        """Forget the attempt's blocks, which a failed step read, and all blocks that continue them.
 
         `roots` are first keys that came with the output: a short prompt fills no block.
         """
         first = attempt.token_ids[: self._block_size]
         self._pool.forget([*block_keys(attempt.cache_namespace, first, self._block_size), *roots])
 
-    def tell(self) -> None:
-        """Pass on what changed since the last time."""
+    def report_changes(self) -> None:
+        """Report the keys that changed since the last report."""
         added, removed = self._pool.drain_events()
         if added or removed:
             self._changed(added, removed)

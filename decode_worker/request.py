@@ -1,12 +1,12 @@
-"""One attempt at one request on the decode worker.
+"""The state of one attempt at a request on the decode worker.
 
 Its life:
 
-1. ATTACHED   the gateway has announced it; its KV is still being computed elsewhere.
-2. READY      the handoff is verified, the first tokens have gone out; it waits for a place in the batch.
+1. ATTACHED   the gateway has announced it; its KV is still being computed by a prefill worker.
+2. READY      the handoff is verified, the first tokens are sent; it waits for a place in the batch.
 3. RUNNING    it takes part in steps.
-4. ENDED      each of its gangs is finished, preempted, failed or cancelled; their blocks are released, or
-              will be at the end of the step that is still writing them.
+4. ENDED      each of its step groups is finished, preempted, failed or cancelled; their blocks are released,
+              or will be at the end of the step that is still writing them.
 
 Every change of state goes through `move()`, which knows the legal ones and stamps the time.
 """
@@ -19,15 +19,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.gateway_stream import GatewayStream
+from decode_worker.sequence import AttemptBlocks
+from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
+from diptych.worker_process.logprob_codec import failure_name
 from kvtransfer.protocol.messages import Key
 
 Outcome = Literal["finished", "preempted", "failed", "cancelled"]
-"""How a gang ended."""
+"""The end of a step group."""
 
 
 class State(enum.Enum):
@@ -51,23 +53,23 @@ class InvalidTransition(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """What the gangs of an attempt have in common."""
+    """The common state of an attempt's step groups."""
 
     attempt: Attempt
     gateway: GatewayStream
     blocks: AttemptBlocks
     wire_id: work_pb2.AttemptId
     failed_for: int | None = None  # the reason, where all of it failed at once
-    outcomes: list[Outcome] = field(default_factory=list)  # of the gangs that ended
+    outcomes: list[Outcome] = field(default_factory=list)  # of the step groups that ended
     grammar: GrammarState | None = None  # after the tokens delivered so far
-    compiling: asyncio.Task[GrammarState] | None = None  # until that is there
+    compiling: asyncio.Task[GrammarState] | None = None  # until `grammar` is set
     decoded: int = 0  # tokens of all choices in this attempt
-    drafted: int = 0  # tokens of steps that may have been expected rightly
-    accepted: int = 0  # of these, those that were
+    drafted: int = 0  # drafted tokens that steps have checked
+    accepted: int = 0  # drafted tokens that were right
     state: State = State.ATTACHED
     entered: dict[State, float] = field(default_factory=lambda: {State.ATTACHED: time.monotonic()})
     times: work_pb2.PhaseTimes = field(default_factory=work_pb2.PhaseTimes)
-    transport: str = ""  # what brought its blocks
+    transport: str = ""  # of its handoff
 
     def move(self, to: State) -> None:
         if to not in TRANSITIONS[self.state]:
@@ -81,11 +83,11 @@ class DecodeRequest:
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended, taken together: finished, if all of its gangs are."""
+        """The end of the attempt: finished, if all of its step groups are."""
         return next((outcome for outcome in self.outcomes if outcome != "finished"), "finished")
 
     def times_now(self) -> work_pb2.PhaseTimes:
-        """The attempt's phases so far: the prefill worker's, the handoff's, and ours."""
+        """Return the phases so far: those of the prefill worker, of the handoff, and of this worker."""
         now = self.entered.get(State.ENDED) or time.monotonic()
         ready, running = self.entered.get(State.READY), self.entered.get(State.RUNNING)
         if ready is not None:
@@ -93,3 +95,37 @@ class DecodeRequest:
         if running is not None:
             self.times.decode.FromNanoseconds(int((now - running) * 1e9))
         return self.times
+
+
+def attempt_span(request: DecodeRequest) -> PhaseSpan | None:
+    """Return the span `decode` of an ended attempt, with phases kv_transfer.receive, queue and decode.
+
+    None for an attempt that never got its blocks: the prefill worker's span covers it. A phase that never ran
+    has no span. A failure is recorded on the phase that was active.
+    """
+    ready, running = request.entered.get(State.READY), request.entered.get(State.RUNNING)
+    if ready is None:
+        return None
+    end = request.entered.get(State.ENDED) or time.monotonic()
+    received = ready - request.times.kv_receive.ToNanoseconds() / 1e9
+    phases = [PhaseSpan("kv_transfer.receive", received, ready), PhaseSpan("queue", ready, running or end)]
+    if running is not None:
+        phases.append(PhaseSpan("decode", running, end))
+    if request.outcome == "failed":
+        last = phases[-1]
+        error = request.outcome if request.failed_for is None else failure_name(request.failed_for)
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error)
+    attributes: dict[str, AttributeValue] = {
+        "diptych.attempt": request.key[1],
+        "diptych.outcome": request.outcome,
+        "diptych.decode.tokens": request.decoded,
+        "diptych.kv_transfer.bytes": request.times.kv_bytes_transferred,
+    }
+    return PhaseSpan(
+        "decode",
+        received,
+        end,
+        attributes=attributes,
+        key=request.attempt.decode_span,
+        children=tuple(phases),
+    )

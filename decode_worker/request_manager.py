@@ -1,7 +1,7 @@
-"""The attempts of a decode worker, from attach to last word; what they hold while they are here.
+"""The attempts of a decode worker, from attach to terminal message, and the blocks that they hold.
 
-One event loop owns all of this. Blocks of a gang that ends during a step are released after that step, since
-it is still writing them.
+One event loop owns all of this. Blocks of a step group that ends during a step are released after that step,
+since it is still writing them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.decode_modes import gangs_of
+from decode_worker.beams import Beams
+from decode_worker.choices import Choice
 from decode_worker.gateway_stream import GatewayStream
-from decode_worker.max_blocks import worst_case
 from decode_worker.prefix_publisher import PrefixPublisher
 from decode_worker.request import DecodeRequest, Outcome, State
+from decode_worker.sequence import AttemptBlocks, max_blocks
 from decode_worker.step_group import StepGroup
 from diptych.engine.kv.block_pool import BlockMisuse, BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class GrantPort(Protocol):
-    """The side of the handoff that the worker talks to (kvtransfer.drivers.server.HandoffServer)."""
+    """The interface of the handoff that the worker calls (kvtransfer.drivers.server.HandoffServer)."""
 
     def expect(self, expected: PendingTransfer) -> None: ...
     def cancel(self, key: Key) -> None: ...
@@ -47,14 +47,14 @@ class GrantPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who hears of what happens here; called on the event loop."""
+    """Callbacks of the request manager, called on the event loop."""
 
     ended: Callable[[DecodeRequest], None]
     cache_changed: Callable[[list[bytes], list[bytes]], None]  # keys added, keys removed
 
 
 class RequestManager:
-    """Every attempt that is not over, and `running`: their gangs that have blocks, by age."""
+    """Every attempt that has not ended, and `running`: step groups that have blocks, by arrival order."""
 
     grants: GrantPort
     grammars: Grammars
@@ -76,9 +76,9 @@ class RequestManager:
         self._listeners = listeners
         self._wake = wake
         self._requests: dict[Key, DecodeRequest] = {}
-        # Of each attempt those that hold blocks, or will: longer than it lives, where a step still writes.
-        self._gangs: dict[DecodeRequest, list[StepGroup]] = {}
-        self._joined = 0
+        # Step groups that hold blocks, or will: longer than their attempt lives, where a step still writes.
+        self._groups: dict[DecodeRequest, list[StepGroup]] = {}
+        self._arrivals = 0
         self.running: dict[int, StepGroup] = {}
         self.prefixes = PrefixPublisher(pool, memory.layout.block_size, listeners.cache_changed)
         self.draining = False
@@ -89,17 +89,17 @@ class RequestManager:
     @property
     def num_running(self) -> int:
         """Sequences that hold verified blocks and will need more of them."""
-        return sum(len(gang.rows) for gang in self.running.values())
+        return sum(len(group.rows) for group in self.running.values())
 
     @property
     def num_waiting(self) -> int:
         """Attempts whose blocks are still being filled, or waited for."""
         return sum(request.state is State.ATTACHED for request in self._requests.values())
 
-    # ---- from attach to the handoff ----------------------------------------------------------------
+    # ---- from attach to the handoff ------------------------------------------------------------------
 
     def attach(self, work: work_pb2.Work, gateway: GatewayStream) -> None:
-        """Announce an attempt: its KV may be granted and handed over from now on."""
+        """Announce an attempt: its KV may be granted and transferred from now on."""
         attempt = Attempt.from_work(work, max_context=self._max_context)
         if attempt.key in self._requests:
             log.warning("attempt %s attached twice; the second is ignored", attempt.key)
@@ -111,9 +111,9 @@ class RequestManager:
             return
         blocks = AttemptBlocks(attempt, self._pool, self._memory, self.prefixes)
         request = DecodeRequest(attempt, gateway, blocks, attempt_id(attempt.key))
-        gangs = gangs_of(request, self._joined + 1)
-        self._gangs[request] = gangs
-        self._joined += len(gangs)
+        groups = _step_groups(request, self._arrivals + 1)
+        self._groups[request] = groups
+        self._arrivals += len(groups)
         self._requests[attempt.key] = request
         gateway.keys[attempt.key] = None
         if attempt.grammar is not None:
@@ -127,18 +127,18 @@ class RequestManager:
         keys = block_keys(attempt.cache_namespace, tokens, size) if attempt.cache_read else []
         reserve = None
         if attempt.reserve_worst_case:
-            reserve, together = worst_case(attempt, block_size=size, total_blocks=self._pool.total)
+            reserve, together = max_blocks(attempt, block_size=size, total_blocks=self._pool.total)
             # The others come back, and ask when there is room for their worst case as well.
-            for gang in self._left(request)[together:]:
-                self.preempt(gang)
+            for group in self._active_groups(request)[together:]:
+                self.preempt(group)
             request.gateway.flush()
-        sequences = attempt.beam_width or len(self._left(request))
+        sequences = attempt.beam_width or len(self._active_groups(request))
         self.grants.expect(
             PendingTransfer(attempt.key, len(tokens), keys, reserve, sequences, attempt.priority)
         )
 
     def on_ready(self, ready: Ready) -> None:
-        """The handoff is verified: the blocks are ours, first tokens go out before any step."""
+        """Adopt the blocks of a verified handoff and send the first tokens, before any step."""
         request = self._requests.get(ready.key)
         if request is None:
             self._pool.release(ready.block_ids)
@@ -150,18 +150,21 @@ class RequestManager:
         request.move(State.READY)
         request.times.CopyFrom(ready.times)
         request.transport = ready.transport
-        request.blocks.take_over(ready.block_ids, ready.num_tokens)
+        request.blocks.adopt_prompt(ready.block_ids, ready.num_tokens)
         if len(ready.first_tokens) < (1 if request.attempt.beam_width else len(request.attempt.choices)):
             self._fail(request, work_pb2.FAILURE_REASON_INTERNAL, "too few first tokens were committed")
-        for gang in self._left(request):
-            self.running[gang.joined] = gang
-            self.carry_on(gang, partial(gang.start, ready.first_tokens))
-        request.blocks.all_rooted()
+        for group in self._active_groups(request):
+            self.running[group.arrival_order] = group
+            self.advance(group, partial(group.start, ready.first_tokens))
+        request.blocks.release_prompt()
         request.gateway.flush()
         self._wake()
 
     def _compiled(self, request: DecodeRequest, ready: Ready) -> bool:
-        """Whether the grammar is there. If not yet, `ready` comes again; if never, the attempt is over."""
+        """Return whether the grammar is compiled.
+
+        If not yet, `ready` comes again; if never, the attempt ends.
+        """
         compiling = request.compiling
         if compiling is None:
             return True
@@ -170,120 +173,124 @@ class RequestManager:
             return False
         if (error := compiling.exception()) is not None:
             log.warning("the grammar of %s: %s", request.key, error)
-            self._fail(request, work_pb2.FAILURE_REASON_NOTHING_ALLOWED, "")
-            self.on_ready(ready)  # gives the blocks back
+            self._fail(request, work_pb2.FAILURE_REASON_NO_VALID_TOKEN, "")
+            self.on_ready(ready)  # releases the blocks
             return False
         request.grammar, request.compiling = compiling.result(), None
         return True
 
     def on_failed(self, key: Key, reason: int, message: str) -> None:
-        """The handoff of an attempt failed; its blocks are already back or in quarantine."""
+        """Fail an attempt with its handoff; its blocks are already released or in quarantine."""
         if request := self._requests.get(key):
-            if reason == work_pb2.FAILURE_REASON_ROW_FAILED:  # of the prefill worker, which read our cache
+            if (
+                reason == work_pb2.FAILURE_REASON_COMPUTE_FAILED
+            ):  # on the prefill worker, which read our cache
                 request.blocks.distrust()
-                self.prefixes.tell()
+                self.prefixes.report_changes()
             self._fail(request, reason, message)
 
     # ---- ends that come from outside -----------------------------------------------------------------
 
     def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
-        """The gateway wants these choices no longer (none named: all); nothing more is said of them."""
+        """Cancel these choices (none named: all) without further messages."""
         if request := self._requests.get(key):
-            for gang in self._left(request):
-                if not gang.ended and gang.forgo(choices):
-                    self.leave(gang, "cancelled")
+            for group in self._active_groups(request):
+                if not group.ended and group.drop_choices(choices):
+                    self.finish(group, "cancelled")
 
     def gateway_lost(self, gateway: GatewayStream) -> None:
-        """Its stream ended: every attempt that came over it is cancelled."""
+        """Cancel every attempt that came over a stream that ended."""
         for key in list(gateway.keys):
             self.cancel(key)
         gateway.close()
 
-    def end_late(self, now: float) -> None:
-        """End what is past its deadline. The gateway does too; this holds when it is slow or gone."""
+    def expire(self, now: float) -> None:
+        """End requests past their deadline. The gateway does so too; this holds when it is slow or gone."""
         for request in list(self._requests.values()):
             if (deadline := request.attempt.deadline) is not None and now >= deadline:
                 self._fail(request, work_pb2.FAILURE_REASON_DEADLINE, request.state.value)
 
     def hand_back(self) -> None:
-        """This worker leaves: the gateways continue what is here elsewhere, at the next token."""
+        """Return all requests to their gateways, which continue them on another worker at the next token."""
         for request in list(self._requests.values()):
             self._fail(request, work_pb2.FAILURE_REASON_DRAINING, request.state.value)
 
-    def preempt_attempt(self, key: Key) -> None:
-        """Its grant was taken back: the gateway prefills it again."""
+    def preempt_request(self, key: Key) -> None:
+        """Preempt an attempt whose grant was aborted: the gateway prefills it again."""
         if request := self._requests.get(key):
-            for gang in self._left(request):
-                self.preempt(gang)
+            for group in self._active_groups(request):
+                self.preempt(group)
             request.gateway.flush()
 
     def _fail(self, request: DecodeRequest, reason: int, message: str) -> None:
         request.failed_for = reason
-        for gang in self._left(request):
-            if not gang.ended:
-                gang.say_failed(reason, message)
-                self.leave(gang, "failed")
+        for group in self._active_groups(request):
+            if not group.ended:
+                group.send_failed(reason, message)
+                self.finish(group, "failed")
         request.gateway.flush()
 
-    def _left(self, request: DecodeRequest) -> list[StepGroup]:
-        """Its gangs that hold blocks, or will; none when all have let go."""
-        return list(self._gangs.get(request, ()))
+    def _active_groups(self, request: DecodeRequest) -> list[StepGroup]:
+        """Return the request's step groups that hold blocks, or will."""
+        return list(self._groups.get(request, ()))
 
-    # ---- one gang ------------------------------------------------------------------------------------
+    # ---- one step group ------------------------------------------------------------------------------
 
-    def carry_on(self, gang: StepGroup, turn: Callable[[], Outcome | None]) -> None:
-        """Let it say what it has to say: over, or not. What raises there ends this gang and no other, unless
-        it is the books of blocks, which are everybody's.
+    def advance(self, group: StepGroup, turn: Callable[[], Outcome | None]) -> None:
+        """Run a step group's turn and finish it if that has an outcome.
+
+        An exception of the turn fails this group and no other. BlockMisuse is raised: the pool's accounting
+        is common to all.
         """
         try:
             outcome = turn()
         except BlockMisuse:
             raise
         except Exception as error:
-            log.exception("attempt %s", gang.request.key)
-            gang.say_failed(work_pb2.FAILURE_REASON_INTERNAL, type(error).__name__)
+            log.exception("attempt %s", group.request.key)
+            group.send_failed(work_pb2.FAILURE_REASON_INTERNAL, type(error).__name__)
             outcome = "failed"
         if outcome is not None:
-            self.leave(gang, outcome)
+            self.finish(group, outcome)
 
-    def preempt(self, gang: StepGroup) -> None:
-        """Take its blocks; the gateway prefills prompt and delivered tokens again."""
-        if not gang.ended:
-            gang.say_preempted()
-            self.leave(gang, "preempted")
+    def preempt(self, group: StepGroup) -> None:
+        """Take a step group's blocks; the gateway prefills prompt and delivered tokens again."""
+        if not group.ended:
+            group.send_preempted()
+            self.finish(group, "preempted")
 
-    def make_way(self, gang: StepGroup) -> None:
-        """The planner has no blocks for it, or needs its own. With a reserve it is larger than the pool."""
-        if gang.request.attempt.reserve_worst_case:
-            gang.say_failed(work_pb2.FAILURE_REASON_NEVER_FITS, "larger than all blocks together")
-            self.leave(gang, "failed")
+    def preempt_or_fail(self, group: StepGroup) -> None:
+        """Preempt a step group; fail one with its worst case reserved: it is larger than the pool."""
+        if group.request.attempt.reserve_worst_case:
+            group.send_failed(work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, "larger than the whole KV pool")
+            self.finish(group, "failed")
         else:
-            self.preempt(gang)
-        gang.request.gateway.flush()
+            self.preempt(group)
+        group.request.gateway.flush()
 
-    def leave(self, gang: StepGroup, outcome: Outcome) -> None:
-        """Last station of every gang: out of the batch, and its blocks go back as soon as they may."""
-        request = gang.request
-        gang.ended = True
+    def finish(self, group: StepGroup, outcome: Outcome) -> None:
+        """End a step group: it leaves the batch, and its blocks are released once no step writes them."""
+        request = group.request
+        group.ended = True
         request.outcomes.append(outcome)
-        self.running.pop(gang.joined, None)
-        if all(one.ended for one in self._gangs[request]):
+        self.running.pop(group.arrival_order, None)
+        if all(one.ended for one in self._groups[request]):
             self._end(request)
-        if self._step.writes(gang):
-            self._step.abort(gang)  # its blocks follow after the step
+        if self._step.writes(group):
+            self._step.abort(group)  # its blocks are released after the step
         else:
-            self.let_go(gang)
+            self.release_blocks(group)
 
-    def let_go(self, gang: StepGroup) -> None:
-        """No step writes its blocks any more."""
-        request = gang.request
-        gangs = self._gangs[request]
-        gangs.remove(gang)
-        gang.release()
-        if not gangs:
-            del self._gangs[request]
+    def release_blocks(self, group: StepGroup) -> None:
+        """Release the blocks of an ended step group, which no step writes any more."""
+        request = group.request
+        groups = self._groups[request]
+        groups.remove(group)
+        group.release()
+        if not groups:
+            del self._groups[request]
             request.blocks.close()
-        self.prefixes.tell()
+        self.prefixes.report_changes()
         self.grants.blocks_freed()
 
     def _end(self, request: DecodeRequest) -> None:
@@ -294,3 +301,11 @@ class RequestManager:
         if before is State.ATTACHED:
             self.grants.cancel(request.key)
         self._listeners.ended(request)
+
+
+def _step_groups(request: DecodeRequest, arrival_order: int) -> list[StepGroup]:
+    """Return the step groups of an attempt, at least one, numbered from `arrival_order` on."""
+    choices = request.attempt.choices
+    if request.attempt.beam_width:
+        return [Beams(request, arrival_order, list(choices))]
+    return [Choice(request, arrival_order + place, choice, place) for place, choice in enumerate(choices)]

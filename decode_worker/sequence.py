@@ -1,33 +1,41 @@
-"""One row of a step: tokens, and where their keys and values are."""
+"""The sequences of one attempt, and the blocks of the pool that they hold.
+
+Every sequence holds each of its blocks once. Full blocks never change, so that any number of sequences share
+them; the block that a sequence's next token is written to must be its own: a shared one is copied first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from decode_worker.prefix_publisher import PrefixPublisher
+from diptych.engine.kv.block_pool import BlockPool
+from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.sampling import SampleRow
+from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class DecodeSequence:
-    """A prompt with the output that this row has so far. The KV of the last token is not computed yet."""
+    """A row of a step: a prompt and its output so far. The KV of the last token is not computed yet."""
 
     prompt_tokens: int
     output_ids: list[int]
     next_row: SampleRow
-    """What the next token is sampled with; it sees `output_ids` grow."""
+    """Sampling of the next token; it sees `output_ids` grow."""
     grammar: GrammarState | None = None
-    """After the output so far; the mask of `next_row`."""
+    """State after the output so far; the mask of `next_row`."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """Of the first blocks, which are in the prefix cache."""
+    """Keys of the first blocks, which are in the prefix cache."""
     draft: list[int] = field(default_factory=list)
-    """What is expected after `output_ids`, and computed by the step that is laid out (speculation.py)."""
+    """Tokens expected after `output_ids`, computed by the next step (speculation.py)."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Tokens of prompt and output."""
         return self.prompt_tokens + len(self.output_ids)
 
     @property
@@ -36,9 +44,152 @@ class DecodeSequence:
         return 1 + len(self.draft)
 
     def sample_rows(self) -> Sequence[SampleRow]:
-        """What each of them is sampled with."""
+        """Return the sampling of each of its rows of logits."""
         if not self.draft:
             return (self.next_row,)
         output, row = list(self.output_ids), self.next_row
         later = (replace(row, output_ids=output + self.draft[:count]) for count in range(1, self.logit_rows))
         return (row, *later)
+
+
+class AttemptBlocks:
+    """Grows, forks and releases sequences of one attempt, between two steps."""
+
+    def __init__(
+        self, attempt: Attempt, pool: BlockPool, memory: KVMemory, prefixes: PrefixPublisher
+    ) -> None:
+        self._attempt = attempt
+        self._pool = pool
+        self._memory = memory
+        self._prefixes = prefixes
+        self._block_size = memory.layout.block_size
+        self._prompt: list[int] = []
+        self._prompt_keys: list[bytes] = []
+        self._reserve: list[int] = []
+        self._distrusted = pool.distrusted
+
+    def adopt_prompt(self, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Take the handoff's blocks: those of the prompt's `num_tokens` tokens, then the reserve."""
+        held = self._memory.layout.blocks_for(num_tokens)
+        self._prompt, self._reserve = list(block_ids[:held]), list(block_ids[held:])
+        if self._trusted:
+            self._prompt_keys = self._prefixes.publish(self._attempt, num_tokens, self._prompt)
+
+    def start(self, sequence: DecodeSequence) -> None:
+        """Let a sequence begin after the prompt."""
+        self._pool.retain(self._prompt)
+        sequence.block_ids, sequence.block_keys = list(self._prompt), list(self._prompt_keys)
+
+    def release_prompt(self) -> None:
+        """Release the prompt once every sequence has begun: the only holder of a block may write to it."""
+        self._pool.release(self._prompt)
+        self._prompt = []
+
+    def fork(self, parent: DecodeSequence, child: DecodeSequence) -> None:
+        """Let `child`, which has the parent's tokens and one more, begin with the parent's blocks."""
+        self._pool.retain(parent.block_ids)
+        child.block_ids, child.block_keys = list(parent.block_ids), list(parent.block_keys)
+
+    def demand(self, sequence: DecodeSequence, unknown: int = 0) -> tuple[int, tuple[int, int] | None]:
+        """Return the number of blocks that a sequence's next token needs, and the shared block that it would
+        be written to, with its number of holders: `Candidate.growth` and `Candidate.shared`.
+
+        `unknown` tokens before it are still being computed.
+        """
+        place = (sequence.num_tokens - 1 + unknown) // self._block_size
+        if self._reserve:
+            return 0, None
+        if place >= len(sequence.block_ids):
+            return 1, None
+        block = sequence.block_ids[place]
+        held = self._pool.references(block)
+        return 0, (block, held) if held > 1 else None
+
+    def group_demand(self, sequences: Sequence[DecodeSequence]) -> int:
+        """Return the blocks that the next tokens of all `sequences` need from the pool in one step."""
+        need, holders = 0, dict[int, int]()
+        for sequence in sequences:
+            place = (sequence.num_tokens - 1) // self._block_size
+            if place >= len(sequence.block_ids):
+                need += 1
+                continue
+            block = sequence.block_ids[place]
+            if holders.setdefault(block, self._pool.references(block)) > 1:
+                need += 1
+                holders[block] -= 1
+        return max(0, need - len(self._reserve))
+
+    def ensure_block(self, sequence: DecodeSequence, unknown: int = 0) -> None:
+        """Give a sequence the block that its next token is written to, as in `demand`. Raises OutOfBlocks."""
+        place = (sequence.num_tokens - 1 + unknown) // self._block_size
+        if place >= len(sequence.block_ids):
+            sequence.block_ids.append(self._allocate())
+            return
+        block = sequence.block_ids[place]
+        if (fresh := self._writable(block)) is not None:
+            self._memory.copy_block(block, fresh)
+            sequence.block_ids[place] = fresh
+
+    def publish(self, sequence: DecodeSequence) -> None:
+        """Enter the blocks that have become full into the prefix cache."""
+        computed = sequence.num_tokens - 1
+        if computed // self._block_size > len(sequence.block_keys) and self._trusted:
+            output = sequence.output_ids
+            self._prefixes.publish(
+                self._attempt, computed, sequence.block_ids, output_ids=output, keys=sequence.block_keys
+            )
+
+    def distrust(self, sequences: Sequence[DecodeSequence] = ()) -> None:
+        """Remove the blocks of the prompt and of `sequences` from the prefix cache: they may be wrong."""
+        self._prefixes.distrust(self._attempt, [key for one in sequences for key in one.block_keys[:1]])
+
+    def release(self, sequences: Sequence[DecodeSequence]) -> None:
+        """Release the blocks of ended sequences. Blocks without another holder are free, or stay cached."""
+        for sequence in sequences:
+            self._pool.release(sequence.block_ids)
+            sequence.block_ids = []
+
+    def close(self) -> None:
+        """Release the reserve, and a prompt after which no sequence began."""
+        self._pool.release(self._prompt)
+        self._pool.release(self._reserve)
+        self._prompt, self._reserve = [], []
+
+    @property
+    def _trusted(self) -> bool:
+        """True if no block was distrusted since this attempt came: its own may be built on one."""
+        return self._pool.distrusted == self._distrusted
+
+    def _writable(self, block: int) -> int | None:
+        """Return what `BlockPool.writable` does, from the reserve while there is one."""
+        if not self._reserve:
+            return self._pool.writable(block)
+        if self._pool.references(block) == 1:
+            return None
+        self._pool.release([block])
+        return self._reserve.pop()
+
+    def _allocate(self) -> int:
+        if self._reserve:
+            return self._reserve.pop()
+        (block,) = self._pool.allocate(1)
+        return block
+
+
+def max_blocks(attempt: Attempt, *, block_size: int, total_blocks: int) -> tuple[int, int]:
+    """Return the most blocks that an attempt can need, and for how many of its step groups they are enough.
+
+    They are reserved for an attempt that was preempted too often to be at risk again. Sequences share the
+    full blocks of what is prefilled; from there on each needs its own. If all step groups together need more
+    than the pool has, it is as many as fit, but at least one. A beam search is one step group; it gets the
+    whole pool if its beams could need more, which they seldom do.
+    """
+    prefilled = len(attempt.prompt_ids) + len(attempt.delivered_ids)
+    shared = prefilled // block_size
+    own = -(-(len(attempt.prompt_ids) + attempt.max_tokens) // block_size) - shared
+    if attempt.beam_width:
+        return max(shared + own, min(shared + attempt.beam_width * own, total_blocks)), 1
+    count = len(attempt.choices)
+    if own > 0:
+        count = max(1, min(count, (total_blocks - shared) // own))
+    return shared + count * own, count

@@ -1,44 +1,43 @@
-"""Putting a decode worker together: pool, engine loop, handoff, edges."""
+"""The decode worker put together: pool, engine loop, handoff server, gateway links."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from decode_worker.config import DecodeSettings
 from decode_worker.engine_loop import EngineLoop
+from decode_worker.gateway_stream import GatewayStream
 from decode_worker.pool_memory import make_pool
-from decode_worker.prompt_lookup import PromptLookup
-from decode_worker.request import DecodeRequest, State
+from decode_worker.request import DecodeRequest, State, attempt_span
 from decode_worker.request_manager import Listeners
-from decode_worker.service import gateway_links
-from decode_worker.speculation import Speculation
-from decode_worker.step_pacing import StepPacing
-from decode_worker.trace_spans import attempt_span
+from decode_worker.speculation import PromptLookup, Speculation
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.runtime.metrics import DecodeMetrics, new_registry
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import DECODE
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
-from diptych.worker.v1 import work_pb2
+from diptych.worker.v1 import decode_pb2, work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
-from diptych.worker_process.failure_names import OF_THE_HAND_OVER
+from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
-from diptych.worker_process.heartbeat import beat_of
+from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
-from diptych.worker_process.worker_spec import WorkerSpec
+from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
+from kvtransfer.drivers.codec import key_of
 from kvtransfer.drivers.server import HandoffServer
 from kvtransfer.transports import registry
 
 
 async def serve(settings: DecodeSettings, stop: asyncio.Event) -> int:
-    """Load the model, serve until `stop`, drain; the process's exit status."""
+    """Load the model, serve until `stop`, drain; return the process's exit status."""
     return await serve_worker(settings, stop, DecodeWorker)
 
 
 class DecodeWorker:
-    """Owns everything of one decode worker and wires it up; decides nothing itself."""
+    """A decode worker: makes its parts and wires them up; decides nothing itself."""
 
     def __init__(self, settings: DecodeSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -54,7 +53,6 @@ class DecodeWorker:
             max_batch=settings.max_batch,
             max_context=engine.model.shape.max_context,
             listeners=Listeners(ended=self._ended, cache_changed=self._cache_changed),
-            pace=StepPacing(settings.itl_stretch, settings.itl_stretch_max),
             speculation=_speculation(settings, memory.memory.layout.block_size),
         )
         self._handoff = HandoffServer(
@@ -65,29 +63,29 @@ class DecodeWorker:
             pool=self._pool,
             transports=registry.transports_for(settings.transport, memory.memory.data.device),
             running=lambda: self._loop.num_running,
-            on_ready=self._loop.attempts.on_ready,
-            on_failed=self._loop.attempts.on_failed,
+            on_ready=self._loop.requests.on_ready,
+            on_failed=self._loop.requests.on_failed,
             host=settings.host,
-            heartbeat=lambda: beat_of(self._loop),
+            heartbeat=lambda: engine_heartbeat(self._loop),
         )
-        self._loop.attempts.grants = self._handoff
-        self._loop.attempts.grammars = Grammars(settings.model_path)
+        self._loop.requests.grants = self._handoff
+        self._loop.requests.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
-        self._shell = WorkerServer(settings, engine, self._kind())
+        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
+        self._server = WorkerServer(settings, engine, self._spec())
         self._metrics.kv_cache_utilization.set_function(self._utilization)
         self._metrics.quarantined_blocks.set_function(self._pool.quarantined)
         self._metrics.quarantine_age.set_function(lambda: self._handoff.stats().quarantine_age_s)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop`; the exit status."""
+        """Serve until `stop`; return the exit status."""
         await self._handoff.start()
         try:
-            return await self._shell.run(stop)
+            return await self._server.run(stop)
         finally:
             await self._handoff.close()
 
-    def _kind(self) -> WorkerSpec:
+    def _spec(self) -> WorkerSpec:
         return WorkerSpec(
             role="decode",
             loop=self._loop,
@@ -114,16 +112,16 @@ class DecodeWorker:
         return 1 - self._pool.available() / self._pool.total
 
     def _cache_changed(self, added: list[bytes], removed: list[bytes]) -> None:
-        self._shell.prefix_changed(added, removed)
+        self._server.prefix_changed(added, removed)
 
     def _ended(self, request: DecodeRequest) -> None:
-        """Count and trace an attempt that is over."""
-        # What a message told last is old by now; of an attempt that was cancelled no message told its end.
+        """Count and trace an attempt that has ended."""
+        # Not those of the last message: they are older, and a cancelled attempt has no terminal message.
         times, metrics = request.times_now(), self._metrics
         metrics.preemptions.inc(request.outcomes.count("preempted"))
         metrics.draft_tokens.inc(request.drafted)
         metrics.accepted_tokens.inc(request.accepted)
-        if request.failed_for in OF_THE_HAND_OVER:
+        if request.failed_for in HANDOFF_FAILURES:
             metrics.kv_transfer_failures.labels(request.transport or "none").inc()
         if State.READY in request.entered:
             transport = request.transport
@@ -140,7 +138,27 @@ class DecodeWorker:
 
 
 def _speculation(settings: DecodeSettings, block_size: int) -> Speculation | None:
-    most, tokens = settings.speculative_tokens, settings.speculative_step_tokens
+    most, tokens = settings.speculative_tokens, settings.speculative_max_step_tokens
     if most == 0:
         return None
     return Speculation(PromptLookup(most), most=most, tokens=tokens, block_size=block_size)
+
+
+def gateway_links(
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
+) -> GatewayLinks[GatewayStream]:
+    """Return the links that bring gateways' messages to `loop`; `drain` gets the grace in seconds, if any."""
+
+    def on_message(message: decode_pb2.DecodeServiceLinkRequest, gateway: GatewayStream) -> None:
+        match message.WhichOneof("message"):
+            case "attach":
+                loop.requests.attach(message.attach, gateway)
+            case "cancel":
+                loop.requests.cancel(key_of(message.cancel.id), message.cancel.choices)
+            case "drain":
+                drain(drain_grace_s(message.drain))
+            case "flush":
+                gateway.flushed(message.flush.id, loop.flush_prefix_cache())
+
+    response = decode_pb2.DecodeServiceLinkResponse(hello=hello)
+    return GatewayLinks(response, GatewayStream, on_message, loop.requests.gateway_lost)

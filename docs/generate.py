@@ -3,6 +3,7 @@
 | page | made from |
 |---|---|
 | api/grpc.md | the comments and fields of protos/diptych/v1 |
+| api/parameters.md | the table of diptych.parameters |
 | api/python.md | signatures and docstrings of diptych.client |
 """
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
@@ -25,6 +27,7 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 
 import diptych.client
+import diptych.parameters
 from diptych.client import AsyncClient, Client
 
 DOCS = Path(__file__).parent
@@ -166,7 +169,7 @@ def _fields(cls: type) -> str:
     if dataclasses.is_dataclass(cls):
         names = {one.name: str(one.type) for one in dataclasses.fields(cls)}
     else:
-        names = {name: str(kind) for name, kind in getattr(cls, "__annotations__", {}).items()}
+        names = {name: str(kind) for name, kind in get_type_hints(cls).items()}
     rows = [
         f"| `{name}` | `{kind.replace('|', '∣')}` |\n"
         for name, kind in names.items()
@@ -175,7 +178,20 @@ def _fields(cls: type) -> str:
     return "| field | type |\n|---|---|\n" + "".join(rows) + "\n" if rows else ""
 
 
-PAGES: dict[str, Callable[[], str]] = {"api/grpc.md": grpc_page, "api/python.md": python_page}
+def parameters_page() -> str:
+    """Return the reference of the request parameters."""
+    head = (
+        "Each API has a column with its names; the HTTP API takes those of OpenAI and vLLM. `Engine` is the "
+        "field in the workers: a parameter without one is the gateway's own."
+    )
+    return f"# Request parameters\n\n{head}\n\n{diptych.parameters.markdown()}"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "api/grpc.md": grpc_page,
+    "api/parameters.md": parameters_page,
+    "api/python.md": python_page,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

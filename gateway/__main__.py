@@ -6,14 +6,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from diptych.runtime.process import announce_ready, end_when_told, leave, run_program
+from diptych.runtime.process import announce_ready, exit_on_sigterm, leave, run_program
 from gateway.config import GatewaySettings
 from gateway.program import Gateway, load_model
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a gateway with the flags in ``argv``; return the exit status."""
-    end_when_told()
+    exit_on_sigterm()
     settings = GatewaySettings.from_argv(argv)
 
     async def serve(stop: asyncio.Event) -> int:

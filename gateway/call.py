@@ -58,7 +58,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Access, Caller
 from gateway.access.key_file import Scope
 from gateway.access.quota import Charge
-from gateway.request.validate_names import id_from_header
+from gateway.request.field_checks import id_from_header
 
 REJECTIONS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE})
 """Codes of a request that the server could not serve and of which nothing was delivered."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from diptych.runtime.settings import Port, ProgramSettings
+from diptych.runtime.settings import Port, ProgramSettings, setting
 from diptych.runtime.tls import TlsFiles, require_readable
 from gateway.access.key_file import read_key_file
 from gateway.session.retry_policy import WORKER_WAIT_S
@@ -18,97 +18,135 @@ HTTP_PORT = 8000
 
 
 def admin_port_beside(grpc_port: int, chosen: int | None) -> int:
-    """Return the admin port: ``chosen``, else the public one + 1; 0 (any) if that is 0 or the last."""
+    """Return the admin port: the chosen one, else the public one + 1; 0 (any free one) where that is any, or
+    the last.
+    """
     if chosen is not None:
         return chosen
     return grpc_port + 1 if 0 < grpc_port < 65535 else 0
 
 
 def port_clash(grpc_port: int, http_port: int, admin_port: int | None) -> str | None:
-    """Return why these cannot be the ports of one gateway, or None.
+    """Return why these cannot be the ports of one gateway, or None: one of them would get no call.
 
-    A gateway can share its ports with its successor. A port shared with itself would raise no error, and one
-    of its servers would get no call.
+    A gateway shares its ports with its successor, so that it could share one with itself as well, and no
+    error would tell.
     """
     admin = admin_port_beside(grpc_port, admin_port)
-    name = (
+    admin_flag = (
         "--admin-port"
         if admin_port is not None
         else "the admin port (the gRPC port + 1 unless --admin-port says)"
     )
-    ports = (("--grpc-port", grpc_port), ("--http-port", http_port), (name, admin))
-    for (one, port), (other, other_port) in itertools.combinations(ports, 2):
-        if port == other_port != 0:
-            return f"{one} and {other} are both {port}: each needs a port of its own"
+    ports = (("--grpc-port", grpc_port), ("--http-port", http_port), (admin_flag, admin))
+    for (flag, port), (other, its) in itertools.combinations(ports, 2):
+        if port == its != 0:
+            return f"{flag} and {other} are both {port}: each needs a port of its own"
     return None
 
 
 class GatewaySettings(ProgramSettings):
-    """Public gateway: inference by gRPC and by OpenAI's API over HTTP, an admin port for operators."""
+    """Run a gateway: inference over gRPC and OpenAI's HTTP API, and an admin port for operators."""
 
     program: ClassVar[str] = "gateway"
 
-    grpc_port: Port = Field(GRPC_PORT, description="public gRPC port; 0 = any free one")
-    http_port: Port = Field(
-        HTTP_PORT, description="port of OpenAI's API, /metrics, /health and /ready; 0 = any free one"
+    grpc_port: Port = setting(
+        GRPC_PORT, "Public gRPC port; 0 takes any free one.", section="Network", serving=False
     )
-    admin_port: Port | None = Field(
-        None, description="gRPC port of the AdminService, for operators; default: the public one + 1; 0 = any"
+    http_port: Port = setting(
+        HTTP_PORT,
+        "Port of OpenAI's API, /metrics, /health and /ready; 0 takes any free one.",
+        section="Network",
+        serving=False,
     )
-    api_keys_file: Path | None = Field(
-        None, description="API keys, as `diptych key new` writes them; without it no key is required"
+    admin_port: Port | None = setting(
+        None,
+        "gRPC port of the AdminService, for operators; default: the public one + 1; 0 takes any free one.",
+        section="Network",
+        serving=False,
     )
-    tls_cert: Path | None = Field(
-        None, description="PEM certificate chain of the gRPC, HTTP and admin ports; read again when renewed"
+    reuse_port: bool = setting(
+        False,
+        "Let a successor listen on the same ports before this gateway has ended.",
+        section="Network",
+        serving=False,
     )
-    tls_key: Path | None = Field(None, validate_default=True, description="PEM key of --tls-cert")
-    tls_client_ca: Path | None = Field(
-        None, description="PEM certificates of the CA of clients; then clients need a certificate"
+    api_keys_file: Path | None = setting(
+        None,
+        "API keys, as `diptych key new` writes them; without the file no key is required.",
+        section="Security",
+        serving=False,
     )
-    max_inflight: Annotated[int, Field(ge=1, le=65536)] = Field(
-        256, description="requests that may be with the workers at once; more wait here"
+    tls_cert: Path | None = setting(
+        None,
+        "PEM certificate chain of the gRPC, HTTP and admin ports; it is read again when renewed.",
+        section="Security",
+        serving=False,
     )
-    max_queued_tokens: Annotated[int, Field(ge=1)] = Field(
+    tls_key: Path | None = setting(
+        None, "PEM key of --tls-cert.", section="Security", serving=False, validate_default=True
+    )
+    tls_client_ca: Path | None = setting(
+        None,
+        "PEM certificates that sign clients' certificates; with it, clients need one.",
+        section="Security",
+        serving=False,
+    )
+    max_inflight: Annotated[int, Field(ge=1, le=65536)] = setting(
+        256, "Requests that may be with the workers at once; more wait in the gateway.", section="Admission"
+    )
+    max_queued_tokens: Annotated[int, Field(ge=1)] = setting(
         400_000,
-        description="prompt tokens that may wait for prefill; beyond, requests are refused of those tenants "
-        "that have more than an equal share of them",
+        "Prompt tokens that may wait for prefill; beyond, requests of tenants that have more than an equal "
+        "share of them are refused.",
+        section="Admission",
     )
-    max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = Field(
+    max_queue_delay_s: Literal["auto"] | Annotated[float, Field(gt=0, le=3600)] = setting(
         120.0,
-        description="refuse a request whose prefill would begin later than this, as predicted; "
-        "auto = four times what the prefill of an average request takes",
+        "Longest predicted wait for prefill, in seconds, that a request is accepted with; auto takes four "
+        "times the prefill of an average request.",
+        section="Admission",
     )
-    write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+    write_timeout: Annotated[float, Field(gt=0, le=3600)] = setting(
         60.0,
-        description="seconds in which a client must take a message of its stream; then the stream ends with "
-        "ABORTED and SLOW_READER",
+        "Seconds in which a client must take a message of its stream; then it ends with SLOW_READER.",
+        section="Admission",
     )
-    stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = Field(
-        64, description="MiB of output that may wait for one stream's reader; beyond, it ends likewise"
+    stream_buffer_mib: Annotated[int, Field(ge=1, le=65536)] = setting(
+        64,
+        "MiB of output that may wait for one stream's reader; beyond, it ends likewise.",
+        section="Admission",
     )
-    total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+    total_stream_buffer_mib: Annotated[int, Field(ge=1, le=1 << 20)] = setting(
         256,
-        description="MiB of output that may wait for all streams' readers; beyond, the stream with most ends",
+        "MiB of output that may wait for all streams' readers; beyond, the stream with most of it ends.",
+        section="Admission",
     )
-    share_ports: bool = Field(
-        False, description="let a successor listen on the same ports before this gateway has ended"
-    )
-    metrics_compat: Literal["none", "vllm"] = Field(
-        "none", description="offer the figures under another server's names as well, for its dashboards"
-    )
-    await_workers_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        0.0, description="seconds to wait for workers before opening the ports; then they open anyway"
-    )
-    drain_settle_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.0, description="seconds from NOT_SERVING to refusing new requests at shutdown"
-    )
-    drain_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        10.0, description="seconds that running requests get to finish at shutdown"
-    )
-
-    recovery_wait_s: Annotated[float, Field(ge=0, le=600)] = Field(
+    worker_wait_timeout: Annotated[float, Field(ge=0, le=600)] = setting(
         WORKER_WAIT_S,
-        description="seconds that a request which lost its worker waits for another one to come",
+        "Seconds that a request which lost its worker waits for another one.",
+        section="Workers",
+    )
+    await_workers_s: Annotated[float, Field(ge=0, le=3600)] = setting(
+        0.0,
+        "Seconds to wait for workers before the ports open; then they open anyway.",
+        section="Workers",
+        serving=False,
+    )
+    lame_duck: Annotated[float, Field(ge=0, le=60)] = setting(
+        0.0,
+        "Seconds from NOT_SERVING to the refusal of new requests at shutdown.",
+        section="Shutdown",
+        serving=False,
+    )
+    shutdown_timeout: Annotated[float, Field(ge=0, le=3600)] = setting(
+        10.0, "Seconds that running requests get to finish at shutdown.", section="Shutdown"
+    )
+    metrics_compat: Literal["none", "vllm"] = setting(
+        "none",
+        "Offer the metrics under another server's names as well, for its dashboards.",
+        section="Logging",
+        serving=False,
     )
 
     @field_validator("api_keys_file")

@@ -36,7 +36,7 @@ from gateway.output.output_stream import OutputStream
 from gateway.output.stop_strings import StopStrings
 from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import ResumeTokens
-from gateway.request.validate_resumption import resumable as can_resume
+from gateway.request.resume_token import resumable as can_resume
 from gateway.request_parser import RequestParser
 from gateway.request_telemetry import OPERATION_KEY, RequestTelemetry, operation_of
 from gateway.responses import Responses, add_usage

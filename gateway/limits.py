@@ -1,4 +1,4 @@
-"""Bounds of the public APIs on a request.
+"""Bounds that the public surface sets on a request; those of a parameter are in `diptych.parameters`.
 
 Each is tested at the limit and one above it. A bound exists because the value costs time or memory
 before a request is admitted, or because larger values have no meaning to the engine. Bounds that depend on
@@ -30,11 +30,6 @@ MAX_JSON_IDS: Final = 262_144  # token ids: no model served here has a longer co
 MAX_COPIED_BYTES: Final = 32 * 1024 * 1024
 MAX_TIMEOUT_MS: Final = 24 * 3600 * 1000  # of x-request-timeout-ms
 
-# --- names and labels ----------------------------------------------------------------------------
-MAX_REQUEST_ID_CHARS: Final = 128
-MAX_SALT_BYTES: Final = 256
-MAX_SESSION_ID_BYTES: Final = 256
-
 # --- prompt --------------------------------------------------------------------------------------
 # Independent of the model: byte-pair encoding one word of n bytes costs about n log n, and a caller
 # gets its answer to a bad request within 50 ms. Ordinary text of this size is about 250,000 tokens.
@@ -44,31 +39,6 @@ MAX_MESSAGE_NAME_CHARS: Final = 64
 MAX_RENDERED_CHARS: Final = 4 * MAX_PROMPT_BYTES  # of a rendered chat template
 MAX_RENDER_SECONDS: Final = 2.0
 MAX_TEMPLATE_BYTES: Final = 256 * 1024  # the operator's file; a larger one is a mistake
-
-# --- sampling ------------------------------------------------------------------------------------
-# Below this a temperature is greedy: logits / t would leave the range of float32 for nothing.
-GREEDY_BELOW_TEMPERATURE: Final = 1e-5
-MAX_TEMPERATURE: Final = 100.0
-MAX_PENALTY: Final = 2.0  # frequency and presence, either sign (the range of the OpenAI API)
-MIN_REPETITION_PENALTY: Final = 1 / 64  # a divisor of logits: near 0 they overflow (exact in float32)
-MAX_REPETITION_PENALTY: Final = 100.0
-MAX_N: Final = 128  # outputs of a request; of best_of as well
-MAX_BEAM_WIDTH: Final = 16  # all beams of a request step together, and hold blocks of their own
-MAX_LOGIT_BIAS_ENTRIES: Final = 1024
-MAX_LOGIT_BIAS: Final = 100.0  # either sign (the range of the OpenAI API)
-MAX_ALLOWED_TOKEN_IDS: Final = 16_384
-MAX_BAD_WORDS: Final = 128
-MAX_BAD_WORD_BYTES: Final = 128
-
-# --- stopping ------------------------------------------------------------------------------------
-MAX_STOP_STRINGS: Final = 16
-MAX_STOP_STRING_BYTES: Final = 1024
-MAX_STOP_TOKEN_IDS: Final = 128
-MAX_TIME_LIMIT_SECONDS: Final = 24 * 3600.0
-
-# --- response ------------------------------------------------------------------------------------
-MAX_STREAM_INTERVAL: Final = 1024
-MAX_LOGPROBS: Final = 20  # alternatives beside each token
 
 # --- tokenize and detokenize ---------------------------------------------------------------------
 MAX_DETOKENIZE_IDS: Final = 262_144  # no model served here has a longer context

@@ -16,7 +16,7 @@ from diptych.runtime.metrics import GatewayMetrics, new_registry
 from diptych.runtime.model_digest import model_digest
 from diptych.runtime.process import incarnation
 from diptych.runtime.rpc import Health, add_health_and_reflection, bind, make_server
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.runtime.tls import TlsFiles
 from gateway import limits
@@ -27,8 +27,7 @@ from gateway.admission.queue import AdmissionQueue, MaxQueueDelay
 from gateway.attempt.types import Role
 from gateway.call import Calls
 from gateway.config import GatewaySettings
-from gateway.frontends.admin.operations import Identity, Operations, started_now
-from gateway.frontends.admin.servicer import AdminServicer
+from gateway.frontends.admin.servicer import AdminServicer, Identity, Operations, started_now
 from gateway.frontends.grpc.inference_service import SERVICE, add_inference_service
 from gateway.frontends.kserve.servicer import SERVICE as KSERVE_SERVICE
 from gateway.frontends.kserve.servicer import KServeServicer
@@ -85,7 +84,7 @@ class Gateway:
             time.monotonic,
         )
         reader_limits = ReaderLimits(
-            settings.write_timeout_s, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
+            settings.write_timeout, settings.stream_buffer_mib << 20, settings.total_stream_buffer_mib << 20
         )
         self.unread_output = UnreadOutput(reader_limits, self.metrics)
         self.tokenizer_pool = TokenizerPool()
@@ -99,7 +98,7 @@ class Gateway:
             self.request_parser,
             self.unread_output,
             tokens=tokens,
-            retry_limits=RetryLimits(RetryBudget(settings.max_inflight), settings.recovery_wait_s),
+            retry_limits=RetryLimits(RetryBudget(settings.max_inflight), settings.worker_wait_timeout),
             telemetry=self.telemetry,
             metrics=self.metrics,
             clock=time.monotonic,
@@ -143,7 +142,7 @@ class Gateway:
         await self.mirror.start()
         self.worker_pool.start()
         await self._workers_or_timeout(settings.await_workers_s)
-        share, tls = settings.share_ports, settings.tls
+        share, tls = settings.reuse_port, settings.tls
         server = make_server(internal=False, max_message_bytes=limits.MAX_MESSAGE_BYTES, share_port=share)
         calls = self.calls
         add_inference_service(server, calls, self.generator, self._tokenizer_service)
@@ -163,6 +162,7 @@ class Gateway:
             api=OpenAIRoutes(calls, self.generator, self._tokenizer_service, self._model, self._digest),
             max_body_bytes=limits.MAX_BODY_BYTES,
             share_port=share,
+            config_digest=settings.digest,
         )
         self.http_port = self._http.port
         self._admin = await AdminServicer.start(
@@ -189,13 +189,13 @@ class Gateway:
         self._changed.set()
         if self._health is not None:
             await self._health.set_ready(False)
-        await asyncio.sleep(self._settings.drain_settle_s)
-        if self._settings.share_ports:
+        await asyncio.sleep(self._settings.lame_duck)
+        if self._settings.reuse_port:
             await self._stop_listening()
         else:
             self.generator.draining = True
         try:
-            await asyncio.wait_for(self._all_answered(), self._settings.drain_grace_s)
+            await asyncio.wait_for(self._all_answered(), self._settings.shutdown_timeout)
         except TimeoutError:
             if self.calls.running:  # else it waited for requests that might still come
                 _log.warning("%d calls outlived the grace period", self.calls.running)
@@ -216,7 +216,7 @@ class Gateway:
         if self._http is not None:
             await self._http.leave()
         if self._server is not None:
-            grace = self._settings.drain_grace_s + SHUT_DOWN_S
+            grace = self._settings.shutdown_timeout + SHUT_DOWN_S
             self._stopping = asyncio.create_task(self._server.stop(grace), name="stop listening")
             await asyncio.sleep(0)  # it has begun before the running calls are counted
 
@@ -269,11 +269,13 @@ class Gateway:
             self._access,
             scope,
             alive=self.live.is_reserved,
-            write_timeout_s=self._settings.write_timeout_s,
+            write_timeout_s=self._settings.write_timeout,
         )
 
     def _operations(self) -> Operations:
-        identity = Identity(self._settings.worker_id, self._model.card, self._digest, started_now())
+        identity = Identity(
+            self._settings.worker_id, self._model.card, self._digest, self._settings.digest, started_now()
+        )
         return Operations(
             self.worker_pool,
             self.gate.queue,

@@ -13,8 +13,7 @@ from gateway.call import Call
 from gateway.model.served_model import ServedModel
 from gateway.request.grammar_check import GrammarCheck
 from gateway.request.parsed_request import ParsedRequest
-from gateway.request.resume_token import ResumeTokens
-from gateway.request.validate_resumption import refuse_several, resumed
+from gateway.request.resume_token import ResumeTokens, refuse_several, resumed
 from gateway.request.validation import parse_request
 from gateway.request_telemetry import RequestTelemetry
 from gateway.session.choice_state import State

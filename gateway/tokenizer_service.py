@@ -10,15 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from diptych.parameters import OFF, PARAMETERS, SAMPLING_NUMBERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.call import Call
 from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.model.served_model import ModelCard, ServedModel
-from gateway.request import validate_names
+from gateway.request import field_checks
+from gateway.request.structured_output import STRUCTURED_OUTPUTS
 from gateway.request.validate_prompt import chat_parts, chat_tools, check_text, given_ids
-from gateway.request.validate_structured import STRUCTURED_OUTPUTS
 from gateway.request.validation import skips_special
 from gateway.session.live_requests import LiveRequests
 from gateway.tokenizer_pool import TokenizerPool
@@ -62,12 +63,12 @@ class TokenizerService:
         return pb.ListModelsResponse(models=[self.describe()])
 
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
-        validate_names.model_name(request.model, self._model.card)
+        field_checks.model_name(request.model, self._model.card)
         return pb.GetModelResponse(model=self.describe())
 
     async def cancel_request(self, request: pb.CancelRequestRequest, call: Call) -> pb.CancelRequestResponse:
         """Cancel a live request. An unknown id is no error: the request may have just ended."""
-        request_id = validate_names.existing_request_id(request.request_id)
+        request_id = field_checks.existing_request_id(request.request_id)
         was_running = self._live.cancel_request(call.caller.tenant, request_id)
         return pb.CancelRequestResponse(was_running=was_running)
 
@@ -83,8 +84,8 @@ class TokenizerService:
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             capabilities=pb.Capabilities(
-                max_logprobs=limits.MAX_LOGPROBS,
-                max_n=limits.MAX_N,
+                max_logprobs=int(PARAMETERS["logprobs"].high or 0),
+                max_n=int(PARAMETERS["n"].high or 0),
                 structured_outputs=STRUCTURED_OUTPUTS if card.eos_token_ids else (),
                 priority=True,
                 cache_salt=True,
@@ -112,7 +113,7 @@ class Tokenized(NamedTuple):
 
 def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
     """Return the ids that a generation request with the same prompt would run on."""
-    validate_names.model_name(request.model, model.card)
+    field_checks.model_name(request.model, model.card)
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return _tokenize_text(request, model)
@@ -129,7 +130,7 @@ def tokenize(request: pb.TokenizeRequest, model: ServedModel) -> Tokenized:
 
 def detokenize(request: pb.DetokenizeRequest, model: ServedModel) -> str:
     """Return the text of the request's ids; empty without ids."""
-    validate_names.model_name(request.model, model.card)
+    field_checks.model_name(request.model, model.card)
     if len(request.token_ids) > limits.MAX_DETOKENIZE_IDS:
         raise InvalidParameter("token_ids", f"must have at most {limits.MAX_DETOKENIZE_IDS} ids")
     skip_special = skips_special(request)
@@ -170,15 +171,7 @@ async def tokenize_response(found: Tokenized, max_context: int) -> pb.TokenizeRe
 
 
 def _default_sampling(card: ModelCard) -> pb.SamplingParams:
-    """Return the sampling parameters of a request without any."""
-    defaults = card.defaults
-    return pb.SamplingParams(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=defaults.repetition_penalty,
-        n=1,
-    )
+    """Return the sampling parameters of a request without any; a seed is random."""
+    names = SAMPLING_NUMBERS.keys() - {"seed"}
+    values = {name: getattr(card.defaults, name, OFF[name]) for name in names}
+    return pb.SamplingParams(**values, n=1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.runtime.python_module import module_command

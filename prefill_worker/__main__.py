@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from diptych.runtime.process import end_when_told, leave, run_program
+from diptych.runtime.process import exit_on_sigterm, leave, run_program
 from prefill_worker.config import PrefillSettings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run with these flags (without the program's name) until a signal; returns the exit status."""
-    end_when_told()
+    """Run with the flags `argv` (without the program's name) until a signal; return the exit status."""
+    exit_on_sigterm()
     settings = PrefillSettings.from_argv(argv)
 
     # Imported after the flags are read: --help and a wrong flag need no torch.

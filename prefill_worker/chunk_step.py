@@ -1,4 +1,4 @@
-"""One step of the prefill engine, on its own thread: chunks in, first tokens and scores of the prompt out."""
+"""A step of the prefill engine, on its own thread: chunks in, first tokens and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diptych.engine.step_output import can_sample_on_device
 from diptych.runtime.failpoints import failpoint
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
-from diptych.worker_process.logprob_codec import candidate_message, sampled_message, score_message
+from diptych.worker_process.logprob_codec import encode_candidate, encode_logprob, encode_sampled
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scheduler import Chunk
 
@@ -24,33 +24,34 @@ Row = tuple[PrefillRequest, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a chunk gave beside keys and values."""
+    """The results of a chunk beside keys and values."""
 
     first_tokens: tuple[work_pb2.SampledToken, ...] = ()
-    """With the last chunk: one for each choice, in their order, or what a beam search starts from."""
+    """With the last chunk: one for each choice, in their order, or the first tokens of a beam search."""
     prompt_scores: tuple[work_pb2.Score, ...] = ()
-    """Of the tokens that follow the chunk's own: the first is that of position start + 1."""
+    """Log-probabilities of the tokens that follow the chunk's own: the first is at position start + 1."""
 
 
 def run_step(runner: Runner, rows: Sequence[Row], abort: AbortWords) -> list[Computed | SampleFailure]:
-    """Compute the chunks; one result a row."""
+    """Compute the chunks; return one result a row."""
     sequences = [_sequence(request, chunk) for request, chunk in rows]
-    draws = [
-        _draws(request, chunk, sequence) for (request, chunk), sequence in zip(rows, sequences, strict=True)
+    sample_rows = [
+        _device_rows(request, chunk, sequence)
+        for (request, chunk), sequence in zip(rows, sequences, strict=True)
     ]
-    drawn = runner.step_and_draw(sequences, [draw for row in draws for draw in row], abort)
-    tokens, logits = iter(drawn.tokens), drawn.logits
+    output = runner.step_and_sample(sequences, [row for rows in sample_rows for row in rows], abort)
+    tokens, logits = iter(output.tokens), output.logits
     if len(logits) and failpoint("prefill.not_finite"):
         logits[-1] = float("nan")
     results: list[Computed | SampleFailure] = []
     begin = 0
-    for (request, chunk), row in zip(rows, draws, strict=True):
-        token = _only([next(tokens) for _ in row])
+    for (request, chunk), row in zip(rows, sample_rows, strict=True):
+        token = _only_token([next(tokens) for _ in row])
         if token is not None:
-            results.append(_drawn(request, token))
+            results.append(_computed(request, token))
             continue
         end = begin + len(row)
-        results.append(_read(request, chunk, logits[begin:end]))
+        results.append(_read_logits(request, chunk, logits[begin:end]))
         begin = end
     return results
 
@@ -70,10 +71,10 @@ def _sequence(request: PrefillRequest, chunk: Chunk) -> SequenceStep:
     )
 
 
-def _draws(request: PrefillRequest, chunk: Chunk, sequence: SequenceStep) -> list[SampleRow | None]:
-    """For each row of logits what its token may be drawn by where the logits are; None: they have to be seen.
+def _device_rows(request: PrefillRequest, chunk: Chunk, sequence: SequenceStep) -> Sequence[SampleRow | None]:
+    """Return, for each row of logits, how a device may sample its token; None: the host needs the logits.
 
-    That may be the prompt's last row, if all choices draw alike and nothing else is asked of it.
+    A device may sample the prompt's last row, if all choices sample alike and ask for nothing else.
     """
     attempt = request.attempt
     if sequence.logit_rows != 1 or not chunk.last or attempt.beam_width or _tokens_to_score(request, chunk):
@@ -84,35 +85,35 @@ def _draws(request: PrefillRequest, chunk: Chunk, sequence: SequenceStep) -> lis
     return [can_sample_on_device(attempt.sample_row(params, attempt.delivered_ids, request.grammar))]
 
 
-def _only(tokens: Sequence[Sampled | SampleFailure | None]) -> Sampled | SampleFailure | None:
-    """The token of a chunk's one row, if it was drawn."""
+def _only_token(tokens: Sequence[Sampled | SampleFailure | None]) -> Sampled | SampleFailure | None:
+    """Return the token of a chunk's one row, if it was sampled."""
     return tokens[0] if len(tokens) == 1 else None
 
 
-def _drawn(request: PrefillRequest, token: Sampled | SampleFailure) -> Computed | SampleFailure:
+def _computed(request: PrefillRequest, token: Sampled | SampleFailure) -> Computed | SampleFailure:
     if isinstance(token, SampleFailure):
         return token
-    return Computed((sampled_message(token),) * len(request.attempt.choices))
+    return Computed((encode_sampled(token),) * len(request.attempt.choices))
 
 
 def _tokens_to_score(request: PrefillRequest, chunk: Chunk) -> int:
-    """How many of the prompt's tokens are judged by the logits of this chunk."""
+    """Return how many of the prompt's tokens get a log-probability from the logits of this chunk."""
     if request.attempt.prompt_logprobs is None:
         return 0
     following = len(request.attempt.prompt_ids) - 1 - request.computed
     return max(0, min(chunk.tokens, following))
 
 
-def _read(request: PrefillRequest, chunk: Chunk, logits: torch.Tensor) -> Computed | SampleFailure:
-    """`logits` are the chunk's own rows, `[logit_rows, vocab]`."""
+def _read_logits(request: PrefillRequest, chunk: Chunk, logits: torch.Tensor) -> Computed | SampleFailure:
+    """Return the results of a chunk from its own rows of logits `[logit_rows, vocab]`."""
     scores: tuple[work_pb2.Score, ...] = ()
     if count := _tokens_to_score(request, chunk):
-        judged = request.token_ids[request.computed + 1 : request.computed + 1 + count]
+        following = request.token_ids[request.computed + 1 : request.computed + 1 + count]
         try:
-            scored = token_logprobs(logits, judged, request.attempt.prompt_logprobs or 0)
+            scored = token_logprobs(logits, following, request.attempt.prompt_logprobs or 0)
         except ValueError as error:
             return SampleFailure(str(error))
-        scores = tuple(score_message(score) for score in scored)
+        scores = tuple(encode_logprob(score) for score in scored)
     if not chunk.last:
         return Computed(prompt_scores=scores)
     pick = _beam_candidates if request.attempt.beam_width else _first_tokens
@@ -123,7 +124,7 @@ def _read(request: PrefillRequest, chunk: Chunk, logits: torch.Tensor) -> Comput
 def _first_tokens(
     request: PrefillRequest, logits: torch.Tensor
 ) -> tuple[work_pb2.SampledToken, ...] | SampleFailure:
-    """One token for each choice; those that draw alike get the same one."""
+    """Return one token for each choice; choices that sample alike get the same one."""
     attempt = request.attempt
     tokens: dict[int, work_pb2.SampledToken] = {}
     for params in attempt.choices.values():
@@ -132,7 +133,7 @@ def _first_tokens(
         (sampled,) = sample(logits, [attempt.sample_row(params, attempt.delivered_ids, request.grammar)])
         if isinstance(sampled, SampleFailure):
             return sampled
-        tokens[id(params)] = sampled_message(sampled)
+        tokens[id(params)] = encode_sampled(sampled)
     return tuple(tokens[id(params)] for params in attempt.choices.values())
 
 
@@ -142,4 +143,4 @@ def _beam_candidates(
     attempt: Attempt = request.attempt
     row = attempt.sample_row(attempt.params, attempt.delivered_ids, request.grammar)
     (found,) = beam_candidates(logits, [row], attempt.beam_width, attempt.stop_token_ids)
-    return found if isinstance(found, SampleFailure) else tuple(map(candidate_message, found))
+    return found if isinstance(found, SampleFailure) else tuple(map(encode_candidate, found))

@@ -1,4 +1,4 @@
-"""One gateway's stream into this worker, and what is to be written on it."""
+"""A gateway's stream into this worker, and the messages to write on it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from diptych.runtime.send_queue import SendQueue
 from diptych.worker.v1 import prefill_pb2, work_pb2
-from diptych.worker_process.logprob_codec import tell_phases
+from diptych.worker_process.logprob_codec import attach_timings
 from kvtransfer.drivers.codec import attempt_id
 from kvtransfer.protocol.messages import Key
 
 
 class GatewayStream:
-    """Collects what this worker has to say on the attempts of one gateway."""
+    """Collects this worker's messages on the attempts of one gateway."""
 
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self.keys: dict[Key, None] = {}  # attempts that live and die with this stream, in order
-        self._outbox: SendQueue[prefill_pb2.PrefillServiceLinkResponse] = SendQueue()
+        self._queue: SendQueue[prefill_pb2.PrefillServiceLinkResponse] = SendQueue()
 
     def committed(self, key: Key) -> None:
         self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), committed=prefill_pb2.Committed()))
@@ -26,45 +26,45 @@ class GatewayStream:
         self._ended(prefill_pb2.PrefillEnded(id=attempt_id(key), failure=failure))
 
     def prompt_scores(self, key: Key, first_position: int, scores: Sequence[work_pb2.Score]) -> None:
-        """Scores of the prompt's tokens from `first_position` on."""
+        """Send the log-probabilities of the prompt's tokens from `first_position` on."""
         message = prefill_pb2.PromptScores(id=attempt_id(key), first_position=first_position, scores=scores)
-        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(prompt_scores=message))
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(prompt_scores=message))
 
     def first_tokens(
         self, key: Key, index: int, tokens: Mapping[int, work_pb2.SampledToken], times: work_pb2.PhaseTimes
     ) -> None:
-        """By choice; `index` is their place in its output, `times` the phases until now."""
+        """Send first tokens by choice; `index` is their place in its output, `times` the phases until now."""
         message = prefill_pb2.FirstTokens()
         for choice, token in tokens.items():
-            said = message.tokens.add(
+            first = message.tokens.add(
                 id=attempt_id(key), index=index, token_ids=(token.token_id,), choice=choice
             )
             if token.HasField("score"):
-                said.scores.append(token.score)
-            tell_phases(said, times)
-        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(first_tokens=message))
+                first.scores.append(token.score)
+            attach_timings(first, times)
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(first_tokens=message))
 
     def _ended(self, ended: prefill_pb2.PrefillEnded) -> None:
-        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(ended=ended))
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
-        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(heartbeat=beat))
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(heartbeat=beat))
 
     def flushed(self, request_id: int, blocks: int) -> None:
         """Answer a FlushPrefixCache."""
         flushed = work_pb2.PrefixCacheFlushed(id=request_id, blocks=blocks)
-        self._outbox.put(prefill_pb2.PrefillServiceLinkResponse(flushed=flushed))
+        self._queue.put(prefill_pb2.PrefillServiceLinkResponse(flushed=flushed))
 
     @property
-    def unsaid(self) -> bool:
-        """What ends a prompt is said at once."""
+    def has_pending(self) -> bool:
+        """Always False: the end of a prompt is one message."""
         return False
 
     def close(self) -> None:
-        self._outbox.close()
+        self._queue.close()
 
     async def messages(self) -> AsyncIterator[prefill_pb2.PrefillServiceLinkResponse]:
-        """What to write; ends when the stream is closed."""
-        while batch := await self._outbox.take():
+        """Yield the messages to write; ends when the stream is closed."""
+        while batch := await self._queue.take():
             for message in batch:
                 yield message

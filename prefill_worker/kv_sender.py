@@ -1,4 +1,4 @@
-"""One request's handoff, from the ask to the commit: the task that speaks to its decode worker."""
+"""The handoff of one request, from the ask to the commit: the task that talks to its decode worker."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from prefill_worker.request import PrefillRequest, Stop
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a handoff ended. Neither committed nor failed: somebody else ended the attempt."""
+    """The end of a handoff. Neither committed nor failed: another process ended the attempt."""
 
     committed: bool = False
     failure: work_pb2.Failure | None = None
 
 
-async def handoff(
+async def run_handoff(
     request: PrefillRequest,
     client: HandoffClient,
     block_size: int,
     on_granted: Callable[[GrantedBlocks], None],
 ) -> Outcome:
-    """Ask, then push and commit what the engine loop reports.
+    """Ask for blocks, then push and commit the chunks that the engine loop reports.
 
     May be cancelled while it asks, before `on_granted` is called: the client takes the ask back, or answers
     a grant that is on its way with Stopped itself.
@@ -38,7 +38,7 @@ async def handoff(
         peer = await client.peer(request.decode_address, request.decode_incarnation)
         granted = await _ask(peer, request, block_size)
         on_granted(granted)
-        stop = await _follow(peer, granted, request)
+        stop = await _send_chunks(peer, granted, request)
     except AttemptOver:
         return Outcome()
     except HandoffError as error:
@@ -52,25 +52,25 @@ async def _ask(peer: Peer, request: PrefillRequest, block_size: int) -> GrantedB
     return await peer.ask(request.key, len(request.token_ids), keys, keep=attempt.cache_write)
 
 
-async def _follow(peer: Peer, granted: GrantedBlocks, request: PrefillRequest) -> Stop | None:
-    """Pass on each computed chunk; None = committed."""
+async def _send_chunks(peer: Peer, granted: GrantedBlocks, request: PrefillRequest) -> Stop | None:
+    """Push each computed chunk and commit the last; return None once committed."""
     while True:
-        news = await request.news.get()
-        if isinstance(news, Stop):
-            await peer.stop(granted, news.failure)
-            return news
-        if not news.first_tokens:
-            await peer.push(granted, news.upto)
+        event = await request.events.get()
+        if isinstance(event, Stop):
+            await peer.stop(granted, event.failure)
+            return event
+        if not event.first_tokens:
+            await peer.push(granted, event.upto)
             continue
         reach("prefill.before_commit")
-        if await peer.commit(granted, len(request.token_ids), news.first_tokens, request.times()):
+        if await peer.commit(granted, len(request.token_ids), event.first_tokens, request.times()):
             reach("prefill.committed")
             return None
-        # Revoked, or the link broke, while the commit was on its way: whoever did it has said so.
-        return request.stop or Stop(_lost())
+        # Revoked, or the link broke, while the commit was on its way: the revoking side reports why.
+        return request.stop or Stop(_link_broke())
 
 
-def _lost() -> work_pb2.Failure:
+def _link_broke() -> work_pb2.Failure:
     return work_pb2.Failure(
         reason=work_pb2.FAILURE_REASON_PEER_LOST, message="the link to the decode worker broke"
     )

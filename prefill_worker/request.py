@@ -1,11 +1,11 @@
-"""One attempt at one request on the prefill worker.
+"""The state of one attempt at a request on the prefill worker.
 
 Its life:
 
 1. QUEUED   dispatched by a gateway; it pins nothing anywhere.
 2. ASKED    about to run: the decode worker was asked for blocks and answers when it has them.
-3. GRANTED  the blocks are ours to write; chunks are computed and pushed.
-4. ENDED    committed (the decode worker has it all, the first token included), failed or cancelled. A
+3. GRANTED  the blocks are this worker's to write; chunks are computed and pushed.
+4. ENDED    committed (the decode worker has all of it, the first token included), failed or cancelled. A
             granted attempt that does not commit ends with Stopped: the promise of no further write.
 
 Every change of state goes through `move()`, which knows the legal ones and stamps the time.
@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diptych.engine.prompt_logprobs import CHUNK
+from diptych.runtime.telemetry import AttributeValue, PhaseSpan
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.attempt import Attempt
 from diptych.worker_process.grammar_masks import GrammarState
+from diptych.worker_process.logprob_codec import failure_name
 from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.scheduler import Prompt
@@ -60,34 +62,34 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Write no more and say so; `failure` is absent when somebody else ended the attempt."""
+    """An end without commit; `failure` is absent when another process ended the attempt."""
 
     failure: work_pb2.Failure | None = None
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """An attempt and how far it is. `news` is what the engine has to say to the task that hands it over."""
+    """An attempt and its progress. `events` go from the engine loop to the task that runs its handoff."""
 
     attempt: Attempt
     token_ids: list[int]
     gateway: GatewayStream
     arrived: int
-    waited_before_s: float  # in its gateway's queue
+    gateway_wait_s: float  # in its gateway's queue
     decode_address: str
     decode_incarnation: int
     state: State = State.QUEUED
     entered: dict[State, float] = field(default_factory=lambda: {State.QUEUED: time.monotonic()})
-    wanted: set[int] = field(init=False)  # choices that nobody has cancelled
-    grammar: GrammarState | None = None  # after the tokens delivered so far; comes while the request waits
+    wanted: set[int] = field(init=False)  # choices that are not cancelled
+    grammar: GrammarState | None = None  # after the tokens delivered so far; None until it is compiled
     granted: GrantedBlocks | None = None
     begun: float | None = None  # its first step
     computed: int = 0
     steps: int = 0
-    computed_at: float | None = None  # when the last chunk was done
-    stop: Stop | None = None  # decided, to be carried out when no step writes any more
-    failure: work_pb2.Failure | None = None  # what the gateway was told at its end
-    news: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
+    computed_at: float | None = None  # end of the last chunk
+    stop: Stop | None = None  # decided, and carried out when no step writes any more
+    failure: work_pb2.Failure | None = None  # sent to the gateway at its end
+    events: asyncio.Queue[ChunkDone | Stop] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.wanted = set(self.attempt.choices)
@@ -99,13 +101,13 @@ class PrefillRequest:
         self.entered[to] = time.monotonic()
 
     def begin(self, now: float) -> None:
-        """A step is about to compute some of it."""
+        """Record the begin of a step that computes some of it."""
         if self.begun is None:
             self.begun = now
 
     def waited_s(self, now: float) -> float:
-        """For how long it has waited for its first step, its gateway's queue included."""
-        return self.waited_before_s + (now if self.begun is None else self.begun) - self.entered[State.QUEUED]
+        """Return the seconds that it has waited for its first step, its gateway's queue included."""
+        return self.gateway_wait_s + (now if self.begun is None else self.begun) - self.entered[State.QUEUED]
 
     @property
     def key(self) -> Key:
@@ -113,12 +115,12 @@ class PrefillRequest:
 
     @property
     def compiled(self) -> bool:
-        """Whether its grammar is, if it has one: until then blocks would lie idle."""
+        """True if its grammar is compiled, if it has one: until then blocks would lie idle."""
         return self.attempt.grammar is None or self.grammar is not None
 
     @property
     def computable(self) -> bool:
-        """Whether a step may take it up."""
+        """True if a step may compute a chunk of it."""
         return self.state is State.GRANTED and self.stop is None and self.remaining > 0 and self.compiled
 
     @property
@@ -132,7 +134,7 @@ class PrefillRequest:
         return Prompt(self.key, self.remaining, self.decode_address, attempt.priority, self.arrived, limit)
 
     def times(self) -> work_pb2.PhaseTimes:
-        """The phases so far, as durations on this worker's clock."""
+        """Return the phases so far, as durations on this worker's clock."""
         asked, granted = self.entered.get(State.ASKED), self.entered.get(State.GRANTED)
         now = time.monotonic()
         times = work_pb2.PhaseTimes(prefill_steps=self.steps)
@@ -150,3 +152,42 @@ class PrefillRequest:
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+def attempt_span(request: PrefillRequest, outcome: str) -> PhaseSpan:
+    """Return the span `prefill` of an ended attempt, with phases queue, kv_alloc_wait, prefill and
+    kv_transfer.send.
+
+    A phase that never ran has no span. A failure is recorded on the phase that was active.
+    """
+    end = request.entered.get(State.ENDED) or time.monotonic()
+    queued, asked = request.entered[State.QUEUED], request.entered.get(State.ASKED)
+    granted, computed = request.entered.get(State.GRANTED), request.computed_at
+    starts = [
+        ("queue", queued),
+        ("kv_alloc_wait", asked),
+        ("prefill", granted),
+        ("kv_transfer.send", computed),
+    ]
+    ran = [(name, start) for name, start in starts if start is not None]
+    ends = [start for _, start in ran[1:]] + [end]
+    phases = [PhaseSpan(name, start, stop) for (name, start), stop in zip(ran, ends, strict=True)]
+    if outcome == "failed":
+        last = phases[-1]
+        error = outcome if request.failure is None else failure_name(request.failure.reason)
+        phases[-1] = PhaseSpan(last.name, last.start_s, last.end_s, error=error)
+    attributes: dict[str, AttributeValue] = {
+        "diptych.attempt": request.key[1],
+        "diptych.outcome": outcome,
+        "diptych.prefill.tokens": len(request.token_ids),
+        "diptych.prefill.cached_tokens": 0 if request.granted is None else request.granted.computed_tokens,
+        "diptych.prefill.steps": request.steps,
+    }
+    return PhaseSpan(
+        "prefill",
+        queued,
+        end,
+        attributes=attributes,
+        key=request.attempt.prefill_span,
+        children=tuple(phases),
+    )

@@ -1,7 +1,7 @@
-"""The attempts of a prefill worker, from dispatch to last word.
+"""The attempts of a prefill worker, from dispatch to terminal message.
 
-Each attempt that has asked for blocks has a task of its own (handoff.py) that speaks to its decode worker.
-One that must stop while a step is writing its blocks is told to at the next layer, and its promise of no
+Each attempt that has asked for blocks has a task of its own (kv_sender.py) that talks to its decode worker.
+One that must stop while a step is writing its blocks is aborted at the next layer, and its promise of no
 further write goes out after that step.
 """
 
@@ -21,14 +21,14 @@ from kvtransfer.drivers.client import HandoffClient
 from kvtransfer.drivers.types import GrantedBlocks
 from kvtransfer.protocol.messages import Key
 from prefill_worker.gateway_stream import GatewayStream
-from prefill_worker.kv_sender import Outcome, handoff
+from prefill_worker.kv_sender import Outcome, run_handoff
 from prefill_worker.request import PrefillRequest, State, Stop
 
 log = logging.getLogger(__name__)
 
 
 class RequestManager:
-    """Every attempt that is not over, in the order in which they came."""
+    """Every attempt that has not ended, in order of arrival."""
 
     handoff: HandoffClient
     grammars: Grammars
@@ -61,7 +61,7 @@ class RequestManager:
     def all(self) -> Iterable[PrefillRequest]:
         return self._requests.values()
 
-    # ---- what others tell it -------------------------------------------------------------------------
+    # ---- events from gateways and decode workers -----------------------------------------------------
 
     def dispatch(self, dispatch: prefill_pb2.Dispatch, gateway: GatewayStream) -> None:
         """Queue an attempt."""
@@ -90,21 +90,21 @@ class RequestManager:
         self._wake()
 
     def _compiled(self, request: PrefillRequest, compiling: asyncio.Task[GrammarState]) -> None:
-        """Tokens can be sampled, or not: the gateway has tried the grammar, but not with this vocabulary."""
+        """Store the grammar, or fail: the gateway has compiled it before, but not with this vocabulary."""
         if compiling.cancelled() or request.state is State.ENDED:
             return
         if (error := compiling.exception()) is not None:
             log.warning("the grammar of %s: %s", request.key, error)
-            self.stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NOTHING_ALLOWED)))
+            self.stop(request, Stop(work_pb2.Failure(reason=work_pb2.FAILURE_REASON_NO_VALID_TOKEN)))
         else:
             request.grammar = compiling.result()
         self._wake()
 
     def cancel(self, key: Key, choices: Collection[int] = ()) -> None:
-        """The gateway wants these choices no longer, or none if none are named: nothing more is said of them.
+        """Cancel these choices (none named: all) without further messages.
 
-        The prompt is computed for those that are left; first tokens are sampled for all, since the decode
-        worker knows them by their order.
+        The prompt is computed for the others; first tokens are sampled for all, since the decode worker knows
+        them by their order.
         """
         if request := self._requests.get(key):
             request.wanted -= set(choices) or request.wanted
@@ -112,17 +112,17 @@ class RequestManager:
                 self.stop(request, Stop())
 
     def gateway_lost(self, gateway: GatewayStream) -> None:
-        """Its stream ended: every attempt that came over it is cancelled."""
+        """Cancel every attempt that came over a stream that ended."""
         for key in list(gateway.keys):
             self.cancel(key)
         gateway.close()
 
     def on_abort(self, key: Key) -> None:
-        """The decode worker calls a grant back. It tells the gateway why; we only stop."""
+        """Stop an attempt whose grant the decode worker revoked; that worker reports to the gateway."""
         self.cancel(key)
 
     def on_peer_lost(self, address: str, keys: Sequence[Key]) -> None:
-        """A decode worker went away with these grants: there is nothing left to write to."""
+        """Stop the attempts whose grants were lost with their decode worker."""
         failure = work_pb2.Failure(
             reason=work_pb2.FAILURE_REASON_PEER_LOST, message=f"decode worker at {address} is gone"
         )
@@ -130,14 +130,14 @@ class RequestManager:
             if request := self._requests.get(key):
                 self.stop(request, Stop(failure))
 
-    def end_late(self, now: float) -> None:
-        """Stop what is past its deadline, also when the gateway is slow or gone."""
+    def expire(self, now: float) -> None:
+        """Stop requests past their deadline. The gateway does so too; this holds when it is slow or gone."""
         for request in list(self._requests.values()):
             if (deadline := request.attempt.deadline) is not None and now >= deadline:
                 self._fail(request, work_pb2.FAILURE_REASON_DEADLINE)
 
     def hand_back(self) -> None:
-        """This worker leaves: the gateways prefill what is here elsewhere."""
+        """Return all requests to their gateways, which prefill them on another worker."""
         for request in list(self._requests.values()):
             self._fail(request, work_pb2.FAILURE_REASON_DRAINING)
 
@@ -147,19 +147,22 @@ class RequestManager:
     # ---- one attempt ---------------------------------------------------------------------------------
 
     def ask(self, request: PrefillRequest) -> None:
-        """Let it ask its decode worker for blocks."""
+        """Start the handoff, which asks the decode worker for blocks."""
         request.move(State.ASKED)
         task = asyncio.create_task(self._handoff(request), name=f"handoff {request.key}")
-        task.add_done_callback(functools.partial(self._handed_over, request))
+        task.add_done_callback(functools.partial(self._handoff_ended, request))
         self._tasks[request.key] = task
         reach("prefill.asked")
 
     async def _handoff(self, request: PrefillRequest) -> Outcome:
-        granted = functools.partial(self._granted, request)
-        return await handoff(request, self.handoff, self._block_size, granted)
+        on_granted = functools.partial(self._granted, request)
+        return await run_handoff(request, self.handoff, self._block_size, on_granted)
 
-    def _handed_over(self, request: PrefillRequest, task: asyncio.Task[Outcome]) -> None:
-        """A callback of the task, not its last lines: one cancelled before its first line ends here too."""
+    def _handoff_ended(self, request: PrefillRequest, task: asyncio.Task[Outcome]) -> None:
+        """End the request with its handoff.
+
+        As a callback of the task it runs for one that is cancelled before its first line, too.
+        """
         if task.cancelled():
             outcome = Outcome(failure=request.stop.failure if request.stop is not None else None)
         elif (error := task.exception()) is not None:
@@ -171,45 +174,45 @@ class RequestManager:
         self._end(request, outcome)
 
     def _granted(self, request: PrefillRequest, granted: GrantedBlocks) -> None:
-        """The handoff has blocks: the request joins the next step."""
+        """Let a request whose handoff has blocks join the next step."""
         request.granted = granted
         request.computed = granted.computed_tokens
         request.move(State.GRANTED)
         if request.stop is not None:  # cancelled while it asked, too late for that
-            request.news.put_nowait(request.stop)
+            request.events.put_nowait(request.stop)
         reach("prefill.granted")
         self._wake()
 
-    def say_first(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
-        """The client need not wait for the handoff: whatever becomes of it, these are the tokens.
+    def send_first_tokens(self, request: PrefillRequest, tokens: Sequence[work_pb2.SampledToken]) -> None:
+        """Send the first tokens before the handoff is complete: they do not depend on it.
 
-        There are none where candidates of beams go on, or where all that is lost is the word of the end.
+        There are none for a beam search, or where only the terminal message of an earlier attempt was lost.
         """
         attempt, delivered = request.attempt, request.attempt.delivered_ids
         if attempt.beam_width:
             return
         if delivered and attempt.finish_reason(delivered[-1], len(delivered), request.grammar) is not None:
             return
-        by_choice = zip(attempt.choices, tokens, strict=False)  # too few: the decode worker complains of it
+        by_choice = zip(attempt.choices, tokens, strict=False)  # too few: the decode worker reports it
         wanted = {choice: token for choice, token in by_choice if choice in request.wanted}
         request.gateway.first_tokens(request.key, len(delivered), wanted, request.times())
 
     def stop(self, request: PrefillRequest, stop: Stop) -> None:
-        """Decide that the request ends without a commit; carried out when no step writes any more."""
+        """End the request without a commit, as soon as no step writes its blocks."""
         if request.stop is not None:
             return
         request.stop = stop
         if self._step.writes(request):
             self._step.abort(request)
         elif request.state is State.GRANTED:
-            request.news.put_nowait(stop)
+            request.events.put_nowait(stop)
         elif request.state is State.ASKED:
             self._tasks[request.key].cancel()
         else:
             self._end(request, Outcome(failure=stop.failure))
 
     def _end(self, request: PrefillRequest, outcome: Outcome) -> None:
-        """Last station of every request. Silence to the gateway means cancelled."""
+        """End a request and send its terminal message; a cancelled one has none."""
         request.move(State.ENDED)
         del self._requests[request.key]
         self._tasks.pop(request.key, None)

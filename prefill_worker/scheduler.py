@@ -1,4 +1,4 @@
-"""Which prompts ask for blocks now, and which chunks make the next prefill step.
+"""Schedule of prefill: the prompts that ask for blocks now, and the chunks of the next step.
 
 Pure: plain values in, plain values out. The one idea is that computed tokens catch up with existing
 ones: a step has a budget of tokens, filled with chunks of several prompts in order of priority, then
@@ -25,7 +25,7 @@ class Prompt:
     priority: int
     arrived: int
     chunk_limit: int | None = None
-    """Most tokens of a chunk: where every token's logits are wanted, they take memory and time."""
+    """Most tokens of a chunk: logits of every token, where they are wanted, take memory and time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ ENOUGH_ON_CPU = 192
 def plan_chunks(granted: Sequence[Prompt], budget: int, enough: int) -> list[Chunk]:
     """Fill one step of at most `budget` tokens; prompts join it only as long as it has fewer than `enough`.
 
-    All prompts of a step have their first tokens when it ends. Where more of them make the step longer and
-    nothing else, those that came first need not wait for those that came after.
+    All prompts of a step have their first tokens when it ends. Where more prompts only make the step longer,
+    the first ones need not wait for later ones.
 
     Only its last chunk may leave a prompt unfinished, and those whose chunks are limited.
     """
@@ -71,7 +71,7 @@ def plan_asks(
     lookahead: int,
     max_prompts: int,
 ) -> list[Key]:
-    """The queued prompts that ask for blocks now.
+    """Return the queued prompts that ask for blocks now.
 
     A prompt asks while fewer than `lookahead` tokens, of fewer than `max_prompts` prompts, are granted here
     or asked of its own decode worker: one full decode worker does not hold up the prompts of another. Order

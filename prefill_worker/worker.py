@@ -1,8 +1,9 @@
-"""Putting a prefill worker together: engine loop, handoff client, edges."""
+"""The prefill worker put together: engine loop, handoff client, gateway links."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVMemory
@@ -11,31 +12,31 @@ from diptych.runtime.process import incarnation
 from diptych.runtime.rpc_streams.method import PREFILL
 from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.runtime.telemetry import Telemetry
-from diptych.worker.v1 import work_pb2
+from diptych.worker.v1 import prefill_pb2, work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
-from diptych.worker_process.failure_names import OF_THE_HAND_OVER
+from diptych.worker_process.gateway_link import GatewayLinks, drain_grace_s
 from diptych.worker_process.grammar_masks import Grammars
-from diptych.worker_process.heartbeat import beat_of
+from diptych.worker_process.logprob_codec import HANDOFF_FAILURES
 from diptych.worker_process.program import serve_worker
 from diptych.worker_process.server import WorkerServer
-from diptych.worker_process.worker_spec import WorkerSpec
+from diptych.worker_process.worker_spec import WorkerSpec, engine_heartbeat
 from kvtransfer.drivers.client import HandoffClient
+from kvtransfer.drivers.codec import key_of
 from kvtransfer.transports import registry
 from prefill_worker.config import PrefillSettings
 from prefill_worker.engine_loop import EngineLoop
-from prefill_worker.request import PrefillRequest
+from prefill_worker.gateway_stream import GatewayStream
+from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.scheduler import ENOUGH_ON_CPU
-from prefill_worker.service import gateway_links
-from prefill_worker.trace_spans import attempt_span
 
 
 async def serve(settings: PrefillSettings, stop: asyncio.Event) -> int:
-    """Load the model, serve until `stop`, drain; the process's exit status."""
+    """Load the model, serve until `stop`, drain; return the process's exit status."""
     return await serve_worker(settings, stop, PrefillWorker)
 
 
 class PrefillWorker:
-    """Owns everything of one prefill worker and wires it up; decides nothing itself."""
+    """A prefill worker: makes its parts and wires them up; decides nothing itself."""
 
     def __init__(self, settings: PrefillSettings, engine: LoadedEngine, telemetry: Telemetry) -> None:
         self._settings = settings
@@ -62,24 +63,24 @@ class PrefillWorker:
             transports=registry.transports_for(settings.transport, engine.model.device),
             device=engine.model.device,
             scratch=self._scratch,
-            on_abort=self._loop.attempts.on_abort,
-            on_peer_lost=self._loop.attempts.on_peer_lost,
-            heartbeat=lambda: beat_of(self._loop),
+            on_abort=self._loop.requests.on_abort,
+            on_peer_lost=self._loop.requests.on_peer_lost,
+            heartbeat=lambda: engine_heartbeat(self._loop),
         )
-        self._loop.attempts.handoff = self._handoff
-        self._loop.attempts.grammars = Grammars(settings.model_path)
+        self._loop.requests.handoff = self._handoff
+        self._loop.requests.grammars = Grammars(settings.model_path)
         hello = work_pb2.WorkerHello(worker_id=settings.worker_id, incarnation=incarnation())
-        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._shell.drain(grace_s))
-        self._shell = WorkerServer(settings, engine, self._kind())
+        self._gateways = gateway_links(self._loop, hello, lambda grace_s: self._server.drain(grace_s))
+        self._server = WorkerServer(settings, engine, self._spec())
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop`; the exit status."""
+        """Serve until `stop`; return the exit status."""
         try:
-            return await self._shell.run(stop)
+            return await self._server.run(stop)
         finally:
             await self._handoff.close()
 
-    def _kind(self) -> WorkerSpec:
+    def _spec(self) -> WorkerSpec:
         return WorkerSpec(
             role="prefill",
             loop=self._loop,
@@ -91,7 +92,7 @@ class PrefillWorker:
         )
 
     def _scratch(self) -> tuple[KVMemory, BlockPool]:
-        """The worker's own pool, made when the first copying transport is registered."""
+        """Make the worker's own pool, when the first copying transport is registered."""
         blocks = self._settings.num_scratch_blocks(self._engine.model.shape.max_context)
         return self._engine.model.kv_memory(self._engine.layout, blocks), BlockPool(blocks)
 
@@ -103,11 +104,11 @@ class PrefillWorker:
         )
 
     def _ended(self, request: PrefillRequest, outcome: str) -> None:
-        """Count and trace an attempt that is over."""
+        """Count and trace an attempt that has ended."""
         times, metrics = request.times(), self._metrics
         for phase, field in (
             ("queue", "prefill_queue"),
-            ("grant_wait", "grant_wait"),
+            ("kv_alloc_wait", "grant_wait"),
             ("prefill", "prefill"),
         ):
             if times.HasField(field):
@@ -115,8 +116,28 @@ class PrefillWorker:
         if outcome == "committed" and request.granted is not None:
             transport = request.granted.transport
             metrics.kv_transfer_duration.labels(transport).observe(times.kv_send.ToNanoseconds() / 1e9)
-        elif request.failure is not None and request.failure.reason in OF_THE_HAND_OVER:
+        elif request.failure is not None and request.failure.reason in HANDOFF_FAILURES:
             transport = request.granted.transport if request.granted is not None else "none"
             metrics.kv_transfer_failures.labels(transport).inc()
         if self._telemetry.enabled:
             self._telemetry.emit_phases(request.attempt.trace, [attempt_span(request, outcome)])
+
+
+def gateway_links(
+    loop: EngineLoop, hello: work_pb2.WorkerHello, drain: Callable[[float | None], None]
+) -> GatewayLinks[GatewayStream]:
+    """Return the links that bring gateways' messages to `loop`; `drain` gets the grace in seconds, if any."""
+
+    def on_message(message: prefill_pb2.PrefillServiceLinkRequest, gateway: GatewayStream) -> None:
+        match message.WhichOneof("message"):
+            case "dispatch":
+                loop.requests.dispatch(message.dispatch, gateway)
+            case "cancel":
+                loop.requests.cancel(key_of(message.cancel.id), message.cancel.choices)
+            case "flush":
+                gateway.flushed(message.flush.id, loop.flush_prefix_cache())
+            case "drain":
+                drain(drain_grace_s(message.drain))
+
+    response = prefill_pb2.PrefillServiceLinkResponse(hello=hello)
+    return GatewayLinks(response, GatewayStream, on_message, loop.requests.gateway_lost)

@@ -1,4 +1,4 @@
-"""`python -m tests.suite`: the tests in two lanes at once, then the few that failed again, alone.
+"""Runner of all tests (`python -m tests.suite`): two lanes at once, then the few that failed again, alone.
 
 One lane is for what starts systems of many processes, one system after the other; the other for everything
 that stays in its own process and mostly keeps one core busy. Each is a pytest of its own, and its lines carry
@@ -28,7 +28,7 @@ FAILED, NONE_FOUND = 1, 5  # pytest's statuses: some tests failed, there were no
 
 
 class Lane:
-    """One pytest process over a part of the tests, whose record of failures is its own."""
+    """Pytest process over a part of the tests, with a record of failures of its own."""
 
     def __init__(self, name: str, selection: list[str], root: Path = ROOT) -> None:
         self.name = name
@@ -43,11 +43,11 @@ class Lane:
         return sorted(json.loads(self._record.read_text())) if self._record.exists() else []
 
     def forget(self) -> None:
-        """Else failures of an earlier, smaller run would count as this one's."""
+        """Remove the record of an earlier, smaller run, whose failures would count as this one's."""
         self._record.unlink(missing_ok=True)
 
     def run(self, arguments: list[str]) -> None:
-        """Print what pytest says, line by line, and note its status."""
+        """Print the lines of pytest's output with the lane's name, and keep its exit status."""
         options = [*self._selection, "-o", f"cache_dir={self._cache}", *arguments]
         with subprocess.Popen(
             [sys.executable, "-m", "pytest", *options],
@@ -64,7 +64,7 @@ class Lane:
 
 
 def lanes(arguments: list[str], root: Path = ROOT) -> list[Lane]:
-    """Two, or one if the arguments say themselves where the tests are."""
+    """Return two lanes, or one if the arguments name files or folders of tests."""
     named = any((root / argument.partition("::")[0]).exists() for argument in arguments)
     systems = [path for path in SYSTEMS if (root / path).exists()]
     if named or not systems:
@@ -76,7 +76,7 @@ def lanes(arguments: list[str], root: Path = ROOT) -> list[Lane]:
 
 
 def run(arguments: list[str], root: Path = ROOT) -> int:
-    """The tests under `root` with pytest's `arguments`; returns the exit status."""
+    """Run the tests under `root` with pytest's `arguments`; return the exit status."""
     chosen = lanes(arguments, root)
     for lane in chosen:
         lane.forget()
@@ -98,7 +98,7 @@ def run(arguments: list[str], root: Path = ROOT) -> int:
 
 
 def _once_more(failing: list[Lane], arguments: list[str]) -> int:
-    """What failed in these, with nothing beside it; the status."""
+    """Run the failed tests of these lanes again, one lane after the other; return the exit status."""
     failed = [name for lane in failing for name in lane.failed]
     print(f"\n{len(failed)} failed; once more, alone:", *failed, sep="\n  ", flush=True)
     for lane in failing:
@@ -107,7 +107,7 @@ def _once_more(failing: list[Lane], arguments: list[str]) -> int:
 
 
 def _worst(chosen: list[Lane]) -> int:
-    """A lane without tests is no fault as long as the other one has some; broken is worse than failed."""
+    """Return the worse exit status, broken before failed; a lane without tests does not count."""
     statuses = {lane.status for lane in chosen}
     if statuses == {NONE_FOUND}:
         return NONE_FOUND

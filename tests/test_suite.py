@@ -1,4 +1,4 @@
-"""The runs after the first forgive what passes alone, and nothing else."""
+"""Runs after the first forgive what passes alone, and nothing else."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ IN_COMPANY = PASSES_AT.format(failures=1)
         ({"test_a.py": "def test_fine(): pass\n"}, 0),
     ],
 )
-def test_only_what_passes_alone_is_forgiven(files: dict[str, str], status: int, tmp_path: Path) -> None:
+def test_suite_forgives_only_what_passes_alone(files: dict[str, str], status: int, tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert suite.run(["-q"], tmp_path) == status
 
 
-def test_systems_run_beside_the_parts_and_both_count(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_both_lanes_run_and_count(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for folder in ("tests/faults", "tests/diptych/engine"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tests/faults/test_system.py").write_text("def test_system(): pass\n")

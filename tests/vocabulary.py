@@ -1,8 +1,8 @@
 """Check the words of the code: `python -m tests.vocabulary [FOLDER …]`, a part of `make check`.
 
-A docstring begins with a noun phrase or, for a function, with a verb; never with a pronoun, a preposition or a
-conjunction. Words that the house does not use are listed below with what to say instead. A package has no public class
-name twice, and the public functions of Triton modules are typed and name the shapes of their tensors.
+A docstring begins with a noun phrase or, for a function, with a verb; never with a pronoun, a preposition or
+a conjunction. Words that the code does not use are listed below with what to say instead. A package has no
+public class name twice. Public functions of Triton modules are typed and name the shapes of their tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pathlib import Path
 PACKAGES = ("diptych", "gateway", "prefill_worker", "decode_worker", "kvtransfer", "kernels", "lab")
 GENERATED = ("diptych/v1", "diptych/worker/v1", "diptych/kserve")
 FIRST_WORDS = re.compile(
-    r"(?:Of|As|Also|One|It|Its|Those|These|This|That|They|Their|He|She|You|We|Our|Ours|Us|Whoever|Whatever|Who|Whose|What|"
-    r"Which|Where|When|Why|How|From|In|Into|At|By|To|For|With|Without|Within|On|Over|Under|After|Before|Beside|Besides|"
-    r"Between|Behind|Beyond|Until|Since|Through|Against|Among|Above|About|Nobody|Somebody|Anybody|Everybody|Everything|"
-    r"Something|Nothing|Both|Each|Else|If|Whether|So|And|But|Or|Than|The same|Some|All|Any|Is|Are|Has|Does|May|Must)\b"
+    r"(?:Of|As|Also|One|It|Its|Those|These|This|That|They|Their|He|She|You|We|Our|Ours|Us|Whoever|Whatever|Who|"
+    r"Whose|What|Which|Where|When|Why|How|From|In|Into|At|By|To|For|With|Without|Within|On|Over|Under|After|"
+    r"Before|Beside|Besides|Between|Behind|Beyond|Until|Since|Through|Against|Among|Above|About|Nobody|"
+    r"Somebody|Anybody|Everybody|Everything|Something|Nothing|Both|Each|"
+    r"Else|If|Whether|So|And|But|Or|Than|The same|"
+    r"Some|All|Any|Is|Are|Has|Does|May|Must)\b"
 )
 FUNCTION_WORDS = re.compile(r"(?:The|A|An|No|True|False)\b")
 UNUSED = {

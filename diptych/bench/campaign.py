@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from diptych.bench.backends import Backend
 from diptych.bench.datasets import Dataset
 from diptych.bench.drive import Run, drive
-from diptych.bench.goodput import ServiceLevel
+from diptych.bench.figures import ServiceLevel
 from diptych.bench.load import INFINITE, Load
 from diptych.bench.measurement import Figures, Measured, measure
 from diptych.bench.request import RequestFailed
@@ -34,7 +34,7 @@ _SEEDS_PER_RUN = 1_000  # a run's prompts differ from those of all other loads a
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run. `num_prompts` None chooses a number for each load, see `prompts_of`."""
+    """Runs of a benchmark. `num_prompts` None chooses a number for each load, see `prompts_of`."""
 
     loads: tuple[Load, ...]
     rounds: int
@@ -45,7 +45,9 @@ class Plan:
     exact_lengths: bool
 
     def prompts_of(self, load: Load, dataset: Dataset) -> int:
-        """Requests of one run: enough for each client to send four, or for 20 s, or a trace's first 200."""
+        """Return the requests of one run: enough for each client to send four, or for 20 s, or a trace's
+        first 200.
+        """
         if self.num_prompts is not None:
             return self.num_prompts
         if load.request_rate is None:
@@ -55,13 +57,13 @@ class Plan:
         return max(16, round(_OPEN_LOOP_S * load.request_rate))
 
     def results(self, dataset: Dataset) -> list[LoadResult]:
-        """One for each load, without a round yet."""
+        """Return a result for each load, without a round yet."""
         return [LoadResult(load, self.prompts_of(load, dataset)) for load in self.loads]
 
 
 @dataclass
 class LoadResult:
-    """All rounds of one load."""
+    """Result of one load: its rounds."""
 
     load: Load
     num_prompts: int
@@ -70,26 +72,28 @@ class LoadResult:
 
     @property
     def requests(self) -> int:
-        """Sent in all rounds."""
+        """Requests sent in all rounds."""
         return sum(len(run.outcomes) for run in self.runs)
 
     def figures(self) -> Figures:
-        """Counts over all rounds; of each other figure the median over the rounds that have it."""
+        """Return the sums of counts over all rounds, the medians of other figures over the rounds that have
+        them.
+        """
         return {name: _over_rounds(name, values) for name, values in self._values().items()}
 
     def spread(self) -> dict[str, tuple[float, float]]:
-        """Each figure's smallest and largest value of a round."""
+        """Return each figure's smallest and largest value of a round."""
         return {name: (min(values), max(values)) for name, values in self._values().items() if values}
 
     def errors(self) -> dict[str, int]:
-        """Failed requests of all rounds by code."""
+        """Return the failed requests of all rounds by code."""
         total: Counter[str] = Counter()
         for one in self.rounds:
             total.update(one.errors)
         return dict(total.most_common())
 
     def bottleneck(self) -> Verdict:
-        """The worst verdict of a round on the generator itself."""
+        """Return the worst verdict of a round on the generator itself."""
         seen = {one.bottleneck for one in self.rounds}
         return "busy" if "busy" in seen else "starved" if "starved" in seen else "no"
 
@@ -109,7 +113,7 @@ async def run_campaign(
     on_start: Callable[[int, Load], None],
     on_end: Callable[[], None],
 ) -> None:
-    """Fills `results`, which `plan` made; when it is cancelled, they hold what is complete.
+    """Fill `results`, which `plan` made; when it is cancelled, they hold what is complete.
 
     Raises RequestFailed when not even a warm-up request is answered.
     """
@@ -133,7 +137,7 @@ def _over_rounds(name: str, values: Sequence[float]) -> float | None:
 
 
 async def _warm_up(backend: Backend, dataset: Dataset, plan: Plan) -> None:
-    """Connections are made, code is compiled, memory is touched: nothing of it is measured."""
+    """Send requests that are not measured: they connect, compile code and touch memory."""
     requests = dataset.requests(plan.warmups, plan.seed * _SEEDS_PER_RUN + _SEEDS_PER_RUN - 1)
     ended = await asyncio.gather(*(backend.send(one) for one in requests), return_exceptions=True)
     failures = _failures(ended)
@@ -142,7 +146,7 @@ async def _warm_up(backend: Backend, dataset: Dataset, plan: Plan) -> None:
 
 
 def _failures(ended: Sequence[object]) -> list[RequestFailed]:
-    """Raises what is no failure of a request but a fault of the generator."""
+    """Return the failed requests. Raises a fault of the generator itself."""
     failures = []
     for one in ended:
         if isinstance(one, RequestFailed):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import resource
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -19,7 +21,6 @@ from diptych.bench.backends.choose import choose_backend
 from diptych.bench.campaign import LoadResult, Plan, run_campaign
 from diptych.bench.datasets import BadDataset, Dataset
 from diptych.bench.datasets.choose import choose_dataset
-from diptych.bench.descriptors import allow_descriptors
 from diptych.bench.load import Load
 from diptych.bench.request import BenchRequest, RequestFailed
 from diptych.bench.result_file import RunDescription
@@ -30,8 +31,11 @@ _DRAWS_PER_SECOND = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0, 1 when the server cannot be measured, a request fails, an answer is wrong or a result
-    cannot be written, 2 for wrong flags, 130 when interrupted."""
+    """Run a benchmark.
+
+    Exit status: 0, 1 when the server cannot be measured, a request fails, an answer is wrong or a result
+    cannot be written, 2 for wrong flags, 130 when interrupted.
+    """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without a sign for it costs no table
     parser = flags.parser()
@@ -43,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         flags.plan(options)
         outputs.check(options)
         dataset = choose_dataset(flags.dataset_name(options), options)
-        allow_descriptors()
+        _raise_descriptor_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_bench(options, dataset))
     except (flags.BadOptions, BadDataset, outputs.BadPath) as error:
@@ -97,7 +101,7 @@ def _tell_complete(
 
 
 async def _text_is_right(backend: Backend, options: argparse.Namespace) -> bool:
-    """A fast wrong answer is a failure: show one, and look for what was expected of it."""
+    """Print one answer and return whether it has the expected text: a fast wrong answer is a failure."""
     if options.check_text is None and options.expect is None:
         return True
     reply = await backend.send(BenchRequest(options.check_text or flags.CHECK_TEXT, _SAMPLE_TOKENS))
@@ -128,3 +132,15 @@ async def _measure(
             progress.update(task, description=f"round {round_number + 1}/{plan.rounds}, {load.label}")
 
         await run_campaign(backend, dataset, plan, results, started, lambda: progress.advance(task))
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many open files as the system lets us have.
+
+    Logins begin with 1,024. Over HTTP each request in flight has a connection of its own: beyond that many
+    would fail here, and look like failures of the server.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

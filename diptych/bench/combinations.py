@@ -28,7 +28,7 @@ _DATASETS = {
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises BadOptions, in one sentence. A flag with its default's value does no harm."""
+    """Raise BadOptions for flags that do not go together. A flag with its default's value does no harm."""
     defaults = flags.parser()
     given = {name for name, value in vars(options).items() if value != defaults.get_default(name)}
     for fault in (*_target(options, given), *_dataset(options, given), *_load(options, given)):

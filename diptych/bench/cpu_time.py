@@ -1,4 +1,4 @@
-"""What the cores did, from /proc: who else ran, what the hypervisor took, and what a process used."""
+"""CPU time from /proc: of the machine, of other guests of its hypervisor, and of processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> Self:
-        """Zeros where there is no /proc."""
+        """Read the machine's times; zeros where there is no /proc."""
         try:
             return cls.parse(_STAT.read_text())
         except OSError:
@@ -33,19 +33,19 @@ class CpuTime:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From the first line: cpu user nice system idle iowait irq softirq steal guest guest_nice."""
+        """Parse the first line: cpu user nice system idle iowait irq softirq steal guest guest_nice."""
         ticks = [int(field) for field in text.split("\n", 1)[0].split()[1:9]]
         return cls(sum(ticks), ticks[3] + ticks[4], ticks[7])
 
     def busy_since(self, earlier: CpuTime) -> float:
-        """Share of all cores' time that was not idle."""
+        """Return the share of all cores' time that was not idle."""
         return self._share(earlier, (self.total - self.idle) - (earlier.total - earlier.idle))
 
     def steal_since(self, earlier: CpuTime) -> float:
         return self._share(earlier, self.steal - earlier.steal)
 
     def stolen_till_now(self) -> str:
-        """In words, to stand below a table: tails of others' making look like ours."""
+        """Return a line that stands below a table: tails that other guests make look like ours."""
         return f"{self.now().steal_since(self):.1%} of the cores' time stolen by the hypervisor"
 
     def _share(self, earlier: CpuTime, ticks: int) -> float:
@@ -54,30 +54,30 @@ class CpuTime:
 
 
 def busy_now() -> float:
-    """Share of the cores that is in use while none of our servers runs: what else does."""
+    """Return the share of the cores that is in use now, while none of our servers runs."""
     before = CpuTime.now()
     time.sleep(_SAMPLE_S)
     return CpuTime.now().busy_since(before)
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process, ended threads included. Raises OSError when it has ended itself."""
+    """Return the CPU seconds of a process, ended threads included. Raises OSError when it has ended."""
     return cpu_ticks(pid) * _TICK_S
 
 
 def cpu_ticks(pid: int, proc: Path = _PROC) -> int:
-    """The same in clock ticks."""
+    """Return the user and system time of a process in clock ticks."""
     fields = _stat_of(pid, proc)
     return int(fields[11]) + int(fields[12])
 
 
 def main_thread_cpu_s(pid: int) -> float:
-    """Of these threads the main one's alone."""
+    """Return the CPU seconds of a process's main thread."""
     return cpu_ticks(pid, _PROC / str(pid) / "task") * _TICK_S
 
 
 def family_of(pid: int, proc: Path = _PROC) -> list[int]:
-    """A process and all its living descendants, parents before their children."""
+    """Return a process and all its living descendants, parents before their children."""
     parents: dict[int, int] = {}
     for entry in proc.glob("[0-9]*"):
         try:
@@ -91,5 +91,7 @@ def family_of(pid: int, proc: Path = _PROC) -> list[int]:
 
 
 def _stat_of(pid: int, proc: Path) -> list[str]:
-    """The fields of proc(5) after the command's name, which may hold spaces and parentheses of its own."""
+    """Return the fields of proc(5) after the command's name, which may hold spaces and parentheses of its
+    own.
+    """
     return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()

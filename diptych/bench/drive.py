@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 
-from diptych.bench.arrivals import arrival_times
 from diptych.bench.backends import Backend
 from diptych.bench.cpu_time import CpuTime
-from diptych.bench.load import Load
+from diptych.bench.load import Load, arrival_times
 from diptych.bench.request import BenchRequest, Outcome, RequestFailed
 from diptych.bench.self_watch import SelfWatch, Strain
 
@@ -20,7 +19,7 @@ _PAUSE_S = 0.050  # of a client after a failure: a server that is gone fails tho
 
 @dataclass(frozen=True)
 class Run:
-    """One load, once. `duration` is from the first request's sending to the last one's end.
+    """Run of one load. `duration` is from the first request's sending to the last one's end.
 
     ``steal_share``: of the cores' time, what the hypervisor gave to other guests meanwhile.
     """
@@ -38,7 +37,7 @@ async def drive(
     seed: int,
     on_end: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Sends all requests under `load`; `on_end` is called after each. Failures are outcomes, too."""
+    """Send all requests under `load`; `on_end` is called after each. Failures are outcomes, too."""
     if load.closed and load.max_concurrency is not None:
         sending = _closed_loop(backend, requests, load.max_concurrency, on_end)
     else:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from diptych.bench.drive import Run
-from diptych.bench.goodput import ServiceLevel
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import ServiceLevel, percentile
 from diptych.bench.request import Outcome, ServerTimes
 from diptych.bench.self_watch import Verdict
 
@@ -25,7 +24,8 @@ Figures = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: its figures, its failures by code, and whether the generator itself was the limit.
+    """Measurement of one run: its figures, its failures by code, and whether the generator itself was the
+    limit.
 
     Failures come as fast as the generator asks: where most requests failed, it was no limit.
     """
@@ -36,7 +36,10 @@ class Measured:
 
 
 def measure(run: Run, level: ServiceLevel | None, *, exact_lengths: bool) -> Measured:
-    """`exact_lengths` says that each answer had to be as long as asked for: shorter ones are counted."""
+    """Measure a run.
+
+    `exact_lengths` says that each answer had to be as long as asked for: shorter ones are counted.
+    """
     answered = [one for one in run.outcomes if one.reply is not None]
     figures: Figures = {
         **_throughput(run, answered, level),
@@ -72,7 +75,7 @@ def latencies(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """Requests in flight at the same time, at most."""
+    """Return the requests in flight at the same time, at most."""
     changes = sorted([(one.sent, 1) for one in outcomes] + [(one.ended, -1) for one in outcomes])
     now = most = 0
     for _, change in changes:  # an end sorts before a start at the same moment
@@ -109,7 +112,9 @@ def _throughput(run: Run, answered: Sequence[Outcome], level: ServiceLevel | Non
 
 
 def _most_in_a_second(answered: Sequence[Outcome]) -> float:
-    """Tokens of the best whole second since the first sending; a message has its share of an answer's."""
+    """Return the tokens of the best whole second since the first sending; a message has its share of an
+    answer's.
+    """
     start = min((one.sent for one in answered), default=0.0)
     seconds: defaultdict[int, float] = defaultdict(float)
     for reply in (one.reply for one in answered if one.reply is not None):
@@ -119,7 +124,7 @@ def _most_in_a_second(answered: Sequence[Outcome]) -> float:
 
 
 def _server_figures(times: Sequence[ServerTimes]) -> Figures:
-    """What a Diptych server says of itself; nothing for others."""
+    """Return the times that a Diptych server reports; nothing for other servers."""
     if not times:
         return {}
     return {

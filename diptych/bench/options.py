@@ -9,11 +9,12 @@ import argparse
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from diptych.bench import values
 from diptych.bench.backends.request_parameters import Asking
 from diptych.bench.campaign import Plan
-from diptych.bench.goodput import parse_service_level
+from diptych.bench.figures import parse_service_level
 from diptych.bench.load import INFINITE, Load
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -28,21 +29,31 @@ class BadOptions(Exception):
     """Flags that do not fit together."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose --help has the look of `diptych --help`."""
+
+    def print_help(self, file: Any = None) -> None:
+        from diptych.bench.help_page import print_help
+
+        print_help(self)
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    """Return the parser of the command line."""
+    made = _Parser(
         prog="diptych bench",
-        description="Puts load on a running server and measures it as a client sees it.",
+        description="Put load on a running server and measure it as a client sees it.",
         epilog="Lists (1,8,16) run as interleaved rounds. Without a load: one request after the other.",
     )
-    _add_target(made.add_argument_group("target"))
-    _add_load(made.add_argument_group("load"))
-    _add_dataset(made.add_argument_group("requests"))
-    _add_output(made.add_argument_group("output"))
+    _add_target(made.add_argument_group("Target"))
+    _add_load(made.add_argument_group("Load"))
+    _add_dataset(made.add_argument_group("Requests"))
+    _add_output(made.add_argument_group("Output"))
     return made
 
 
 def plan(options: argparse.Namespace) -> Plan:
-    """Raises BadOptions."""
+    """Return the runs that the flags ask for. Raises BadOptions."""
     try:
         level = parse_service_level(options.goodput) if options.goodput else None
     except ValueError as error:
@@ -59,7 +70,7 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def loads(options: argparse.Namespace) -> tuple[Load, ...]:
-    """Every rate with every concurrency. Raises BadOptions."""
+    """Return every rate with every concurrency. Raises BadOptions."""
     if options.request_rate is not None:
         rates: Sequence[float | None] = options.request_rate
     elif options.max_concurrency is not None or dataset_name(options) not in TRACES:
@@ -91,15 +102,16 @@ def backend_name(options: argparse.Namespace) -> str:
 
 
 def ignores_eos(options: argparse.Namespace) -> bool:
-    """Lengths are fixed unless the prompts are real ones, whose answers end where they end."""
+    """Return whether lengths are fixed: they are unless the prompts are real ones."""
     if options.ignore_eos is not None:
         return bool(options.ignore_eos)
     return dataset_name(options) not in REAL_PROMPTS
 
 
 def dataset_name(options: argparse.Namespace) -> str:
-    """Chosen, or told by the file: .csv is an Azure trace, .json ShareGPT's, .jsonl with hash_ids Mooncake's,
-    else prompts."""
+    """Return the dataset that is chosen, or that the file is: .csv is an Azure trace, .json ShareGPT's,
+    .jsonl with hash_ids Mooncake's, else prompts.
+    """
     if options.dataset_name is not None:
         return str(options.dataset_name)
     path: Path | None = options.dataset_path
@@ -110,7 +122,7 @@ def dataset_name(options: argparse.Namespace) -> str:
     if path.suffix == ".json":
         return "sharegpt"
     if path.suffix == ".jsonl" and path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:  # who reads all of it says what is wrong
+        with path.open(encoding="utf-8", errors="replace") as file:  # its reader says what is wrong
             first = next((line for line in file if line.strip()), "")
             return "mooncake" if '"hash_ids"' in first else "prompts"
     return "prompts"
@@ -123,29 +135,39 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         type=values.address,
         default=DEFAULT_ADDRESS,
         metavar="HOST:PORT",
-        help="a Diptych gateway (%(default)s)",
+        help="Address of a Diptych gateway.",
     )
     add(
         "--base-url",
         type=values.url,
         metavar="URL",
-        help="a server with OpenAI's HTTP API, instead of --address",
+        help="Measure a server with OpenAI's HTTP API, instead of --address.",
     )
     add(
         "--backend",
         choices=(*GRPC_BACKENDS, "openai", "openai-chat"),
-        help="the first two at --address; openai takes token ids, -chat text",
+        help="Protocol; the first two are for --address, openai sends token ids, openai-chat text.",
     )
-    add("--model", help="served name (default: the server's first)")
-    add("--api-key", metavar="KEY", help="bearer token; default: DIPTYCH_API_KEY")
-    add("--new-connections", action="store_true", help="one a request: llama.cpp's server keeps none alive")
-    add("--extra-body", type=values.json_object, default={}, metavar="JSON", help="merged into HTTP requests")
+    add("--model", help="Served name; default: the server's first.")
+    add("--api-key", metavar="KEY", help="Bearer token; default: DIPTYCH_API_KEY.")
+    add(
+        "--new-connections",
+        action="store_true",
+        help="Open a connection for each request: llama.cpp's server keeps none alive.",
+    )
+    add(
+        "--extra-body",
+        type=values.json_object,
+        default={},
+        metavar="JSON",
+        help="Merge this into the JSON of HTTP requests.",
+    )
     add(
         "--request-timeout",
         type=values.positive,
         default=600.0,
         metavar="S",
-        help="for a whole answer (%(default)s)",
+        help="Seconds for a whole answer.",
     )
 
 
@@ -155,113 +177,122 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--max-concurrency",
         type=values.list_of(values.count),
         metavar="N,…",
-        help="clients of a closed loop; caps a rate",
+        help="Clients of a closed loop; caps a rate.",
     )
     add(
         "--request-rate",
         type=values.list_of(values.rate),
         metavar="R,…",
-        help="requests/s of an open loop; inf; trace",
+        help="Requests a second of an open loop; inf sends all at once, trace replays a trace.",
     )
     add(
         "--burstiness",
         type=values.positive,
         default=1.0,
         metavar="B",
-        help="gamma shape of the gaps (%(default)s: Poisson; less: bursts)",
+        help="Gamma shape of the gaps between requests: 1 is a Poisson process, less comes in bursts.",
     )
     add(
         "--num-prompts",
         type=values.count,
         metavar="N",
-        help="requests of each load and round (four a client, 20 s of a finite rate, a trace's first 200)",
+        help="Requests of each load and round; default: four a client, 20 s of a rate, a trace's first 200.",
     )
     add(
         "--rounds",
         type=values.count,
         default=1,
         metavar="N",
-        help="times each load is run, interleaved (%(default)s)",
+        help="Times that each load is run, interleaved.",
     )
     add(
         "--num-warmups",
         type=values.natural,
         default=2,
         metavar="N",
-        help="requests before anything is measured (%(default)s)",
+        help="Requests before anything is measured.",
     )
     add(
         "--seed",
         type=values.natural,
         default=0,
         metavar="N",
-        help="another one gives other prompts and arrivals (%(default)s)",
+        help="Seed of prompts and arrivals.",
     )
 
 
 def _add_dataset(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--dataset-name", choices=DATASETS, help="default: random, or what the file is")
+    add("--dataset-name", choices=DATASETS, help="Dataset; default: random, or what the file is.")
     add(
         "--dataset-path",
         type=Path,
-        help="a trace (Azure csv, Mooncake jsonl) or prompts (jsonl, txt, ShareGPT json)",
+        help="Read a trace (Azure csv, Mooncake jsonl) or prompts (jsonl, txt, ShareGPT json).",
     )
-    add("--tokenizer", type=Path, metavar="JSON", help="a tokenizer.json: ShareGPT's answers give lengths")
-    add("--random-input-len", type=values.count, default=128, metavar="N", help="prompt tokens (%(default)s)")
-    add("--random-output-len", type=values.count, default=64, metavar="N", help="answer tokens (%(default)s)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="JSON",
+        help="Count the tokens of ShareGPT's answers with this tokenizer.json.",
+    )
+    add("--random-input-len", type=values.count, default=128, metavar="N", help="Tokens of a random prompt.")
+    add("--random-output-len", type=values.count, default=64, metavar="N", help="Tokens of its answer.")
     add(
         "--random-range-ratio",
         type=values.share,
         default=0.0,
         metavar="R",
-        help="lengths vary by ±R of themselves (%(default)s)",
+        help="Vary lengths by ±R of themselves.",
     )
     add(
         "--shared-prefix-len",
         type=values.natural,
         default=0,
         metavar="N",
-        help="tokens in front of random prompts (%(default)s; 1024 of shared-prefix)",
+        help="Tokens that random prompts share; 1024 with shared-prefix.",
     )
     add(
         "--shared-prefix-groups",
         type=values.count,
         default=1,
         metavar="N",
-        help="how many different prefixes (%(default)s)",
+        help="Number of different prefixes.",
     )
     add(
         "--time-scale",
         type=values.positive,
         default=1.0,
         metavar="F",
-        help="factor on a trace's times: 0.1 = ten times the load (%(default)s)",
+        help="Factor on a trace's times: 0.1 is ten times the load.",
     )
     add(
         "--length-scale",
         type=values.positive,
         default=1.0,
         metavar="F",
-        help="factor on a trace's lengths (%(default)s)",
+        help="Factor on a trace's lengths.",
     )
-    add("--max-input-len", type=values.count, metavar="N", help="longer prompts of a trace are cut")
-    add("--max-output-len", type=values.count, metavar="N", help="longer answers of a trace are cut")
+    add("--max-input-len", type=values.count, metavar="N", help="Cut longer prompts of a trace.")
+    add("--max-output-len", type=values.count, metavar="N", help="Cut longer answers of a trace.")
     add(
         "--token-ids",
         type=values.token_span,
         default=(100, 40_000),
         metavar="LOW:HIGH",
-        help="random ids (100:40000)",
+        help="Range of random token ids.",
     )
     add(
         "--temperature",
         type=values.temperature,
         default=0.0,
         metavar="T",
-        help="of sampling (%(default)s: greedy)",
+        help="Temperature of sampling; 0 is greedy.",
     )
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="fixed lengths; default, but for prompts")
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="Fix the lengths of answers; default: yes, but for prompts.",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -271,12 +302,17 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         action="extend",
         metavar="NAME:MS",
-        help="limits a good request keeps: ttft:500 tpot:50 e2el:…",
+        help="Limits in milliseconds that a good request keeps: ttft:500 tpot:50 e2el:4000.",
     )
-    add("--output-file", type=Path, metavar="JSON", help="write the figures here")
-    add("--save-detailed", action="store_true", help="with an entry for each request and its text")
-    add("--plot", type=Path, metavar="PNG", help="latency against load, the knee marked (needs matplotlib)")
-    add("--label", help="name of this run in the results")
-    add("--check-text", nargs="?", const=CHECK_TEXT, metavar="PROMPT", help="print an answer")
-    add("--expect", metavar="TEXT", help="--check-text, and fail unless its answer has this")
-    add("--no-progress", action="store_true", help="no progress bar")
+    add("--output-file", type=Path, metavar="JSON", help="Write the figures to this file.")
+    add("--save-detailed", action="store_true", help="Write an entry for each request and its text as well.")
+    add(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="Draw latency against load, the knee marked; needs matplotlib.",
+    )
+    add("--label", help="Name of this run in the results.")
+    add("--check-text", nargs="?", const=CHECK_TEXT, metavar="PROMPT", help="Print an answer first.")
+    add("--expect", metavar="TEXT", help="Fail unless the answer of --check-text has this text.")
+    add("--no-progress", action="store_true", help="Show no progress bar.")

@@ -1,4 +1,4 @@
-"""What is left of a run: tables on the terminal, a file, a picture."""
+"""Outputs of a run: tables on the terminal, a file, a picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BadPath(Exception):
 
 
 def check(options: argparse.Namespace) -> None:
-    """Makes the folders of what is to be written, before anything is measured. Raises BadPath."""
+    """Make the folders of what is to be written, before anything is measured. Raises BadPath."""
     for flag, path in (("--output-file", options.output_file), ("--plot", options.plot)):
         if path is not None:
             try:
@@ -31,7 +31,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def tell(options: argparse.Namespace, results: Sequence[LoadResult], described: RunDescription) -> bool:
-    """Shows and writes all that was asked for; whether all of it could be written."""
+    """Show and write all that was asked for. Returns whether all of it could be written."""
 
     def save_results(path: Path) -> None:
         objects = result_file.as_objects(results, described, detailed=options.save_detailed)
@@ -55,7 +55,7 @@ def _show(results: Sequence[LoadResult], dataset: str) -> None:
     for table in report.tables(results):
         console.print(table)
     ordered = plot.in_order(results)
-    at = plot.find_knee(ordered)
+    at = plot.knee_of(ordered)
     if at is not None:
         console.print(f"knee (most throughput for its latency): {ordered[at].load.label}")
     for warning in report.warnings(results, dataset):

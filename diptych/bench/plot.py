@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diptych.bench.campaign import LoadResult
-from diptych.bench.knee import knee
+from diptych.bench.figures import find_knee
 from diptych.bench.load import INFINITE
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ def can_plot() -> bool:
 
 
 def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
-    """Medians as lines, the rounds' spread as bands, the knee as a dotted line. Needs one result at least."""
+    """Draw medians as lines, the rounds' spread as bands, the knee as a dotted line.
+
+    Needs one result at least.
+    """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     ordered = in_order(results)
@@ -43,7 +46,7 @@ def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
         if in_flight:
             panel.set_xscale("log", base=2)
             panel.set_xticks(places, [f"{one:g}" for one in places])
-        at = find_knee(ordered)
+        at = knee_of(ordered)
         if at is not None:
             panel.axvline(places[at], linestyle=":", color="gray", label="knee")
         panel.grid(alpha=0.3)
@@ -52,34 +55,40 @@ def save_plot(path: Path, results: Sequence[LoadResult], title: str) -> None:
 
 
 def in_order(results: Sequence[LoadResult]) -> list[LoadResult]:
-    """By load, the smallest first."""
+    """Return the results by load, the smallest first."""
     return [one for _, one in sorted(zip(_places(results), results, strict=True), key=lambda pair: pair[0])]
 
 
-def find_knee(ordered: Sequence[LoadResult]) -> int | None:
-    """Position of the knee among results in order of load; None where loads differ in more than one way."""
+def knee_of(ordered: Sequence[LoadResult]) -> int | None:
+    """Return the position of the knee among results in order of load; None where loads differ in more than
+    one way.
+    """
     loads = [one.load for one in ordered]
     if len({one.request_rate for one in loads}) > 1 and len({one.max_concurrency for one in loads}) > 1:
         return None
     figures = [one.figures() for one in ordered]
     points = [(one["output_throughput"] or 0.0, one["median_e2el_ms"] or 0.0) for one in figures]
-    return knee(points)
+    return find_knee(points)
 
 
 def _all_closed(results: Sequence[LoadResult]) -> bool:
-    """Then they differ in their clients; else in their rates, also where a closed loop is among them."""
+    """Return whether results differ in their clients; else in their rates, even with a closed loop among
+    them.
+    """
     return all(one.load.closed for one in results)
 
 
 def _places(results: Sequence[LoadResult]) -> list[float]:
-    """Where each load stands on the axis that all of them share."""
+    """Return the place of each load on the axis that all of them share."""
     if _all_closed(results):
         return [float(one.load.max_concurrency or 0) for one in results]
     return [_rate(one) for one in results]
 
 
 def _rate(result: LoadResult) -> float:
-    """Requests a second; of a load that names no number of them, a trace or all at once, what came of it."""
+    """Return requests a second; of a load that names no number of them, a trace or all at once, what came of
+    it.
+    """
     asked = result.load.request_rate
     return asked if asked not in (None, INFINITE) else result.figures()["request_throughput"] or 0.0
 

@@ -1,4 +1,4 @@
-"""What people read after a run: tables, and a warning for everything that makes a figure less worth."""
+"""Report of a run: tables, and a warning for everything that makes a figure less worth."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SERVER_TIMES = (
 
 
 def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
-    """One row a load: rates, latencies, and what a Diptych server says of itself."""
+    """Yield tables with a row a load: rates, latencies, and the times that a Diptych server reports."""
     figures = [one.figures() for one in results]
     if not results:
         return
@@ -57,7 +57,7 @@ def tables(results: Sequence[LoadResult]) -> Iterator[Table]:
 
 
 def warnings(results: Sequence[LoadResult], dataset: str) -> Iterator[str]:
-    """Each in one sentence. `dataset` is the name of that which the prompts came from."""
+    """Yield warnings of a sentence each. `dataset` is the name of that which the prompts came from."""
     for result in results:
         figures, label = result.figures(), result.load.label
         for code, count in result.errors().items():
@@ -134,7 +134,7 @@ def _percentiles(figures: Figures, name: str) -> str:
 
 
 def _digits(value: float) -> int:
-    """Decimals that keep three significant digits."""
+    """Return the decimals that keep three significant digits."""
     return 0 if value >= 100 else 1 if value >= 10 else 2
 
 

@@ -1,4 +1,4 @@
-"""One request of a benchmark, and what came of it. Times are in seconds by `time.perf_counter`."""
+"""Request of a benchmark and its outcome. Times are in seconds by `time.perf_counter`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Prompt = tuple[int, ...] | str
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`arrival_s` is when a trace says that the request came, counted from the trace's first one."""
+    """Request that is to be sent.
+
+    `arrival_s` is when a trace says that the request came, counted from the trace's first one.
+    """
 
     prompt: Prompt
     output_len: int
@@ -64,7 +67,9 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request as the generator saw it: `due` is when it should have been sent, `sent` when it was."""
+    """Outcome of a request as the generator saw it: `due` is when it should have been sent, `sent` when it
+    was.
+    """
 
     request: BenchRequest
     due: float
@@ -75,12 +80,12 @@ class Outcome:
 
     @property
     def ttft(self) -> float:
-        """From sending to the first output. Raises ValueError for a request that failed."""
+        """Seconds from sending to the first output. Raises ValueError for a request that failed."""
         return self._answer().arrivals[0] - self.sent
 
     @property
     def latency(self) -> float:
-        """From sending to the last output. Raises ValueError for a request that failed."""
+        """Seconds from sending to the last output. Raises ValueError for a request that failed."""
         return self._answer().arrivals[-1] - self.sent
 
     @property

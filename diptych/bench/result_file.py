@@ -27,7 +27,7 @@ from diptych.bench.load import INFINITE
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What was run, the same for all loads of a file. `tokenizer_id` None: the server counts tokens."""
+    """Description of a run, for all loads of a file. `tokenizer_id` None: the server counts tokens."""
 
     backend: str
     model_id: str
@@ -90,7 +90,7 @@ def _details(result: LoadResult) -> dict[str, Any]:
 
 
 def _in_json(value: Any) -> Any:
-    """An option as it was given; `--request-rate inf` as text: JSON's numbers are finite."""
+    """Return an option as it was given; `--request-rate inf` as text: JSON's numbers are finite."""
     if isinstance(value, Mapping):
         return {name: _in_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -103,7 +103,7 @@ def _rate(rate: float | None) -> float | str:
 
 
 def _environment() -> dict[str, Any]:
-    """Where the figures come from. The load average tells what else ran before."""
+    """Return the machine and versions of the figures. The load average tells what else ran before."""
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 
 Verdict = Literal["no", "busy", "starved"]
 
@@ -65,7 +65,7 @@ class SelfWatch:
         await asyncio.wait([self._probe])
 
     def strain(self) -> Strain:
-        """Of the block, once it ended."""
+        """Return the strain of the block, once it ended."""
         wall, cpu, loop = (end - start for start, end in zip(self._started, self._ended, strict=True))
         late = sorted(1000 * one for one in self._late) or [0.0]
         return Strain(

@@ -1,4 +1,4 @@
-"""What the flags' values are, each with its words for one that is none."""
+"""Parsers of flags' values, whose errors say what is wrong with a value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def list_of(one: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """By commas."""
+    """Return a parser of values with commas between."""
 
     def parse(text: str) -> list[T]:
         return [one(part) for part in text.split(",")]
@@ -46,7 +46,7 @@ def temperature(text: str) -> float:
 
 
 def rate(text: str) -> float | None:
-    """None replays a trace at its own times."""
+    """Parse requests a second; None replays a trace at its own times."""
     if text == "trace":
         return None
     if text == "inf":

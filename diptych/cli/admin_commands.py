@@ -1,4 +1,4 @@
-"""`diptych workers`, `drain`, `restart` and `flush`: what an operator asks of a running system."""
+"""`diptych workers`, `drain`, `restart` and `flush`: commands of an operator to a running system."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from diptych.cli.control import NobodyListens, ask_restart
+from diptych.cli.control import NoSystem, ask_restart
 from diptych.client.credentials import Access, Metadata
 from diptych.client.failure import read_failure
 from diptych.v1 import admin_pb2 as pb
@@ -40,11 +40,14 @@ def list_workers(address: str) -> int:
         for reason in reasons(answer.workers):
             console.print(reason, highlight=False, markup=False, soft_wrap=True)
 
-    return _operate(address, ask)
+    return _call_admin(address, ask)
 
 
 def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
-    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
+    """Call the admin port for a worker.
+
+    Exit status 1 when there is no such worker, or the gateway cannot be asked.
+    """
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         request = pb.DrainWorkerRequest(worker_id=worker_id)
@@ -53,11 +56,14 @@ def drain_worker(address: str, worker_id: str, grace_s: float | None) -> int:
         stub.DrainWorker(request, timeout=_TIMEOUT_S, metadata=metadata)
         print(f"{worker_id} drains")
 
-    return _operate(address, ask)
+    return _call_admin(address, ask)
 
 
 def flush_prefix_cache(address: str, worker_id: str) -> int:
-    """Exit status 1 when there is no such worker, or the gateway cannot be asked."""
+    """Call the admin port for a worker.
+
+    Exit status 1 when there is no such worker, or the gateway cannot be asked.
+    """
 
     def ask(stub: admin_pb2_grpc.AdminServiceStub, metadata: Metadata) -> None:
         request = pb.FlushPrefixCacheRequest(worker_id=worker_id)
@@ -65,19 +71,22 @@ def flush_prefix_cache(address: str, worker_id: str) -> int:
             f"{stub.FlushPrefixCache(request, timeout=_TIMEOUT_S, metadata=metadata).blocks} blocks forgotten"
         )
 
-    return _operate(address, ask)
+    return _call_admin(address, ask)
 
 
 def restart_processes(grpc_port: int, names: Sequence[str]) -> int:
-    """Exit status 1 when no `diptych up` of this user serves at the port, or a process has no successor."""
+    """Restart processes one after the other.
+
+    Exit status 1 when no `diptych up` of this user serves at the port, or a process has no successor.
+    """
     try:
         return 0 if ask_restart(grpc_port, names, print) else 1
-    except NobodyListens as error:
+    except NoSystem as error:
         print(f"diptych: {error}", file=sys.stderr)
         return 1
 
 
-def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
+def _call_admin(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metadata], None]) -> int:
     try:
         access = Access.from_environment()
     except OSError as error:
@@ -98,7 +107,10 @@ def _operate(address: str, ask: Callable[[admin_pb2_grpc.AdminServiceStub, Metad
 
 
 def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
-    """One row a worker. Its id stays whole on a narrow terminal, for `drain` and `flush` ask for it."""
+    """Return a table with a row a worker.
+
+    Its id stays whole on a narrow terminal, for `drain` and `flush` ask for it.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "role", "state", "running", "waiting"):
         table.add_column(column, no_wrap=True)
@@ -120,5 +132,5 @@ def worker_table(workers: Iterable[pb.WorkerInfo]) -> Table:
 
 
 def reasons(workers: Iterable[pb.WorkerInfo]) -> Iterable[str]:
-    """Why a worker gets nothing new, or less."""
+    """Return a line for each worker that gets no new requests, or fewer, with the reason."""
     return [f"{worker.worker_id}: {worker.detail}" for worker in workers if worker.detail]

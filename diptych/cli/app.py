@@ -12,10 +12,10 @@ from typing import Annotated, TypeVar
 import typer
 
 from diptych.cli.api_key_command import key
-from diptych.cli.stack import MODULES, BadOverride, parse_override
+from diptych.cli.stack import MODULES
+from diptych.cli.stack_command import StackCommand
 from diptych.cli.stack_options import StackOptions, takes_stack_options
-from diptych.cli.up_command import UpCommand
-from diptych.runtime.env import unknown_variables
+from diptych.runtime.env import renamed_variables, unknown_variables
 from diptych.runtime.python_module import module_command
 from gateway.config import GRPC_PORT, HTTP_PORT, admin_port_beside
 
@@ -29,8 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(key)
-
+_SERVE, _USE, _OPERATE, _CHECK = "Serve", "Use", "Operate", "Check and measure"
+app.add_typer(key, rich_help_panel=_OPERATE)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -47,58 +47,82 @@ def _before_each(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    # The programs say it themselves: they are started in other ways as well.
-    if context.invoked_subcommand not in MODULES and (unknown := unknown_variables()) is not None:
-        print(f"diptych: {unknown}", file=sys.stderr)
+    # The programs warn themselves: they are started in other ways as well.
+    if context.invoked_subcommand not in MODULES:
+        for line in (*renamed_variables(), unknown_variables()):
+            if line is not None:
+                print(f"diptych: {line}", file=sys.stderr)
 
 
-@app.command(cls=UpCommand)
+@app.command(cls=StackCommand, rich_help_panel=_SERVE)
 @takes_stack_options(grpc_port=GRPC_PORT, http_port=HTTP_PORT)
 def up(
     options: StackOptions,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other flag: ROLE.FLAG=VALUE (decode.max-batch=8)."),
-    ] = None,
     ready_file: Annotated[
-        Path | None, typer.Option(help="Write ports, pids and secrets here as JSON once everything serves.")
+        Path | None,
+        typer.Option(
+            help="Write ports, pids and secrets here as JSON once everything serves.",
+            rich_help_panel="Processes",
+        ),
     ] = None,
     show_secrets: Annotated[
-        bool, typer.Option("--show-secrets", help="Print how another gateway joins, secrets included.")
+        bool,
+        typer.Option(
+            "--show-secrets",
+            help="Print how another gateway joins, secrets included.",
+            rich_help_panel="Security",
+        ),
     ] = False,
 ) -> None:
     """Run everything on this machine: Valkey, a gateway, prefill and decode workers. Ctrl-C stops all.
 
-    The key of the block hashes is random; DIPTYCH_SECRET (hexadecimal) sets it.
+    Each flag is also a variable (--grpc-port is DIPTYCH_GRPC_PORT) and a key of the --config file, which may
+    have sections gateway, prefill and decode. The key of the block hashes is random; DIPTYCH_SECRET
+    (hexadecimal) sets it.
     """
-    from diptych.cli.foreground import (
-        serve,  # rich and asyncio only where they are needed: --help stays quick
-    )
+    from diptych.cli.foreground import serve  # rich and asyncio where they are needed: --help stays quick
 
-    secret = os.environ.get("DIPTYCH_SECRET")
-    options = replace(options, secret=secret, overrides=_overrides(overrides or ()))
+    options = replace(options, secret=os.environ.get("DIPTYCH_SECRET"))
     raise typer.Exit(serve(options, ready_file=ready_file, show_secrets=show_secrets))
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(cls=StackCommand, rich_help_panel=_SERVE)
+@takes_stack_options(grpc_port=GRPC_PORT, http_port=HTTP_PORT)
+def config(
+    options: StackOptions,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of YAML.", rich_help_panel="Configuration")
+    ] = False,
+) -> None:
+    """Print the configuration of `diptych up` with these flags, each value with its origin, and its digest.
+
+    The output is a file for --config. /version, GetServerInfo and the log at the start have the same digest.
+    """
+    from diptych.cli.config_command import print_config
+
+    options = replace(options, secret=os.environ.get("DIPTYCH_SECRET"))
+    raise typer.Exit(print_config(options, as_json=as_json))
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_SERVE)
 def gateway(context: typer.Context) -> None:
     """Run one gateway alone (gRPC 50051, HTTP 8000). `diptych gateway --help` lists its flags."""
     _become(MODULES["gateway"], context.args)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_SERVE)
 def prefill(context: typer.Context) -> None:
     """Run one prefill worker alone. `diptych prefill --help` lists its flags."""
     _become(MODULES["prefill"], context.args)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_SERVE)
 def decode(context: typer.Context) -> None:
     """Run one decode worker alone. `diptych decode --help` lists its flags."""
     _become(MODULES["decode"], context.args)
 
 
-@app.command(context_settings=_PASS_ON, add_help_option=False)
+@app.command(context_settings=_PASS_ON, add_help_option=False, rich_help_panel=_CHECK)
 def bench(context: typer.Context) -> None:
     """Put load on a running server and measure it. `diptych bench --help` lists its flags."""
     _become("diptych.bench", context.args)
@@ -123,7 +147,7 @@ def _utf8(given: Text) -> Text:
     return given
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def generate(
     prompt: Annotated[
         str, typer.Argument(callback=_utf8, help="What to say to the model; '-' reads standard input.")
@@ -152,7 +176,7 @@ def generate(
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Deadline in seconds; inf = none.")] = None,
 ) -> None:
-    """Ask a running server once.
+    """Send one prompt to a running server and print the answer.
 
     DIPTYCH_API_KEY is the key, if it wants one; DIPTYCH_CA_FILE turns TLS on, and a client's own certificate
     is in DIPTYCH_CLIENT_CERT_FILE and DIPTYCH_CLIENT_KEY_FILE.
@@ -196,7 +220,7 @@ _AdminAddress = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=_OPERATE)
 def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
     """List the workers of a running gateway: which are usable, why not, and how loaded they are."""
     from diptych.cli.admin_commands import list_workers
@@ -204,7 +228,7 @@ def workers(address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}") -> None:
     raise typer.Exit(list_workers(address))
 
 
-@app.command()
+@app.command(rich_help_panel=_OPERATE)
 def drain(
     worker_id: Annotated[str, typer.Argument(help="As `diptych workers` names it.")],
     grace: Annotated[
@@ -219,7 +243,7 @@ def drain(
     raise typer.Exit(drain_worker(address, worker_id, grace))
 
 
-@app.command()
+@app.command(rich_help_panel=_OPERATE)
 def restart(
     names: Annotated[
         list[str] | None, typer.Argument(help="As `decode-0`, `gateway`; none: every process.")
@@ -232,7 +256,7 @@ def restart(
     raise typer.Exit(restart_processes(grpc_port, names or []))
 
 
-@app.command()
+@app.command(rich_help_panel=_OPERATE)
 def flush(
     worker_id: Annotated[str, typer.Argument(help="Empty: every worker.")] = "",
     address: _AdminAddress = f"127.0.0.1:{ADMIN_PORT}",
@@ -243,7 +267,7 @@ def flush(
     raise typer.Exit(flush_prefix_cache(address, worker_id))
 
 
-@app.command()
+@app.command(rich_help_panel=_USE)
 def demo(
     prompt: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
     model: Annotated[str, typer.Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled",
@@ -263,7 +287,7 @@ def demo(
     raise typer.Exit(run_demo(prompt, options, verbose=verbose))
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECK)
 def doctor() -> None:
     """Check that this machine has what Diptych needs. Exit status 1 when something essential is missing."""
     from diptych.cli.doctor import run_doctor
@@ -271,7 +295,7 @@ def doctor() -> None:
     raise typer.Exit(run_doctor((GRPC_PORT, HTTP_PORT, ADMIN_PORT)))
 
 
-@app.command()
+@app.command(rich_help_panel=_CHECK)
 def version() -> None:
     """Print the version."""
     _version(True)
@@ -285,12 +309,5 @@ def main() -> None:
 
 
 def _become(module: str, argv: Sequence[str]) -> None:
-    """Replaces this process by the program: signals and exit status are its own, as in a container."""
+    """Replace this process by the program: signals and exit status are its own, as in a container."""
     os.execv(sys.executable, [*module_command(module), *argv])
-
-
-def _overrides(texts: Sequence[str]) -> tuple[tuple[str, str, str], ...]:
-    try:
-        return tuple(parse_override(text) for text in texts)
-    except BadOverride as error:
-        raise typer.BadParameter(str(error), param_hint="--set") from None

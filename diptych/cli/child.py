@@ -1,4 +1,4 @@
-"""One process that the supervisor started: its pipes, its ready line, its end.
+"""Process that the supervisor started: its pipes, its ready line, its end.
 
 A process is described by a ChildSpec and lives as a Child. It is watched through a pidfd, which names
 this very process for ever: a signal can never reach another one that was given the same number.
@@ -17,13 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Announcement = Mapping[str, int | str]
-"""What a process said once it served: grpc_port, http_port, worker_id (gateway: admin_port; Valkey: port)."""
+"""Values that a process announces once it serves: grpc_port, http_port, worker_id (gateway: admin_port;
+Valkey: port).
+"""
 
 Probe = Callable[[], Awaitable[Announcement]]
 Health = Callable[[Announcement], Awaitable[bool]]
 
 _CHUNK_BYTES = 1 << 16
-_DEATHS_TOLD = 8  # the last ones: more than any request is given
+_MAX_DEATHS = 8  # the last ones: more than any request is given
 _ID_BYTES = 4  # of several systems that share a directory each has a `decode-0`
 _LINE_BYTES = 1 << 16  # a longer line is cut, so that a process that writes no newline costs no memory
 
@@ -46,8 +48,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Inherited:
-    """What every child shares with the supervisor: the read end of the pipe whose end tells it that we died,
-    and the file on whose bytes workers lend each other cores."""
+    """Descriptors that every child shares with the supervisor: the read end of the pipe whose end of file
+    tells it that the supervisor died, and the file on whose bytes workers lend each other cores.
+    """
 
     death_fd: int
     cores_fd: int
@@ -63,7 +66,7 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How to start a process.
+    """Specification of a process.
 
     `argv` is filled in at each start. `keep` names the announced values that a restart uses again,
     such as a public port. `died` are the ids of those that died in its place. A process that cannot announce
@@ -83,17 +86,19 @@ class ChildSpec:
     health: Health | None = None
 
     def with_values(self, values: Mapping[str, int | str]) -> "ChildSpec":
-        """With some of its values replaced."""
+        """Return the specification with some of its values replaced."""
         return replace(self, values={**self.values, **values})
 
     def restarted(self, announced: Announcement) -> "ChildSpec":
-        """The same process once more, at the addresses it had."""
+        """Return the specification of the same process once more, at the addresses it had."""
         return replace(self, values={**self.values, **{key: announced[key] for key in self.keep}})
 
     def after_death(self, announced: Announcement) -> "ChildSpec":
-        """`restarted`, when the process is known to be dead; its successor says so to whoever lost it."""
+        """Return `restarted` for a process that is known to be dead; its successor confirms that to the
+        gateways.
+        """
         died = (*self.died, str(announced["worker_id"])) if "worker_id" in announced else self.died
-        return replace(self.restarted(announced), died=died[-_DEATHS_TOLD:])
+        return replace(self.restarted(announced), died=died[-_MAX_DEATHS:])
 
 
 class Child:
@@ -111,7 +116,7 @@ class Child:
 
     @classmethod
     def start(cls, spec: ChildSpec, inherited: Inherited) -> "Child":
-        """Starts the process. Raises OSError when the program cannot be run."""
+        """Start the process. Raises OSError when the program cannot be run."""
         ready_read, ready_write = os.pipe()
         try:
             fds = {"death_fd": inherited.death_fd, "cores_fd": inherited.cores_fd, "ready_fd": ready_write}
@@ -138,13 +143,13 @@ class Child:
         finally:
             os.close(ready_write)
         if spec.stdin is not None and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it is gone already: seen at once as an exit
+            with contextlib.suppress(BrokenPipeError):  # it has ended already: seen at once as an exit
                 process.stdin.write(spec.stdin)
                 process.stdin.close()
         return cls(spec, process, ready_read)
 
     async def ready(self, timeout_s: float) -> Announcement:
-        """Waits for what the process says of itself. Raises ChildFailed when it ends or stays silent."""
+        """Wait for the announcement of the process. Raises ChildFailed when it ends or stays silent."""
         ask = self.spec.probe() if self.spec.probe is not None else self._ready_line()
         asking: asyncio.Future[Announcement | None] = asyncio.ensure_future(ask)
         either: list[asyncio.Future[Any]] = [asking, self._exit]
@@ -184,7 +189,7 @@ class Child:
         return said
 
     async def lines(self, sink: Callable[[str], None]) -> None:
-        """Hands every line that the process writes to `sink`, until it closes its output."""
+        """Hand every line that the process writes to `sink`, until it closes its output."""
         reader = asyncio.StreamReader()
         transport, _ = await self._loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
@@ -203,7 +208,7 @@ class Child:
             transport.close()
 
     async def exited(self) -> int:
-        """Waits for the end of the process: its status, or minus the signal that ended it."""
+        """Wait for the end of the process: its status, or minus the signal that ended it."""
         return await asyncio.shield(self._exit)
 
     @property
@@ -211,7 +216,7 @@ class Child:
         return not self._exit.done()
 
     def send(self, signum: signal.Signals) -> None:
-        """Signals the process if it still lives."""
+        """Signal the process if it still lives."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):  # it ended and is about to be reaped
                 signal.pidfd_send_signal(self._pidfd, signum)
@@ -227,7 +232,7 @@ class Child:
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"status {status}"
     try:

@@ -1,4 +1,4 @@
-"""What a person sees of the processes: who is loading and for how long, who serves, who ended and why."""
+"""Display of the processes: which are loading and for how long, which serve, which ended and why."""
 
 import contextlib
 import sys
@@ -16,8 +16,10 @@ from diptych.runtime.nonblocking_stderr import NonblockingStream
 
 
 class NoteConsole(Console):
-    """Standard error. Once nobody reads it any more it is silent; rich's own would end the process. It waits
-    for nobody: whoever supervises has to hear signals, and to read what its processes say.
+    """Console on standard error.
+
+    Without a reader it is quiet, where rich's own would end the process. It never waits: a supervisor has to
+    handle signals, and to read the output of its processes.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class NoteConsole(Console):
 
 
 class Progress:
-    """Prints events; on a terminal a line below them moves while something is loading.
+    """Display of events; on a terminal a line below them moves while something is loading.
 
     `lines`: whether to show what the processes write.
     """
@@ -44,12 +46,12 @@ class Progress:
         if self._gone:
             return
         try:
-            self._tell(event)
+            self._print(event)
             self._show()
         except OSError:
             self._gone = True  # the terminal was closed; the processes are none of its business
 
-    def _tell(self, event: Event) -> None:
+    def _print(self, event: Event) -> None:
         match event:
             case Loading(name):
                 self._loading[name] = time.monotonic()
@@ -62,21 +64,21 @@ class Progress:
             case Replaced(name):
                 self._say(f"[green]●[/] {name} has a successor; the old one finishes what it has")
             case Stopping(requests, grace_s) if requests != 0:
-                who = {None: "what runs", 1: "1 request"}.get(requests, f"{requests} requests")
-                self._say(f"stopping: {who} may finish for {grace_s:.0f} s; Ctrl-C again does not wait")
+                what = {None: "what runs", 1: "1 request"}.get(requests, f"{requests} requests")
+                self._say(f"stopping: {what} may finish for {grace_s:.0f} s; Ctrl-C again does not wait")
             case Stopping():
                 pass
             case Stale(path, reason):
                 self._say(f"[yellow]●[/] --ready-file: cannot change {escape(path)}: {escape(reason)}")
             case Wrote("valkey", _):
-                pass  # advice about the machine's kernel settings; its last words are in ChildFailed
+                pass  # advice about the machine's kernel settings; its last lines are in ChildFailed
             case Wrote(name, line) if self._lines:
                 self._console.print(Text.assemble((f"{name:>10} │ ", "dim"), line), soft_wrap=True)
             case Wrote():
                 pass
 
     def close(self) -> None:
-        """Takes the moving line away."""
+        """Remove the moving line."""
         self._loading.clear()
         with contextlib.suppress(OSError):  # the terminal was closed
             self._show()

@@ -1,7 +1,8 @@
-"""How `diptych restart` reaches a running `diptych up`: a Unix socket named after the public port.
+"""Control socket of `diptych up`, for `diptych restart`: a Unix socket named after the public port.
 
-The socket is abstract (Linux): it is no file, and is gone with the process. Anybody on the machine can
-connect, so the kernel says who it is, and only the user who runs the system, or root, is heard. One line of
+The socket is abstract (Linux): it is no file, and is gone with the process. Every user of the machine
+can connect: the kernel gives the user of the other end, and only the user who runs the system, or root, is
+served. One line of
 JSON goes in, the names of the processes to restart; lines of text come back, the last one "done" or
 "failed: why".
 """
@@ -10,11 +11,11 @@ import asyncio
 import json
 import os
 import socket
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
-_UCRED = struct.Struct("iII")
+from diptych.runtime.peer_credentials import peer_credentials
+
 _LINE_BYTES = 1 << 16
 DONE = "done"
 FAILED = "failed: "
@@ -22,12 +23,12 @@ FAILED = "failed: "
 Restart = Callable[[Sequence[str], Callable[[str], None]], Awaitable[None]]
 
 
-class NobodyListens(Exception):
-    """No system with that port runs on this machine; says which."""
+class NoSystem(Exception):
+    """No system with that port runs on this machine."""
 
 
 def socket_name(grpc_port: int) -> str:
-    """Of the system whose public port this is; the leading zero byte makes it abstract."""
+    """Return the socket's name of a system by its public port; the leading zero byte makes it abstract."""
     return f"\0diptych-up.{grpc_port}"
 
 
@@ -35,7 +36,7 @@ def socket_name(grpc_port: int) -> str:
 async def control_socket(
     grpc_port: int, restart: Restart, warn: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Listens while the context lasts; one restart at a time.
+    """Listen while the context lasts; one restart at a time.
 
     Where another system has the port, on another address of this machine, it warns and does without.
     """
@@ -81,24 +82,23 @@ async def _command(
     async with lock:
         try:
             await restart([str(name) for name in names], say)
-        except Exception as error:  # whatever it is, who asked must hear that it did not work
+        except Exception as error:  # whatever it is, the other end must learn of it
             say(f"{FAILED}{error or type(error).__name__}")
         else:
             say(DONE)
 
 
 def _may_command(peer: socket.socket) -> bool:
-    _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return uid in (0, os.getuid())
+    return peer_credentials(peer).uid in (0, os.getuid())
 
 
 def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]) -> bool:
-    """The other end: passes on what comes; whether it ended well. Raises NobodyListens."""
+    """Ask for a restart and pass its lines to `say`. Returns whether it ended well. Raises NoSystem."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(socket_name(grpc_port))
         except OSError as error:
-            raise NobodyListens(f"no `diptych up` listens for port {grpc_port}: {error}") from None
+            raise NoSystem(f"no `diptych up` listens for port {grpc_port}: {error}") from None
         last = ""
         for last in _answers(connection, {"restart": list(names)}):
             if last != DONE:
@@ -109,7 +109,9 @@ def ask_restart(grpc_port: int, names: Sequence[str], say: Callable[[str], None]
 
 
 def _answers(connection: socket.socket, command: Mapping[str, object]) -> Iterator[str]:
-    """Line by line, until the other end closes: with an error, if it did not read the command."""
+    """Yield the lines of the answer, until the other end closes: with an error, if it did not read the
+    command.
+    """
     with suppress(OSError):
         connection.sendall(json.dumps(command).encode() + b"\n")
     with connection.makefile() as lines:

@@ -1,6 +1,6 @@
-"""`diptych doctor`: what this machine has, and what is missing.
+"""Checks of `diptych doctor`: the packages, devices and system calls that this machine has or lacks.
 
-A check returns a Finding; `missing` makes the exit status 1, `note` is only worth knowing.
+A check returns a Finding. The state `missing` makes the exit status 1; `note` is for information.
 """
 
 import os
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from diptych.cli.valkey import ValkeyMissing, valkey_binary
 from diptych.engine.usable_cores import usable_cores
+from diptych.runtime.python_module import PACKAGES, tree_root
 from diptych.runtime.settings import resolve_model
 
 _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
@@ -30,22 +31,19 @@ _CPU_FLAGS = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     state: Literal["ok", "note", "missing"]
     text: str
 
 
 def run_doctor(ports: Sequence[int]) -> int:
-    """Prints every finding; `ports` are those that `diptych up` takes by default."""
+    """Print every finding and return the exit status; `ports` are the defaults of `diptych up`."""
     table = Table(show_header=False, box=None, pad_edge=False)
     missing = False
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("Python", python),
-        *(
-            (name, lambda name=name: package(name))
-            for name in ("torch", "grpcio", "protobuf", "transformers")
-        ),
+        *((name, lambda name=name: package(name)) for name in ("torch", "grpcio", "protobuf")),
         ("triton", triton),
         ("CPU", cpu),
         ("native extension", native_extension),
@@ -54,6 +52,7 @@ def run_doctor(ports: Sequence[int]) -> int:
         ("memfd", memfd),
         ("pidfd", pidfd),
         ("kernels package", kernels_package),
+        ("shadowed names", shadowed_names),
         ("Valkey", valkey),
         ("bundled model", bundled_model),
         *((f"port {port}", lambda port=port: free_port(port)) for port in ports),
@@ -156,13 +155,39 @@ def pidfd() -> Finding:
 
 
 def kernels_package() -> Finding:
-    """transformers probes for a package `kernels` of another project: ours must stay a namespace package."""
-    spec = find_spec("kernels")
-    if spec is None:
-        return Finding("missing", "not installed: pip install -e .")
-    if spec.origin is not None:
-        return Finding("missing", f"a regular package of that name hides ours: {spec.origin}")
-    return Finding("ok", "namespace package")
+    """Find our `kernels.cpu` under a name that a package on PyPI has as well.
+
+    Ours is a namespace package without a file of its own in that folder, so that both may be installed.
+    """
+    try:
+        spec = find_spec("kernels.cpu")  # imports a regular package of that name, and may fail as it does
+    except ImportError as error:
+        return Finding("missing", f"kernels cannot be imported: {error}")
+    parent = find_spec("kernels")
+    origin = parent.origin if parent is not None else None
+    if spec is not None:
+        return Finding(
+            "ok", f"beside another package of that name: {origin}" if origin else "namespace package"
+        )
+    if origin is None:
+        return Finding("missing", "not installed: pip install 'diptych[server]'")
+    return Finding("missing", f"another package of that name hides ours: {origin}")
+
+
+def shadowed_names() -> Finding:
+    """Find modules on PYTHONPATH that are called as our packages are. Our commands pass over them."""
+    entries = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    found = [
+        str(path)
+        for entry in entries
+        if entry.resolve() != tree_root()
+        for name in PACKAGES
+        for path in (entry / f"{name}.py", entry / name / "__init__.py")
+        if path.exists()
+    ]
+    if not found:
+        return Finding("ok", "none on PYTHONPATH")
+    return Finding("note", f"passed over: {', '.join(found)}")
 
 
 def valkey() -> Finding:

@@ -1,4 +1,4 @@
-"""The foreground of `diptych up`: start, say where it serves, wait for the end."""
+"""Foreground of `diptych up`: start, print where it serves, wait for the end."""
 
 import asyncio
 from functools import partial
@@ -19,7 +19,7 @@ StartFailed = (BadOptions, ChildFailed, ValkeyMissing)
 
 
 def serve(options: StackOptions, *, ready_file: Path | None, show_secrets: bool) -> int:
-    """Runs until a signal comes. Exit status 1 when something did not start."""
+    """Run until a signal comes. Exit status 1 when something did not start."""
     console = NoteConsole()
     progress = Progress(console, lines=True)
     try:
@@ -37,7 +37,7 @@ async def _serve(
 ) -> int:
     try:
         async with running_stack(options, progress, ready_file=ready_file) as stack:
-            _welcome(console, options, stack, show_secrets)
+            _print_addresses(console, options, stack, show_secrets)
             warn = partial(console.print, style="yellow", highlight=False, soft_wrap=True)
             async with control_socket(stack.grpc_port, partial(rolling_restart, stack), warn):
                 await asyncio.Event().wait()  # until cancelled
@@ -47,7 +47,7 @@ async def _serve(
 
 
 def report_failure(console: Console, error: Exception, *, lines: bool) -> None:
-    """Says what did not start, and with `lines` the last words of it."""
+    """Print what did not start, and with `lines` its last lines."""
     console.out(error, style="red", highlight=False)
     if lines and isinstance(error, ChildFailed):
         for line in error.last_lines:
@@ -55,7 +55,9 @@ def report_failure(console: Console, error: Exception, *, lines: bool) -> None:
 
 
 def first_question(options: StackOptions, address: str) -> str:
-    """A command that asks this system, with the variables that it wants; `…` is for the user to fill in."""
+    """Return a command that asks this system, with the variables that it wants; `…` is for the user to fill
+    in.
+    """
     wanted = {
         "DIPTYCH_CA_FILE": options.tls_cert is not None,
         "DIPTYCH_CLIENT_CERT_FILE": options.tls_client_ca is not None,
@@ -68,13 +70,14 @@ def first_question(options: StackOptions, address: str) -> str:
     )
 
 
-def _welcome(console: Console, options: StackOptions, stack: Stack, show_secrets: bool) -> None:
+def _print_addresses(console: Console, options: StackOptions, stack: Stack, show_secrets: bool) -> None:
     def say(markup: str) -> None:
         console.print(markup, highlight=False, soft_wrap=True)
 
     say(
         f"[bold green]Diptych serves[/]  gRPC {stack.address}   OpenAI API {stack.http_url}/v1   "
-        f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}"
+        f"metrics {stack.http_url}/metrics   admin {stack.host}:{stack.admin_port}   "
+        f"configuration {stack.config_digest}"
     )
     say(f"  {first_question(options, stack.address)}")
     if show_secrets:

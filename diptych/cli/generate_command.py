@@ -1,4 +1,4 @@
-"""`diptych generate`: one question to a running server."""
+"""`diptych generate`: send one prompt to a running server."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.table import Table
 
-from diptych.cli.retry import repeated
+from diptych.cli.retry import call_with_retries
 from diptych.client import CallFailed, Chunk, Client, Completion, Prompt, Timings, Usage, chat
 from diptych.client.credentials import Access
 
@@ -17,11 +17,11 @@ Say = Callable[[str], None]
 
 
 class BadQuestion(ValueError):
-    """It cannot be sent."""
+    """Prompt that cannot be sent."""
 
 
 def read_prompt(source: BinaryIO) -> str:
-    """All of it. Raises BadQuestion for what is not UTF-8, in which gRPC sends text."""
+    """Read the whole prompt. Raises BadQuestion for what is not UTF-8, in which gRPC sends text."""
     try:
         return source.read().decode()
     except UnicodeDecodeError as error:
@@ -44,7 +44,7 @@ class Question:
 
 
 def ask(address: str, question: Question, *, stream: bool, timings: bool) -> int:
-    """Prints the answer to stdout, all else to stderr. Exit status 1 when the call fails."""
+    """Print the answer to stdout, all else to stderr. Exit status 1 when the call fails."""
     notes = Console(stderr=True)
     try:
         access = Access.from_environment()
@@ -80,7 +80,7 @@ def _whole(client: Client, question: Question, say: Say) -> tuple[Timings | None
     def call(left_s: float | None) -> Completion:
         return client.generate(question.as_prompt(), timeout_s=left_s, **question.options)
 
-    answer = repeated(call, question.timeout_s, say)
+    answer = call_with_retries(call, question.timeout_s, say)
     print(answer.text)
     return answer.timings, answer.usage
 
@@ -94,19 +94,19 @@ def _streamed(client: Client, question: Question, say: Say) -> tuple[Timings | N
     usage: Usage | None = None
     begun = False
     try:
-        for chunk in repeated(begin, question.timeout_s, say):
+        for chunk in call_with_retries(begin, question.timeout_s, say):
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             begun = True
             spent, usage = chunk.timings or spent, chunk.usage or usage
     finally:
         if begun:
-            print(flush=True)  # what went wrong does not stick to the last word
+            print(flush=True)  # what went wrong does not stick to the answer
     return spent, usage
 
 
 def timing_table(spent: Timings, usage: Usage | None) -> Table:
-    """Where the time of one request went, phase by phase, in milliseconds."""
+    """Return a table of a request's phases in milliseconds."""
     table = Table(title="Where the time went", title_justify="left")
     table.add_column("phase")
     table.add_column("ms", justify="right")

@@ -1,4 +1,4 @@
-"""Asks an HTTP port: just enough for /ready, /health and /metrics, with nothing to install."""
+"""HTTP client of probes: just enough for /ready, /health and /metrics, with nothing to install."""
 
 import asyncio
 import ssl
@@ -10,9 +10,9 @@ _TIMEOUT_S = 2.0
 async def http_status(
     host: str, port: int, path: str, *, tls: bool = False, timeout_s: float = _TIMEOUT_S
 ) -> int | None:
-    """Status code of `GET path`, or None when nobody answers with one within `timeout_s`.
+    """Return the status code of `GET path`, or None when no answer has one within `timeout_s`.
 
-    With `tls` any certificate will do: it asks a process of our own on this machine, and tells it nothing.
+    With `tls` any certificate will do: the process is our own, on this machine, and gets no secret.
     """
     answer = await _ask(host, port, path, tls, timeout_s, asyncio.StreamReader.readline)
     words = (answer or b"").split()
@@ -22,7 +22,7 @@ async def http_status(
 async def http_body(
     host: str, port: int, path: str, *, tls: bool = False, timeout_s: float = _TIMEOUT_S
 ) -> bytes | None:
-    """What `GET path` brings, or None when it brings nothing within `timeout_s`, or an error."""
+    """Return the body of `GET path`, or None when there is none within `timeout_s`, or an error."""
     answer = await _ask(host, port, path, tls, timeout_s, asyncio.StreamReader.read)
     head, _, body = (answer or b"").partition(b"\r\n\r\n")
     return body if b" 200 " in head.partition(b"\r\n")[0] else None
@@ -51,7 +51,7 @@ async def _ask(
 
 
 def reachable(host: str) -> str:
-    """An address to reach a server that listens on every one."""
+    """Return an address to reach a server that listens on every one."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
 
 

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Replaces this process by the program; exits with status 1 when the parent is gone."""
+    """Replace this process by the program; exits with status 1 when the parent is gone."""
     death_fd, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -1,11 +1,13 @@
-"""What can be known before anything starts: options that no process could start with."""
+"""Checks before anything starts: options that no process could start with."""
 
 import asyncio
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError
@@ -18,7 +20,10 @@ from diptych.cli.stack_options import StackOptions
 from diptych.runtime.bind_address import UnsafeBindError, require_safe_bind
 from diptych.runtime.discovery.outage_log import without_login
 from diptych.runtime.discovery.store import STORE_ERRORS, connect
-from diptych.runtime.settings import BadSettings, ProgramSettings, resolve_model
+from diptych.runtime.python_module import module_arguments
+from diptych.runtime.settings import ProgramSettings, resolve_model
+from diptych.runtime.settings_sources import BadSettings, Value, flag_of
+from diptych.worker_process.config import WorkerSettings
 from gateway.config import GatewaySettings, admin_port_beside, port_clash
 from prefill_worker.config import PrefillSettings
 
@@ -29,6 +34,7 @@ _SETTINGS: Mapping[str, type[ProgramSettings]] = {
 }
 
 
+_LEAVING_S = 2.0  # for the statuses of what did not finish, and the end of the process
 _DIRECTORY_S = 3.0  # a busy machine may starve the first question
 _DIRECTORY_PAUSE_S = 0.3
 
@@ -37,34 +43,48 @@ class BadOptions(ValueError):
     """Options that no process could start with."""
 
 
-def check_options(options: StackOptions, ready_file: Path | None = None) -> list[ProgramSettings]:
-    """Raises BadOptions, in one line, for what every process would else fail at after seconds of loading.
+class Program(NamedTuple):
+    """A process of `diptych up`: its role, its settings, and the values that flags and variables give it."""
 
-    Returns what each of them will be told.
+    role: str
+    settings: ProgramSettings
+    values: Mapping[str, Value]
+
+
+def check_options(options: StackOptions, ready_file: Path | None = None) -> list[ProgramSettings]:
+    """Return the settings of each process. Raises BadOptions, in one line, for what each would else fail at
+    after seconds of loading.
     """
+    programs = read_programs(options)
+    _check_ready_file(ready_file)
+    _check_ports(options)
+    return [one.settings for one in programs]
+
+
+def read_programs(options: StackOptions) -> list[Program]:
+    """Return each process as it will be started. Raises BadOptions for options that none could start with."""
     try:
         resolve_model(options.model)
         require_safe_bind(options.host, encrypted=options.tls_cert is not None, insecure=options.insecure)
     except (FileNotFoundError, UnsafeBindError) as error:
         raise BadOptions(str(error)) from None
     _check_switches(options)
-    _check_ready_file(ready_file)
-    _check_ports(options)
-    return _read_settings(options)
+    return _read_programs(options)
+
+
+def settable_fields(role: str) -> list[str]:
+    """Return the fields of a program that may be set by --set or in its section of a file."""
+    return [field for field in _SETTINGS[role].public_fields() if flag_of(field) not in OWNED_FLAGS]
 
 
 def roles_with(flag: str) -> list[str]:
-    """The programs that have a flag, such as "max-batch", and may be given it by --set."""
+    """Return the programs that have a flag, such as "max-batch", and may be given it by --set."""
     field = flag.replace("-", "_")
-    return [
-        role
-        for role, settings in _SETTINGS.items()
-        if field in settings.model_fields and flag not in OWNED_FLAGS
-    ]
+    return [role for role in _SETTINGS if field in settable_fields(role)]
 
 
 def _check_switches(options: StackOptions) -> None:
-    """A program, whose switches take no value, could only say that there is a word too many."""
+    """Raise BadOptions for a switch of a program that is neither true nor false."""
     for role, flag, value in options.overrides:
         field = _SETTINGS[role].model_fields.get(flag.replace("-", "_"))
         if field is not None and field.annotation is bool and not isinstance(switch(value), bool):
@@ -88,8 +108,10 @@ def _check_ports(options: StackOptions) -> None:
 
 
 def _taken(host: str, port: int) -> bool:
-    """Whether somebody listens there. Our gateway shares its ports with its successor, so that it would
-    share them with another system as well, and each would get half the calls.
+    """Return whether another process listens there.
+
+    Our gateway shares its ports with its successor, so that it would share them with another system as well,
+    and each would get half the calls.
     """
     if port == 0:
         return False
@@ -108,29 +130,52 @@ def _check_ready_file(path: Path | None) -> None:
         raise BadOptions(f"--ready-file: cannot write {path}: {why}")
 
 
-def _read_settings(options: StackOptions) -> list[ProgramSettings]:
-    """Reads what each program will be started with, as it will: a fault of all is told once."""
+def _read_programs(options: StackOptions) -> list[Program]:
+    """Read what each program will be started with, as it will: a fault of all is told once."""
     shared = SharedSecrets(options.redis_url or "", options.secret or "")
-    settings: list[ProgramSettings] = []
+    programs: list[Program] = []
     faults: dict[str, None] = {}
     for spec in program_specs(options, shared, cores=1):
-        argv = ["0" if isinstance(part, Slot) else part for part in spec.argv[spec.argv.index("-m") + 2 :]]
+        argv = ["0" if isinstance(part, Slot) else part for part in module_arguments(spec.argv)]
         argv += ["--redis-url", options.redis_url] if options.redis_url else []
         try:
-            settings.append(_SETTINGS[spec.role].read_argv(argv))
+            settings, _, values = _SETTINGS[spec.role].read_sources(argv)
+            programs.append(Program(spec.role, settings, values))
         except BadSettings as error:
-            faults.update(dict.fromkeys(error.faults))
+            for fault in error.faults:
+                origin = options.origins.get(f"{spec.role}.{fault.field}") or options.origin(fault.field)
+                faults[str(fault._replace(origin=origin))] = None
     if faults:
         raise BadOptions("\n".join(faults))
-    return settings
+    return programs
+
+
+@dataclass(frozen=True)
+class ShutdownTimeouts:
+    """Seconds that running requests get, and from SIGTERM to SIGKILL for any process."""
+
+    requests_s: float
+    kill_after_s: float
+
+
+def shutdown_timeouts(settings: Iterable[ProgramSettings]) -> ShutdownTimeouts:
+    """Return the timeouts of a system with these programs."""
+    requests_s = longest_s = 0.0
+    for one in settings:
+        if isinstance(one, GatewaySettings):
+            requests_s = max(requests_s, one.shutdown_timeout)
+            longest_s = max(longest_s, one.lame_duck + one.shutdown_timeout)
+        elif isinstance(one, WorkerSettings):
+            longest_s = max(longest_s, one.worker_shutdown_timeout)
+    return ShutdownTimeouts(requests_s, longest_s + _LEAVING_S)
 
 
 async def check_directory(url: str) -> None:
-    """Raises BadOptions unless a server answers there: without one the gateway would never find a worker."""
+    """Raise BadOptions unless a server answers there: without one the gateway would never find a worker."""
     client = connect(url)
     try:
         deadline = time.monotonic() + _DIRECTORY_S
-        while (why := await _silence(client)) is not None:
+        while (why := await _why_unanswered(client)) is not None:
             if time.monotonic() > deadline:
                 raise BadOptions(f"the directory at {without_login(url)} does not answer: {why}")
             await asyncio.sleep(_DIRECTORY_PAUSE_S)
@@ -138,8 +183,8 @@ async def check_directory(url: str) -> None:
         await client.aclose()
 
 
-async def _silence(client: Redis) -> str | None:
-    """Why it does not answer, or None. Raises BadOptions where it answers, and will not have us."""
+async def _why_unanswered(client: Redis) -> str | None:
+    """Return why it does not answer, or None. Raises BadOptions where it answers, and refuses the login."""
     try:
         await client.ping()
     except AuthenticationError as error:

@@ -1,4 +1,4 @@
-"""What a supervisor tells of its processes."""
+"""Events of a supervisor about its processes."""
 
 from dataclasses import dataclass
 
@@ -40,14 +40,14 @@ class Wrote:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A process has a successor that serves, and was told to end."""
+    """A process has a successor that serves, and is to end."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Everything is told to end; what runs, so many requests (None: unknown), may finish for `grace_s`."""
+    """Every process is to end; `requests` that run (None: unknown) may finish for `grace_s`."""
 
     requests: int | None
     grace_s: float

@@ -1,4 +1,4 @@
-"""The machine-readable account of a running system, for scripts and tests.
+"""Ready file: the machine-readable account of a running system, for scripts and tests.
 
     {"pid": 1, "redis_url": "redis://…", "secret": "…", "valkey": {"pid": 2, "port": 6379},
      "gateway": {"name": "gateway", "pid": 3, "restarts": 0, "grpc_port": 50051, "http_port": 8000,
@@ -24,7 +24,7 @@ from diptych.cli.supervisor import Running
 
 
 class ReadyFile:
-    """Writes and removes the file at `path`. `observe` hears what went wrong while the system serves."""
+    """Writes and removes the file at `path`. `observe` gets what goes wrong while the system serves."""
 
     def __init__(self, path: Path, observe: Callable[[Event], None]) -> None:
         self.path = path.absolute()
@@ -32,7 +32,7 @@ class ReadyFile:
         self._removed = False
 
     def write(self, shared: SharedSecrets, processes: Sequence[Running]) -> None:
-        """Replaces the file as a whole: a reader sees the old or the new one, never half. Raises OSError."""
+        """Replace the file as a whole: a reader sees the old or the new one, never half. Raises OSError."""
         descriptor, name = _temporary_beside(self.path)
         try:
             with os.fdopen(descriptor, "w") as file:
@@ -43,18 +43,19 @@ class ReadyFile:
             raise
 
     def update(self, shared: SharedSecrets, processes: Sequence[Running]) -> None:
-        """As `write`, of a system that serves, and goes on doing so where the file cannot be written.
+        """Write as `write` does, of a system that serves, and goes on doing so where the file cannot be
+        written.
 
         Does nothing after `remove`: news of a process may still be on its way when everything stops.
         """
         if not self._removed:
-            self._or_tell(partial(self.write, shared, processes))
+            self._try(partial(self.write, shared, processes))
 
     def remove(self) -> None:
         self._removed = True
-        self._or_tell(partial(self.path.unlink, missing_ok=True))
+        self._try(partial(self.path.unlink, missing_ok=True))
 
-    def _or_tell(self, change: Callable[[], None]) -> None:
+    def _try(self, change: Callable[[], None]) -> None:
         try:
             change()
         except OSError as error:
@@ -62,7 +63,10 @@ class ReadyFile:
 
 
 def why_unwritable(path: Path) -> str | None:
-    """Why no file can be written there; None where one can. It is tried: permissions do not tell root."""
+    """Return why no file can be written there; None where one can.
+
+    It is tried: permissions do not bind root.
+    """
     folder = path.absolute().parent
     if path.is_dir():
         return "it is a folder"
@@ -78,12 +82,12 @@ def why_unwritable(path: Path) -> str | None:
 
 
 def _temporary_beside(path: Path) -> tuple[int, str]:
-    """A new file, open, and its name. Its owner alone can read it."""
+    """Return a new file, open, and its name. Its owner alone can read it."""
     return tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
 
 
 def account(shared: SharedSecrets, processes: Sequence[Running]) -> dict[str, Any]:
-    """What the file says."""
+    """Return the content of the file."""
     by_role: dict[str, list[dict[str, Any]]] = {"valkey": [], "gateway": [], "prefill": [], "decode": []}
     for one in processes:
         entry = {"name": one.name, "pid": one.pid, "restarts": one.restarts, **(one.announced or {})}

@@ -1,4 +1,4 @@
-"""A call that a server refuses for now: repeated as often as a client does it, but for everybody to see.
+"""Retries of a call that a server refuses for now: as many as a client makes, but visible.
 
 gRPC, which else repeats a client's calls, waits in silence, and a quota may ask for half a minute.
 """
@@ -18,11 +18,10 @@ _PAUSES_S = (0.2, 0.4, 0.8)
 """Where the server asks for no other: for one that is being replaced."""
 
 
-def repeated(
+def call_with_retries(
     call: Callable[[float | None], Result], timeout_s: float | None, say: Callable[[str], None]
 ) -> Result:
-    """What `call` returns, which is given the seconds that it has left and must not have delivered anything
-    when it fails.
+    """Call until it succeeds. `call` gets the seconds that are left, and has delivered nothing when it fails.
 
     Raises CallFailed: the last one, or one after which there is no time to wait.
     """

@@ -1,8 +1,8 @@
-"""A rolling restart: every process of a running system gets a successor, one after the other, under load.
+"""Rolling restart: every process of a running system gets a successor, one after the other, under load.
 
-A worker's successor loads the model beside it, passes its probe and is linked to the gateway before the old
-one drains: capacity never sinks, memory is needed for one more worker. The gateway's successor finds
-the workers before it opens the same ports; then the old one stops listening and finishes what it has. Valkey
+A worker's successor loads the model beside it, passes its self-test and is linked to the gateway before the
+old one drains: capacity never sinks, memory is needed for one more worker. The gateway's successor finds the
+workers before it opens the same ports; then the old one stops listening and finishes what it has. Valkey
 cannot share its port: it ends and starts empty, and the workers write what they have again.
 """
 
@@ -23,7 +23,7 @@ class UnknownProcess(LookupError):
 
 
 async def rolling_restart(stack: Stack, names: Sequence[str], say: Callable[[str], None]) -> None:
-    """Restarts the named processes, or all of them; `say` hears of each when it is done.
+    """Restart the named processes, or all of them; `say` gets a line for each when it is done.
 
     Raises UnknownProcess before anything happens, ChildFailed for the first one that gets no successor: it
     goes on, as do those after it.
@@ -49,11 +49,11 @@ async def _restart(stack: Stack, name: str, role: str) -> None:
 
 
 async def _at_once(_: Announcement) -> None:
-    """The gateway looks for its workers before it announces itself."""
+    """Return at once: the gateway looks for its workers before it announces itself."""
 
 
 async def _linked(stack: Stack, name: str, announced: Announcement) -> None:
-    """Returns when the gateway gives work to this worker. Raises ChildFailed when it does not."""
+    """Return when the gateway gives work to this worker. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + AWAIT_WORKERS_S
     while time.monotonic() < deadline:
         if await stack.ready(str(announced["worker_id"])):

@@ -1,5 +1,6 @@
-"""Which processes make up Diptych on one machine, and with which flags."""
+"""Processes of Diptych on one machine, and their flags."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,7 +8,7 @@ from functools import partial
 from diptych.cli.child import Announcement, ChildSpec, Slot
 from diptych.cli.http_probe import http_status, reachable
 from diptych.cli.stack_options import LOOPBACK, StackOptions
-from diptych.cli.thread_plan import split_cores
+from diptych.runtime.flag_names import canonical
 from diptych.runtime.python_module import module_command
 from gateway.config import admin_port_beside
 
@@ -17,13 +18,40 @@ ROLES = tuple(MODULES)
 
 _GPU_UTILIZATION = 0.9
 
-# What `diptych up` decides itself: two owners of one flag would be a riddle.
+# Flags that `diptych up` sets itself.
 OWNED_FLAGS = frozenset(
     {
         *("grpc-port", "http-port", "admin-port", "redis-url", "secret", "ready-fd", "death-fd", "worker-id"),
-        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca"),
+        *("api-keys-file", "tls-cert", "tls-key", "tls-client-ca", "config-digest"),
     }
 )
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads of each prefill and each decode worker, in the order of their names."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+    def homes(self, cores: int) -> "tuple[tuple[range, ...], tuple[range, ...]] | None":
+        """Return the home cores of each worker, to be lent between them; None when there are too few."""
+        ends = list(itertools.accumulate((*self.prefill, *self.decode)))
+        if ends[-1] > cores:
+            return None
+        homes = tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+        return homes[: len(self.prefill)], homes[len(self.prefill) :]
+
+
+def split_cores(cores: int, prefill_workers: int, decode_workers: int) -> ThreadPlan:
+    """Deal the cores out, one after the other, prefill first (it is bound by arithmetic); at least one each.
+
+    Workers that shared cores would wait for one another inside every layer: their threads meet at
+    barriers, and a barrier is as late as its latest thread.
+    """
+    workers = prefill_workers + decode_workers
+    shares = [max(1, cores // workers + (1 if index < cores % workers else 0)) for index in range(workers)]
+    return ThreadPlan(tuple(shares[:prefill_workers]), tuple(shares[prefill_workers:]))
 
 
 class BadOverride(ValueError):
@@ -32,7 +60,7 @@ class BadOverride(ValueError):
 
 @dataclass(frozen=True)
 class SharedSecrets:
-    """What processes must share to be one system; given by environment, never by command line.
+    """Values that processes must share to be one system; given by environment, never by command line.
 
     The secret is the gateways' alone: with it they name prefixes and sign resume tokens.
     """
@@ -50,26 +78,31 @@ class SharedSecrets:
 
 
 def parse_override(text: str) -> tuple[str, str, str]:
-    """Reads ROLE.FLAG=VALUE, such as decode.max-batch=8. Raises BadOverride."""
+    """Read ROLE.FLAG=VALUE, such as decode.max-batch=8, under any of a flag's names.
+
+    Raises BadOverride, ValueError for an amount of memory that is none.
+    """
     target, equals, value = text.partition("=")
     role, dot, flag = target.partition(".")
-    flag = flag.removeprefix("--").replace("_", "-")
-    if not (equals and dot and flag) or role not in MODULES:
+    name = flag.removeprefix("--").replace("-", "_")
+    if not (equals and dot and name) or role not in MODULES:
         raise BadOverride(f"{text!r} is not ROLE.FLAG=VALUE with a ROLE of {', '.join(ROLES)}")
+    field, value = canonical(name, value)
+    flag = field.replace("_", "-")
     if flag in OWNED_FLAGS:
         raise BadOverride(f"--{flag} is chosen by the launcher")
     return role, flag, value
 
 
 def switch(value: str) -> str | bool:
-    """The programs' flags of two states take no value: `--flag` and `--no-flag`."""
+    """Return True or False for a switch, which takes no value (`--flag`, `--no-flag`), else the value."""
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> list[ChildSpec]:
-    """The gateway and every worker, ready to start. `cores` are dealt out to the workers."""
+    """Return the gateway and every worker, ready to start. `cores` are dealt out to the workers."""
     plan = split_cores(cores, options.prefill_workers, options.decode_workers)
-    # Who says how many threads a worker has wants that many, and no others.
+    # A chosen number of threads is that number: no core is lent.
     chosen = options.prefill_threads or options.decode_threads
     homes = None if chosen else plan.homes(cores)
     on_workers = {
@@ -77,7 +110,7 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
         "device": options.device,
         "transport": options.transport,
         "kv-cache-dtype": options.kv_cache_dtype,
-        "drain-s": options.drain_s,
+        "worker-shutdown-timeout": options.worker_shutdown_timeout,
     }
     gateway = _spec(
         "gateway",
@@ -91,8 +124,8 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
             "tls-cert": options.tls_cert,
             "tls-key": options.tls_key,
             "tls-client-ca": options.tls_client_ca,
-            "drain-grace-s": options.drain_grace_s,
-            "share-ports": True,
+            "shutdown-timeout": options.shutdown_timeout,
+            "reuse-port": True,
             "await-workers-s": Slot("await_workers_s"),
         },
         admin_port=admin_port_beside(options.grpc_port, options.admin_port),
@@ -135,10 +168,10 @@ def program_specs(options: StackOptions, shared: SharedSecrets, cores: int) -> l
 
 
 def _gpu_share(options: StackOptions) -> float | None:
-    """How much of a GPU each decode worker takes, when all workers of this machine are on one.
+    """Return the share of a GPU that each decode worker takes, when all workers of this machine are on one.
 
-    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. Whoever puts
-    workers on GPUs of their own says what each may take.
+    A prefill worker has weights and one step's numbers but no blocks: it counts as a quarter. To put
+    workers on GPUs of their own, give what each may take.
     """
     if options.device == "cpu":
         return None
@@ -146,7 +179,7 @@ def _gpu_share(options: StackOptions) -> float | None:
 
 
 def _share(home: range | None, cores: int) -> dict[str, object]:
-    """The flags by which a worker lends its idle cores and borrows those of others."""
+    """Return the flags by which a worker lends its idle cores and borrows those of others."""
     if home is None:
         return {}
     return {"cores-fd": Slot("cores_fd"), "home-cores": ",".join(map(str, home)), "machine-cores": cores}
@@ -163,14 +196,20 @@ def _spec(
     http_port: int = 0,
     admin_port: int | None = None,
 ) -> ChildSpec:
+    overrides: dict[str, object] = {
+        flag: switch(value) for target, flag, value in options.overrides if target == role
+    }
+    decides = {"dtype", "quantization"} & overrides.keys()  # one choice: an override of one decides both
     flags: dict[str, object] = {
         "model": options.model,
         "model-name": options.model_name,
-        "dtype": options.dtype,
+        "dtype": "auto" if decides else options.dtype,
+        "quantization": "auto" if decides else options.quantization,
         "block-size": options.block_size,
         "log-level": options.log_level,
         **own,
-        **{flag: switch(value) for target, flag, value in options.overrides if target == role},
+        "config-digest": options.config_digest,
+        **overrides,
     }
     argv: list[str | Slot] = [*module_command(MODULES[role])]
     for flag, value in flags.items():
@@ -186,8 +225,8 @@ def _spec(
     ports = tuple(values)
     if role == "gateway":
         values["await_workers_s"] = 0  # when everything starts at once, the gateway is there first
-    told = () if role == "gateway" else ("replaces",)
-    for slot in (*ports, "worker_id", *told, "ready_fd", "death_fd"):
+    slots = () if role == "gateway" else ("replaces",)
+    for slot in (*ports, "worker_id", *slots, "ready_fd", "death_fd"):
         argv += [f"--{slot.replace('_', '-')}", Slot(slot)]
     return ChildSpec(
         name=name,
@@ -196,14 +235,14 @@ def _spec(
         env=shared.of_gateways if role == "gateway" else shared.of_workers,
         values=values,
         # A gateway is known by its address; workers are found through the directory, and a new port
-        # makes sure that nobody takes the new process for the old one.
+        # sets the new process apart from the old one.
         keep=ports if role == "gateway" else (),
-        # A gateway's port is for everybody: who takes all its connections must not have it killed.
+        # A gateway's port is public: a client that takes all its connections must not have it killed.
         health=None if role == "gateway" else partial(_healthy, reachable(str(flags["host"]))),
     )
 
 
 async def _healthy(host: str, announced: Announcement) -> bool:
-    """Whether a worker says that it is alive."""
+    """Return whether a worker is alive by its own /health."""
     port = int(announced["http_port"])
     return await http_status(host, port, "/health", timeout_s=_HEALTH_TIMEOUT_S) == 200

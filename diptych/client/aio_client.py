@@ -77,7 +77,10 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
+        """Return the whole answer.
+
+        `timeout_s` is the deadline of the call, also for the server; inf: none.
+        """
         model, left_s = await self._model_within(timeout_s)
         request = build_request(prompt, model, options)
         return read_completion(await _typed(self._stub.Generate(request, timeout=left_s)))
@@ -90,7 +93,10 @@ class AsyncClient:
         resume: bool = False,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """The answer piece by piece, as `Client.stream`. The call begins with the first piece asked for."""
+        """Stream the answer piece by piece, as `Client.stream`.
+
+        The call begins with the first piece asked for.
+        """
         timeout_s = call_timeout(timeout_s)  # what is wrong with it is said here, not at the first piece
 
         async def call() -> Any:
@@ -110,14 +116,17 @@ class AsyncClient:
         )
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
+        """End the request of this id, whichever client began it: it finishes as "cancelled".
+
+        False: no such request.
+        """
         request = pb.CancelRequestRequest(request_id=request_id)
         return bool((await _typed(self._stub.CancelRequest(request, timeout=timeout_s))).was_running)
 
     async def tokenize(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokens:
-        """The tokens that a request with this text or chat would run on."""
+        """Return the tokens that a request with this text or chat would run on."""
         model, left_s = await self._model_within(timeout_s)
         request = tokenize_request(prompt, model, **options)
         return read_tokens(await _typed(self._stub.Tokenize(request, timeout=left_s)))
@@ -130,15 +139,15 @@ class AsyncClient:
         return str((await _typed(self._stub.Detokenize(request, timeout=left_s))).text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """What the server serves."""
+        """Return the models that the server serves."""
         return await _models(self._stub, timeout_s)
 
     async def model(self) -> str:
-        """The name that requests ask for."""
+        """Return the name that requests ask for."""
         return await self._model_at(self._stub, None)
 
     async def _model_within(self, timeout_s: float | None) -> tuple[str, float | None]:
-        """The name to ask for, and what looking it up leaves of a call's time."""
+        """Return the name to ask for, and the seconds that looking it up leaves of a call's time."""
         left = time_left(timeout_s)
         return await self._model_at(self._stub, left()), left()
 

@@ -1,9 +1,10 @@
-"""How the client's channels are set up: message sizes, and which calls gRPC itself repeats.
+"""Channels of the client: message sizes, and the calls that gRPC itself repeats.
 
 A call that failed with UNAVAILABLE or RESOURCE_EXHAUSTED before its first message came is repeated by gRPC,
 as the server's rule allows: nothing was delivered. The wait is the server's hint where it gave one (the
 trailer `grpc-retry-pushback-ms`), else a random time that doubles. Once a message has come gRPC repeats
-nothing. Deadlines bound all attempts together. Source: gRFC A6, https://github.com/grpc/proposal/blob/master/A6-client-retries.md
+nothing. Deadlines bound all attempts together. Source: gRFC A6,
+https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 
 CANCELLED is repeated as well: no gateway says it, but gRPC's server does in its name when it stops, of
 calls that had come and that no handler had begun (https://github.com/grpc/grpc/issues/41785). What the caller
@@ -20,7 +21,7 @@ _SERVICE = "diptych.v1.InferenceService"
 
 
 def channel_options(retries: int) -> list[tuple[str, Any]]:
-    """Raises ValueError for a number of retries that gRPC would not make."""
+    """Raise ValueError for a number of retries that gRPC would not make."""
     if not 0 <= retries <= MAX_RETRIES:
         raise ValueError(f"retries must be from 0 to {MAX_RETRIES}")
     options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", _MAX_RECEIVED_BYTES)]

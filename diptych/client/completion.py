@@ -20,7 +20,7 @@ from diptych.v1 import inference_pb2 as pb
 
 
 class Received:
-    """What came of a stream so far. It stays when the stream breaks.
+    """Output of a stream so far. It stays when the stream breaks.
 
     `resume_token` is what the server gave to continue a broken stream with, "" if it gave none.
     """
@@ -33,22 +33,22 @@ class Received:
 
     @property
     def begun(self) -> bool:
-        """Whether anything came."""
+        """True once any message came."""
         return self._head is not None
 
     @property
     def has_output(self) -> bool:
-        """Whether a piece of any choice came: a first message may be about the prompt alone."""
+        """True once a piece of any choice came: a first message may be about the prompt alone."""
         return bool(self._choices)
 
     @property
     def finished(self) -> bool:
-        """Whether the message that ends a stream came."""
+        """True once the message that ends a stream came."""
         return self._last is not None and self._last.usage is not None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first choice."""
+        """Token ids of the first choice."""
         return tuple(token for piece in self._choices.get(0, ()) for token in piece.token_ids)
 
     def add(self, chunk: Chunk) -> None:
@@ -71,7 +71,7 @@ class Received:
 
 
 def read_chunk(response: pb.GenerateResponse) -> Chunk:
-    """One message of a stream, or the only one of a whole answer."""
+    """Convert a message of a stream, or the only one of a whole answer."""
     return Chunk(
         request_id=response.request_id,
         model=response.model,
@@ -84,7 +84,7 @@ def read_chunk(response: pb.GenerateResponse) -> Chunk:
 
 
 def read_completion(response: pb.GenerateResponse) -> Completion:
-    """The answer of the unary call."""
+    """Convert the answer of the unary call."""
     received = Received()
     received.add(read_chunk(response))
     return received.completion()
@@ -104,7 +104,7 @@ def read_models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _joined(pieces: list[Choice]) -> Choice:
-    """The pieces of one choice; the end is the last one's."""
+    """Join the pieces of one choice; the end is the last one's."""
     return replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
@@ -143,7 +143,7 @@ def _scores(scores: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
 
 
 def _reason(reason: int) -> str:
-    """A later server may have reasons that this client does not know."""
+    """Return a reason's name; a later server may have reasons that this client does not know."""
     names = pb.FinishReason.DESCRIPTOR.values_by_number
     return names[reason].name.removeprefix("FINISH_REASON_").lower() if reason in names else f"{reason}"
 

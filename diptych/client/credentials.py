@@ -1,4 +1,4 @@
-"""What a client shows to a server, and what it wants of it: an API key, and TLS.
+"""Credentials of a client, an API key, and TLS.
 
 The `diptych` commands take theirs from the environment:
 
@@ -31,7 +31,7 @@ class Access:
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """A key that was read from a file ends in a new line, which no metadata may have.
+        """Strip the new line at the end of a key from a file, which no metadata may have.
 
         Raises ValueError for one that no metadata can carry: of a call gRPC would say "Invalid metadata".
         """
@@ -57,7 +57,7 @@ class Access:
 
     @property
     def metadata(self) -> Metadata:
-        """That goes with each call."""
+        """Metadata of each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def channel(self, address: str, options: _Options = ()) -> grpc.Channel:

@@ -37,7 +37,7 @@ class CallFailed(Exception):
 
 
 def read_failure(error: grpc.RpcError) -> CallFailed:
-    """The typed form of a gRPC error, with the details that the server attached."""
+    """Return the typed form of a gRPC error, with the details that the server attached."""
     # The error of a call is the call itself, or an AioRpcError, which has the same methods.
     call: Any = error
     code, message = call.code(), call.details() or ""
@@ -50,8 +50,8 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
 
 
 def after_output(failure: CallFailed) -> CallFailed:
-    """What a failure is to a caller who has output already: UNAVAILABLE, which says that there was none, is
-    ABORTED to them. A server that lives says so itself; of one that died gRPC knows only that it is away.
+    """Return a failure as a caller who has output already gets it: ABORTED for UNAVAILABLE, which says that
+    there was none. A server that lives says so itself; of one that died gRPC knows only that it is away.
     """
     if failure.code is not grpc.StatusCode.UNAVAILABLE:
         return failure

@@ -1,29 +1,22 @@
-"""What a caller asks for, as plain Python values, and the request that it becomes."""
+"""Options of a call as plain Python values, and the request that they make."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeVar
-
-from google.protobuf import duration_pb2
-from google.protobuf.message import Message as ProtobufMessage
+from typing import Any, Literal, TypedDict
 
 from diptych.client.results import ToolCall
+from diptych.parameters import PARAMETERS, GenerateOptions, Parameter, Texts
 from diptych.v1 import inference_pb2 as pb
-
-M = TypeVar("M", bound=ProtobufMessage)
 
 Schema = str | Mapping[str, Any]
 """A JSON schema, as text or as the object that it is."""
 
-Texts = str | Sequence[str]
-"""Several texts, or a single one as it is."""
-
 
 class Message(TypedDict, total=False):
-    """One turn of a conversation: {"role": "user", "content": "…"}.
+    """Turn of a conversation: {"role": "user", "content": "…"}.
 
-    An assistant's turn may have the tool calls of an earlier answer, a tool's says which one it answers.
+    An assistant's turn may have the tool calls of an earlier answer, a tool's the id of the call it answers.
     """
 
     role: str
@@ -39,102 +32,33 @@ Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Tool:
-    """What the model may call. `parameters` is the JSON schema of its arguments."""
+    """Function that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str = ""
     parameters: Schema = ""
 
 
-class Options(TypedDict, total=False):
-    """What a caller may set; an absent key means the model's own default, 0 is a real 0."""
+class Options(GenerateOptions, total=False):
+    """Options of a call: the scalar ones of `diptych.parameters`, and what has a structure of its own."""
 
-    # How tokens are chosen
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    seed: int
-    logit_bias: Mapping[int, float]
-    allowed_token_ids: Sequence[int]
-    bad_words: Texts
-    # How many answers
-    n: int
-    best_of: int
-    beam_width: int
-    # Where they end
-    max_tokens: int
-    min_tokens: int
-    stop: Texts
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    include_stop_in_output: bool
-    time_limit_s: float  # what was written by then is the answer; `timeout_s` of a call is the hard limit
-    # What they must match: one of these
+    # What answers must match: one of these
     json_schema: Schema
     json_object: bool
     regex: str
     grammar: str  # in llama.cpp's notation, GBNF
     choice: Texts
-    # What is told
-    logprobs: int  # alternatives beside each token; 0 = the token's own only
-    prompt_logprobs: int
-    echo: bool  # the prompt's token ids as well
-    return_text: bool
-    return_token_ids: bool
-    skip_special_tokens: bool
-    stream_interval: int  # a message every so many tokens
-    timings: bool
     # Of a chat only
     tools: Sequence[Tool]
     tool_choice: Literal["auto", "none", "required"] | Tool
     parallel_tool_calls: bool  # False: at most one
     add_generation_prompt: bool
     template_kwargs: Mapping[str, Any]
-    # The request itself
-    priority: int  # higher runs earlier
-    session_id: str
-    request_id: str
-    cache_salt: str
-    bypass_cache_read: bool
-    bypass_cache_write: bool
 
 
-# The fields of each message of the protocol, by the option that sets them.
-_SAMPLING = {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "beam_width"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-        *("logit_bias", "allowed_token_ids", "bad_words"),
-    )
-}
-_STOPPING = {
-    name: name
-    for name in (
-        *("max_tokens", "min_tokens", "stop", "stop_token_ids"),
-        *("ignore_eos", "include_stop_in_output"),
-    )
-}
-_RESPONSE = {
-    "logprobs": "logprobs",
-    "prompt_logprobs": "prompt_logprobs",
-    "echo": "echo_prompt",
-    "return_text": "text",
-    "return_token_ids": "token_ids",
-    "skip_special_tokens": "skip_special_tokens",
-    "stream_interval": "stream_interval",
-    "timings": "timings",
-}
-_CACHE = {"cache_salt": "salt", "bypass_cache_read": "bypass_read", "bypass_cache_write": "bypass_write"}
-_REQUEST = {name: name for name in ("priority", "session_id", "request_id")}
 _CONSTRAINTS = frozenset(("json_schema", "json_object", "regex", "grammar", "choice"))
-_TEXTS = frozenset(("bad_words", "stop", "choice"))
 _CHAT = frozenset(("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "template_kwargs"))
-_TIME_LIMIT = "time_limit_s"
+_GROUPS = ("sampling", "stopping", "response", "cache")
 _CHOICE_MODES = {
     "auto": pb.ToolChoice.MODE_AUTO,
     "none": pb.ToolChoice.MODE_NONE,
@@ -143,36 +67,38 @@ _CHOICE_MODES = {
 
 
 def build_request(prompt: Prompt, model: str, options: Options) -> pb.GenerateRequest:
-    """The request for a prompt.
+    """Build the request for a prompt.
 
     Raises TypeError for an option that does not exist, for two that exclude one another by their form, and
     for options of a chat where the prompt is none; TypeError or ValueError, with its name, for one whose
     value has no place in its field. All other values are the server's to judge.
     """
     given: dict[str, Any] = dict(options)
-    # A string is a sequence of its characters, which nobody means.
-    given |= {name: [given[name]] for name in _TEXTS if isinstance(given.get(name), str)}
-    plain = (_SAMPLING, _STOPPING, _RESPONSE, _CACHE, _REQUEST)
-    unknown = given.keys() - _CONSTRAINTS - _CHAT - {_TIME_LIMIT} - set().union(*plain)
-    if unknown:
+    if unknown := given.keys() - _CONSTRAINTS - _CHAT - PARAMETERS.keys():
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    request = pb.GenerateRequest(
-        model=model,
-        sampling=_filled(pb.SamplingParams, given, _SAMPLING),
-        stopping=_filled(pb.StoppingCriteria, given, _STOPPING),
-        response=_filled(pb.ResponseOptions, given, _RESPONSE),
-        cache=_filled(pb.CacheOptions, given, _CACHE),
-    )
-    request.MergeFrom(_filled(pb.GenerateRequest, given, _REQUEST))
-    if _TIME_LIMIT in given:
-        request.stopping.time_limit.CopyFrom(_duration(given[_TIME_LIMIT]))
+    request = pb.GenerateRequest(model=model)
+    for group in _GROUPS:
+        getattr(request, group).SetInParent()
+    for name, value in given.items():
+        if value is not None and (parameter := PARAMETERS.get(name)) is not None:
+            _put(request, parameter, value)
     _set_constraint(request.structured_output, given)
     _set_prompt(request, prompt, given)
     return request
 
 
+def _put(request: pb.GenerateRequest, parameter: Parameter, value: Any) -> None:
+    """Set one field. The error of protobuf, which names no field, gets the name that the caller knows."""
+    # A string is a sequence of its characters, which no caller means.
+    texts = parameter.type is Texts and isinstance(value, str)
+    try:
+        parameter.put(request, [value] if texts else value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{parameter.name}: {error}") from None
+
+
 def chat_prompt(turns: Sequence[Any], given: Mapping[str, Any]) -> pb.ChatPrompt:
-    """A conversation and the options that shape it."""
+    """Build a conversation with the options that shape it."""
     chat = pb.ChatPrompt(messages=[_turn(turn) for turn in turns])
     for tool in given.get("tools", ()):
         schema = _schema(tool.parameters)
@@ -229,7 +155,7 @@ def _set_constraint(target: pb.StructuredOutput, given: Mapping[str, Any]) -> No
     for name in asked:
         value = given[name]
         if name == "choice":
-            target.choice.values.extend(value)
+            target.choice.values.extend([value] if isinstance(value, str) else value)
             target.choice.SetInParent()
         elif name == "json_schema":
             target.json_schema = _schema(value)
@@ -239,29 +165,3 @@ def _set_constraint(target: pb.StructuredOutput, given: Mapping[str, Any]) -> No
 
 def _schema(schema: Schema) -> str:
     return schema if isinstance(schema, str) else json.dumps(schema)
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
-
-
-def _filled(kind: Callable[..., M], given: Mapping[str, Any], names: Mapping[str, str]) -> M:
-    """A message whose fields are set by these options."""
-    fields = {field: given[option] for option, field in names.items() if option in given}
-    try:
-        return kind(**fields)
-    except (TypeError, ValueError):
-        for option, field in names.items():
-            _try(kind, option, field, fields)
-        raise
-
-
-def _try(kind: Callable[..., Any], option: str, field: str, fields: Mapping[str, Any]) -> None:
-    """Raise what protobuf says of one field, with the name that the caller knows: it names none itself."""
-    if field in fields:
-        try:
-            kind(**{field: fields[field]})
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{option}: {error}") from None

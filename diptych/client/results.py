@@ -1,4 +1,4 @@
-"""What a caller gets, as plain Python values: answers, their pieces, and where the time went.
+"""Results as plain Python values: answers, their pieces, and the times of their phases.
 
 Times are in seconds.
 """
@@ -19,7 +19,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the time of a request went."""
+    """Times of the phases of a request."""
 
     queue: float
     prefill: float
@@ -59,7 +59,7 @@ class ToolCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Raises ValueError where the model wrote something else than a JSON object."""
+        """Parse the arguments. Raises ValueError where the model wrote something else than a JSON object."""
         found = json.loads(self.arguments_json)
         if not isinstance(found, dict):
             raise ValueError("the arguments are not an object")
@@ -68,7 +68,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the `n` answers, or what is new of it.
+    """Choice: one of the `n` answers, or what is new of it.
 
     `finish_reason` is "stop", "length", "time_limit", "tool_calls", …, None while it goes on. One of
     `stop_text` and `stop_token_id` says which stop ended it, if one did.
@@ -86,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PromptInfo:
-    """What the prompt was to the model. Ids and scores are there where they were asked for."""
+    """Prompt as the model had it. Ids and scores are there where they were asked for."""
 
     token_count: int
     cached_token_count: int
@@ -96,7 +96,7 @@ class PromptInfo:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What pieces and whole answers have in common: choices, and the first one's fields at hand."""
+    """Base of pieces and whole answers: choices, and the first one's fields at hand."""
 
     request_id: str
     model: str
@@ -148,7 +148,7 @@ class Completion(_Answer):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a text or a chat is to the model. `tokens` and `offsets` are empty unless asked for."""
+    """Text or chat as the model has it. `tokens` and `offsets` are empty unless asked for."""
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]

@@ -4,7 +4,7 @@ A stream breaks when its gateway dies or is shut down, or when no worker is left
 message has a token for that. The same request with the token and the ids received so far continues at the
 next token, at any gateway of the same service: what comes then joins what came before, nothing twice. What
 a server has not begun to answer is asked again as it was. CANCELLED is such a break, too (see
-`diptych.client.channel`): of a stream that its caller left nobody asks here.
+`diptych.client.channel`): for a stream that its caller left nothing is asked here.
 
 The server that is asked next may have no room: all streams of a dead one come to it at once. It says so with
 RESOURCE_EXHAUSTED and when to come back, and is not asked before. Such refusals in a row are bounded by the
@@ -27,11 +27,11 @@ _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode
 
 
 class Resumption:
-    """One request over all its calls.
+    """Request over all its calls.
 
     Args:
         request: without its model, which is known once a server has said it.
-        received: what came so far, which whoever reads the stream keeps up.
+        received: the output so far, which the reader of the stream keeps up.
         servers: how many there are to go to, by turns.
         retries: after so many refusals in a row.
         timeout_s: for all calls together.
@@ -62,11 +62,11 @@ class Resumption:
 
     @property
     def timeout_s(self) -> float | None:
-        """What is left of the time."""
+        """Return the seconds that are left."""
         return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
 
     def request(self, model: str) -> pb.GenerateRequest:
-        """What to ask now."""
+        """Return the request of the next call."""
         self._calls += 1
         ids = self._received.token_ids
         request = pb.GenerateRequest()
@@ -76,16 +76,16 @@ class Resumption:
             return request
         request.resume_token = self._received.resume_token
         request.received_token_ids.extend(ids)
-        if request.request_id:  # the first one may still be alive where nobody has noticed the break
+        if request.request_id:  # the first one may still be alive where no server has noticed the break
             request.request_id = f"{request.request_id[:120]}.{self._calls}"
         return request
 
     def complete(self, failure: CallFailed) -> bool:
-        """Whether all was received, and only the status after it was lost with the server."""
+        """Return whether all was received, and only the status after it was lost with the server."""
         return self._received.finished and failure.code in _BROKEN
 
     def wait_s(self, failure: CallFailed) -> float:
-        """Seconds to wait before the next call; raises ``failure`` if there is no use in one."""
+        """Return the seconds to wait before the next call; raises ``failure`` if there is no use in one."""
         self._count(failure)
         if failure.code not in _BROKEN and not _refused(failure):
             raise failure
@@ -113,12 +113,12 @@ class Resumption:
         self._had = have
 
     def _backoff_s(self) -> float:
-        """Nothing until every server was asked."""
+        """Return the seconds to wait: none until every server was asked."""
         if self._fruitless < self._servers:
             return 0.0
         return min(FIRST_WAIT_S * 2.0 ** (self._fruitless - self._servers), LONGEST_WAIT_S)
 
 
 def _refused(failure: CallFailed) -> bool:
-    """Whether the server has no room now and says when to come back."""
+    """Return whether the server has no room now and says when to come back."""
     return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.retry_after_s is not None

@@ -31,7 +31,7 @@ class Stub:
 
 
 class Servers(Generic[Channel]):
-    """At least one.
+    """Servers of a client, at least one.
 
     Args:
         connect: makes a channel to an address, over which gRPC itself repeats calls so often.
@@ -60,7 +60,7 @@ class Servers(Generic[Channel]):
         return len(self._addresses)
 
     def once(self, number: int) -> Any:
-        """A stub for the server of this number. gRPC repeats nothing over it: a loss is known at once."""
+        """Return a stub for a server by number. gRPC repeats nothing over it: a loss is known at once."""
         if number not in self._once:
             channel = self._connect(self._addresses[number], 0)
             self.channels.append(channel)

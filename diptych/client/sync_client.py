@@ -59,7 +59,7 @@ class Client:
         address: host:port; of several, all calls go to the first, and streams that resume go on at the next.
         model: the served name to ask for; absent, the first one that a server lists is looked up once.
         api_key: goes with every call. Without TLS it goes in the clear: loopback, or a trusted network.
-        tls: True to trust the public roots, or the path of PEM certificates to trust; see `diptych.client.credentials`.
+        tls: True for the public roots, or the path of PEM certificates: see `diptych.client.credentials`.
         credentials: any other TLS, such as with a certificate of one's own; instead of `tls`.
         retries: how often gRPC repeats a call of which nothing was delivered; see `diptych.client.channel`.
     """
@@ -86,7 +86,10 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """The whole answer. `timeout_s` is the deadline of the call, also for the server; inf: none."""
+        """Return the whole answer.
+
+        `timeout_s` is the deadline of the call, also for the server; inf: none.
+        """
         model, left_s = self._model_within(timeout_s)
         request = build_request(prompt, model, options)
         return read_completion(_typed(lambda: self._stub.Generate(request, timeout=left_s)))
@@ -99,7 +102,7 @@ class Client:
         resume: bool = False,
         **options: Unpack[Options],
     ) -> Stream:
-        """The answer piece by piece. The call begins with the first piece asked for.
+        """Stream the answer piece by piece. The call begins with the first piece asked for.
 
         `resume`: when the stream breaks, it goes on at the next address (or again at the only one), at the
         next token; see `diptych.client.resumption`. `timeout_s` then bounds all of it.
@@ -123,14 +126,17 @@ class Client:
         )
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """End the request of this id, whoever began it: it finishes as "cancelled". False: no such one."""
+        """End the request of this id, whichever client began it: it finishes as "cancelled".
+
+        False: no such request.
+        """
         request = pb.CancelRequestRequest(request_id=request_id)
         return bool(_typed(lambda: self._stub.CancelRequest(request, timeout=timeout_s)).was_running)
 
     def tokenize(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[TokenizeOptions]
     ) -> Tokens:
-        """The tokens that a request with this text or chat would run on."""
+        """Return the tokens that a request with this text or chat would run on."""
         model, left_s = self._model_within(timeout_s)
         request = tokenize_request(prompt, model, **options)
         return read_tokens(_typed(lambda: self._stub.Tokenize(request, timeout=left_s)))
@@ -143,7 +149,7 @@ class Client:
         return str(_typed(lambda: self._stub.Detokenize(request, timeout=left_s)).text)
 
     def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """What the server serves."""
+        """Return the models that the server serves."""
         return _models(self._stub, timeout_s)
 
     @property
@@ -152,7 +158,7 @@ class Client:
         return self._model_at(self._stub, None)
 
     def _model_within(self, timeout_s: float | None) -> tuple[str, float | None]:
-        """The name to ask for, and what looking it up leaves of a call's time."""
+        """Return the name to ask for, and the seconds that looking it up leaves of a call's time."""
         left = time_left(timeout_s)
         return self._model_at(self._stub, left()), left()
 
@@ -216,7 +222,7 @@ def _resumed_chunks(
 
 
 def _chunks(begin: Callable[[], Any], received: Received) -> Generator[Chunk, None, None]:
-    # No method of the stream: that would be a cycle, and a stream that nobody holds would be cancelled late.
+    # No method of the stream: that would be a cycle, and a stream without references would be cancelled late.
     call = begin()
     try:
         for response in call:

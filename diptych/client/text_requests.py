@@ -17,7 +17,10 @@ class TokenizeOptions(TypedDict, total=False):
 
 
 def tokenize_request(prompt: Prompt, model: str, **options: Unpack[TokenizeOptions]) -> pb.TokenizeRequest:
-    """Raises TypeError for token ids, which are tokens already, and for an option that does not exist."""
+    """Return the request.
+
+    Raises TypeError for token ids, which are tokens already, and for an option that does not exist.
+    """
     unknown = options.keys() - TokenizeOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")

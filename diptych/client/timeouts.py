@@ -8,7 +8,7 @@ LONGEST_S = 27_000 * 3600.0
 
 
 def call_timeout(timeout_s: float | None) -> float | None:
-    """Seconds; None, for no deadline, also where it would come after `LONGEST_S`.
+    """Return the deadline in seconds; None, for no deadline, also where it would come after `LONGEST_S`.
 
     Raises ValueError for what is no length of time.
     """
@@ -20,7 +20,8 @@ def call_timeout(timeout_s: float | None) -> float | None:
 
 
 def time_left(timeout_s: float | None) -> Callable[[], float | None]:
-    """What is left of a time that begins now, whenever it is asked for: two calls may share one deadline.
+    """Return a function of the seconds that are left of a time that begins now: two calls may share one
+    deadline.
 
     Raises ValueError as `call_timeout`.
     """

@@ -1,8 +1,8 @@
-"""The seam under the runner: who executes the forward pass of a step.
+"""The interface of backends, which execute the forward pass of a step under the runner.
 
-There are three: torch (diptych/engine/backends/torch/backend.py, the meaning), one native call for the whole step on a CPU
-(diptych/engine/backends/native/backend.py), and Triton kernels on a GPU (diptych/engine/backends/triton/backend.py). All take the same batches
-and read and write the same paged blocks in place. The last two can draw tokens, too, and take steps ahead.
+There are three, in diptych/engine/backends: torch (the reference), native (one C++ call for the whole step on
+a CPU) and triton (kernels on a GPU). All take the same batches and read and write the same paged blocks in
+place. The last two can sample tokens, too, and launch steps ahead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Backend(Protocol):
 
         Returns float32 logits `[rows, vocab]`: for each sequence with `wants_logits`, in order, those after
         its last `trailing` tokens. `abort` is read between layers: a sequence whose word is set writes
-        nothing from the next layer on, and its rows, if it has any, are NaN or what the pass gave, nobody may
-        use them; when all are set the call returns early.
+        nothing from the next layer on, and its rows, if it has any, are NaN or the pass's own numbers, which
+        must not be used; when all words are set the call returns early.
         """
         ...
 
@@ -39,45 +39,49 @@ class Backend(Protocol):
 
 @runtime_checkable
 class CoreLendingBackend(Backend, Protocol):
-    """A backend whose steps take in cores of others as they become free, and let go of them at once."""
+    """A backend whose steps take in cores of other workers as they become idle, and release them at once."""
 
-    def assist(self, states: int, cores: Sequence[int]) -> None:
-        """From the next step on. `states` is the address of a byte a core, see diptych/engine/shared_cores.py."""
+    def use_idle_cores(self, states: int, cores: Sequence[int]) -> None:
+        """Borrow `cores` while they are idle, from the next step on.
+
+        `states` is the address of a byte a core (diptych/engine/shared_cores.py).
+        """
         ...
 
-    def welcome(self, after: float) -> None:
-        """Which share of its layers a step has computed before it takes in such cores, from the next step on:
-        0 is all the time, and so it is at first, 1 is never.
+    def use_idle_cores_after(self, share: float) -> None:
+        """Set the share of its layers that a step computes before it borrows cores, from the next step on:
+        0, the default, borrows from the first layer on, 1 never.
         """
         ...
 
 
 @runtime_checkable
 class SamplingBackend(Backend, Protocol):
-    """A backend that draws tokens where the logits are: these are too much to bring from a device at every
+    """A backend that samples tokens where the logits are: these are too much to bring from a device at every
     step, or to read once more when they have left the caches.
     """
 
-    def forward_and_draw(
+    def forward_and_sample(
         self,
         sequences: Sequence[SequenceStep],
-        draws: Sequence[SampleRow | None],
+        rows: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> StepOutput:
-        """As `forward`, with what to draw for each row of logits. None leaves the row's logits, and so does a
-        row that this backend cannot draw.
+        """Compute a step as `forward` does, and sample a token for each entry of `rows`, one a row of logits.
+
+        None leaves the row's logits, and so does a row that this backend cannot sample.
         """
         ...
 
 
 @runtime_checkable
 class LaunchingBackend(SamplingBackend, Protocol):
-    """A backend that is given steps ahead, and computes each from the moment the one before is over."""
+    """A backend that is given steps ahead, and computes each from the moment the one before is done."""
 
     def launch(
         self,
         sequences: Sequence[SequenceStep],
-        draws: Sequence[SampleRow | None],
+        rows: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> Launched | None:
         """Begin a decode step and return; None, with nothing begun, if this batch has to be computed at once.
@@ -87,17 +91,17 @@ class LaunchingBackend(SamplingBackend, Protocol):
         ...
 
     def samples_on_device(self, row: SampleRow) -> bool:
-        """Whether a step draws this row where its logits are, so that another one may follow it at once."""
+        """Return whether a step samples `row` where its logits are, so that another step may follow it."""
         ...
 
 
 @runtime_checkable
 class CompletionFdBackend(LaunchingBackend, Protocol):
-    """A backend that tells when a launched step is over, so that no thread has to wait for that."""
+    """A backend that signals when a launched step is done, so that no thread has to wait for it."""
 
     @property
     def completions(self) -> int:
-        """A file descriptor to which a byte comes whenever a launched step is over. It does not block."""
+        """File descriptor to which a byte comes whenever a launched step is done. It does not block."""
         ...
 
 
@@ -106,11 +110,11 @@ class GraphBackend(LaunchingBackend, Protocol):
     """A backend that can launch only what it has recorded before."""
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
-        """Take the memory that decode steps of up to `max_batch` rows need beside weights and blocks, but
-        for that of the recordings themselves: how many there will be is returned.
+        """Allocate the buffers that decode steps of up to `max_batch` rows need beside weights and blocks,
+        without the graphs themselves; return how many graphs there will be.
         """
         ...
 
     def prepare_decode(self, memory: KVMemory) -> None:
-        """Make ready to replay decode steps over `memory`; `plan_decode` came before. May take seconds."""
+        """Record the graphs of decode steps over `memory`; `plan_decode` came before. May take seconds."""
         ...

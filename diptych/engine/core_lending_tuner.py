@@ -1,10 +1,10 @@
-"""From where on steps of one stream gain by the cores of others, found out by trying.
+"""The part of a single stream's decode step that is computed without borrowed cores, found by trials.
 
 A decode step of one stream is bound by memory: a second core makes it faster by a quarter or a third. It has
-hundreds of phases that end when all cores are through, and so a core that somebody else wants for a moment
-holds up all of them. Somebody does: when a step has ended, its token is passed on, through three processes,
-for the first third of the next one. A step that is computed alone for so long, and with help from then on,
-may be the fastest. What is right depends on model, precision, context and machine, and is measured while
+hundreds of phases that end when all cores are through, and so a core that another thread wants for a moment
+delays all of them. There is such a thread: when a step has ended, its token passes through three processes
+for the first third of the next step. A step that computes its first layers alone and the others with help may
+be the fastest. The best split depends on model, precision, context and machine, and is measured while
 serving. Pure.
 """
 
@@ -14,29 +14,32 @@ from collections import deque
 from statistics import median
 
 SHARES = (0.0, 0.2, 0.35, 0.5, 1.0)
-"""Of a step's layers, computed before there is help."""
+"""Parts of a step's layers that are computed before it takes in borrowed cores."""
 TRIES = 8
-"""Steps in a row that are measured one way, then the next."""
+"""Steps in a row that are measured with one share, before the next share is tried."""
 PERIOD = 512
 """Steps from the begin of a trial to that of the next one."""
 
 
 class CoreLendingTuner:
-    """Asked before each step and told after it; a step may be asked for while the one before is computed."""
+    """Choose a share for each step from the times of earlier ones.
+
+    A share may be chosen while the step before is still computed.
+    """
 
     def __init__(self) -> None:
-        self._told = 0
-        self._lasted: dict[float, deque[float]] = {share: deque(maxlen=TRIES) for share in SHARES}
+        self._recorded = 0
+        self._seconds: dict[float, deque[float]] = {share: deque(maxlen=TRIES) for share in SHARES}
         self._best = SHARES[0]
 
-    def wanted(self) -> float:
-        """Which of `SHARES` the next step is to be computed without help."""
-        trial = self._told % PERIOD // TRIES
+    def next_share(self) -> float:
+        """Return which of `SHARES` the next step computes without borrowed cores."""
+        trial = self._recorded % PERIOD // TRIES
         return SHARES[trial] if trial < len(SHARES) else self._best
 
-    def lasted(self, share: float, seconds: float) -> None:
-        """A step took so long, from the end of the one before if it was begun by then."""
-        self._lasted[share].append(seconds)
-        self._told += 1
-        if self._told % PERIOD == TRIES * len(SHARES):
-            self._best = min(SHARES, key=lambda one: median(self._lasted[one]))
+    def record(self, share: float, seconds: float) -> None:
+        """Record the length of a step, from the end of the one before if it was begun by then."""
+        self._seconds[share].append(seconds)
+        self._recorded += 1
+        if self._recorded % PERIOD == TRIES * len(SHARES):
+            self._best = min(SHARES, key=lambda share: median(self._seconds[share]))

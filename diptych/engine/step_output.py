@@ -1,4 +1,4 @@
-"""What a step gives when tokens are drawn where the logits are."""
+"""The results of a step whose tokens may be sampled where the logits are."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ from diptych.engine.sampling import Sampled, SampleFailure, SampleRow
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A token for each row of logits that was drawn, and the logits of the others."""
+    """A token for each row of logits that was sampled, and the logits of the others."""
 
     tokens: Sequence[Sampled | SampleFailure | None]
-    """A row each; None: its logits are in `logits`."""
+    """One entry a row; None: its logits are in `logits`."""
     logits: torch.Tensor
-    """Float32 `[rows that were not drawn, vocab]` on the CPU, in order."""
+    """Float32 `[rows that were not sampled, vocab]` on the CPU, in order."""
 
     @classmethod
-    def nothing(cls, logits: torch.Tensor) -> StepOutput:
-        """A step after which every row has its logits."""
+    def logits_only(cls, logits: torch.Tensor) -> StepOutput:
+        """Return the output of a step that sampled nothing, with logits `[rows, vocab]`."""
         return cls([None] * logits.shape[0], logits)
 
 
 class Launched(Protocol):
-    """A step that a device has been given."""
+    """A step that was launched on a backend."""
 
-    def over(self) -> bool:
-        """Whether `collect` would not wait."""
+    def done(self) -> bool:
+        """Return whether `collect` would not wait."""
         ...
 
     def collect(self) -> StepOutput:
-        """Wait for the step and read what it gave; once, and in the order of the launches."""
+        """Wait for the step and return its output; call it once, and in the order of the launches."""
         ...
 
 
 def can_sample_on_device(row: SampleRow) -> SampleRow | None:
-    """The row, if temperature, top-k, top-p and min-p alone decide its token and only that is asked: what a
-    device can draw. Else None: somebody has to look at the logits.
-    """
-    return None if row.ruled or row.params.logprobs is not None else row
+    """Return the row if a device can sample it; else None: the host has to, or more is asked for."""
+    return row if row.params.on_device and not row.ruled else None

@@ -1,7 +1,7 @@
-"""How many cores this process may use: by its CPU affinity, and by the time that its control groups get.
+"""Number of cores that this process may use, by its CPU affinity and the limits of its control groups.
 
 A container with a CPU limit sees all cores of its machine; when it has used up its time it stands still for
-the rest of a tenth of a second. The threads of a step wait for one another, so with more of them than the
+the rest of a tenth of a second. The threads of a step wait for one another, so with more threads than the
 limit has cores every step would stand still as well.
 """
 
@@ -15,7 +15,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Whole cores, at least one. What is left of a limit with a fraction is for those who pass tokens on."""
+    """Return the number of whole cores, at least one.
+
+    The fraction of a limit is left to the threads that pass tokens on.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -25,7 +28,7 @@ def usable_cores() -> int:
 
 
 def cpu_limit(own_groups: Path = _OWN_GROUPS, root: Path = _CGROUP) -> float | None:
-    """Cores by the time that the tightest group around this process gets; None where none has a limit."""
+    """Return the limit in cores of the tightest group around this process; None where none has a limit."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:  # not Linux
@@ -46,7 +49,7 @@ def cpu_limit(own_groups: Path = _OWN_GROUPS, root: Path = _CGROUP) -> float | N
 
 
 def _limit(group: Path) -> float | None:
-    """Of one group: version 2 of control groups has one file, version 1 has two."""
+    """Return the limit of one group in cores: version 2 of control groups has one file, version 1 has two."""
     for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / file).read_text() for file in files).split()

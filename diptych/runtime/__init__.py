@@ -1,1 +1,1 @@
-"""What every process of Diptych shares: settings, errors, gRPC, telemetry and the Redis directory."""
+"""Runtime that every process of Diptych shares: settings, errors, gRPC, telemetry and the Redis directory."""

@@ -1,8 +1,8 @@
-"""Which addresses a process may listen on without encryption."""
+"""Addresses that a process may listen on, and those without encryption."""
 
 import ipaddress
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 
 class UnsafeBindError(StartupError, ValueError):
@@ -14,7 +14,7 @@ class CannotListen(StartupError, OSError):
 
 
 def is_loopback(host: str) -> bool:
-    """True for addresses that only this machine can reach. Names other than localhost are not looked up."""
+    """Return whether only this machine can reach an address. Names other than localhost are not looked up."""
     if host == "localhost":
         return True
     try:
@@ -24,7 +24,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe_bind(host: str, *, encrypted: bool, insecure: bool) -> None:
-    """Raises UnsafeBindError unless `host` is loopback, the port speaks TLS, or the operator insists."""
+    """Raise UnsafeBindError unless `host` is loopback, the port speaks TLS, or the operator insists."""
     if not (encrypted or insecure or is_loopback(host)):
         raise UnsafeBindError(
             f"refusing to listen on {host} without TLS: other machines could reach it. "

@@ -4,9 +4,9 @@ A block's key names the block's tokens *and everything before them*, so equal ke
 content. Sharing a block on equal keys is therefore as safe as the hash is strong:
 
 - the keys are keyed (a PRF), never a plain fast hash such as xxh3, for which collisions can be made
-  on purpose: whoever finds two prompts with one key reads another request's attention state;
+  on purpose: a client that finds two prompts with one key reads another request's attention state;
 - the key of the chain (the namespace) is itself an HMAC over the server's secret, the tenant, the
-  salt, the model and the KV type, so that nobody outside can compute keys, and no two tenants,
+  salt, the model and the KV type, so that no outsider can compute keys, and no two tenants,
   models or precisions ever meet in one cache.
 
 The chain uses BLAKE2b in its keyed mode (RFC 7693), which is a MAC by construction and, at about
@@ -26,10 +26,10 @@ KEY_BYTES = 16
 
 
 def namespace_key(secret: bytes, *, tenant: str, salt: str, model_digest: str, kv_dtype: str) -> bytes:
-    """The 32-byte key under which one tenant's blocks of one model are hashed (HMAC-SHA256).
+    """Return the 32-byte key under which one tenant's blocks of one model are hashed (HMAC-SHA256).
 
     Fields are length-prefixed: ("ab", "c") and ("a", "bc") are different namespaces. Raises
-    ValueError for an empty secret, because everybody could compute its keys.
+    ValueError for an empty secret, because every client could compute its keys.
     """
     if not secret:
         raise ValueError("the secret of the block hashes is empty")
@@ -44,7 +44,7 @@ def namespace_key(secret: bytes, *, tenant: str, salt: str, model_digest: str, k
 def block_keys(
     namespace: bytes, token_ids: Sequence[int], block_size: int, *, parent: bytes = b""
 ) -> list[bytes]:
-    """The 16-byte keys of the full blocks of `token_ids`, in order; a partial last block has none.
+    """Return the 16-byte keys of the full blocks of `token_ids`, in order; a partial last block has none.
 
     To continue a chain pass the tokens that follow it, and `parent`, the key of its last block. Raises
     ValueError for a parent that is no key, and for ids that are not unsigned 32-bit numbers.

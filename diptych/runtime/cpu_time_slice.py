@@ -1,10 +1,10 @@
-"""Short or long turns on the CPU, so that a message is not kept waiting by somebody's matrix product.
+"""Short or long time slices on the CPU, so that no message waits for a matrix product.
 
 With few cores the threads that compute and those that pass messages on share them, and a scheduler that
 lets a computing thread finish its turn of some milliseconds adds as much to every hop. Linux 6.12 and later
 take a wish for the length of a thread's turns (EEVDF, `sched_attr.sched_runtime`); a thread of short turns
 runs soon after it wakes, also in place of one that is in the middle of a long one. It needs no privilege and
-does not change anybody's share. Elsewhere nothing happens.
+does not change the share of any thread. Elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -39,19 +39,25 @@ class _SchedAttr(ctypes.Structure):
 
 
 def take_short_turns() -> bool:
-    """For the calling thread, and those that it starts: it passes messages. Whether the kernel heard it."""
+    """Take short slices in the calling thread and those that it starts, which pass messages.
+
+    Returns whether the kernel has set it.
+    """
     return _set_slice(_SHORT_NS)
 
 
 def take_long_turns() -> bool:
-    """For the calling thread, and those that it starts: it computes. Whether the kernel heard it."""
+    """Take long slices in the calling thread and those that it starts, which compute.
+
+    Returns whether the kernel has set it.
+    """
     return _set_slice(_LONG_NS)
 
 
 def _set_slice(nanoseconds: int) -> bool:
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return False  # another system, or somebody chose another policy for this process
+        return False  # another system, or another policy is set for this process
     attr = _SchedAttr(
         size=ctypes.sizeof(_SchedAttr),
         sched_policy=os.SCHED_OTHER,

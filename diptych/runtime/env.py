@@ -1,4 +1,4 @@
-"""The variables that Diptych reads, and what to tell of others that begin like them: they do nothing.
+"""Environment variables that Diptych reads, and those alike that it does not: they do nothing.
 
 A program knows its own settings only, while one environment serves all: so all are named here.
 """
@@ -8,31 +8,46 @@ import os
 import re
 from collections.abc import Mapping
 
+from diptych.runtime.flag_names import RENAMED, SYNONYMS
+from diptych.runtime.settings_sources import rename_warning
+
 _PREFIX = "DIPTYCH_"
 
 _SETTINGS = """
-    ADMIN_PORT ADVERTISE_HOST API_KEYS_FILE AWAIT_WORKERS_S BACKEND BLOCK_SIZE CORES_FD DEATH_FD
-    DECODE_THREADS DECODE_WORKERS DEVICE DRAIN_GRACE_S DRAIN_S DRAIN_SETTLE_S DTYPE GPU_MEMORY_UTILIZATION
-    GRPC_PORT HOME_CORES HOST HTTP_PORT INSECURE ITL_STRETCH ITL_STRETCH_MAX KV_BLOCKS KV_CACHE_DTYPE
-    KV_MEMORY_MIB LINKS LOG_LEVEL MACHINE_CORES MAX_BATCH MAX_BATCH_REQUESTS MAX_INFLIGHT
-    MAX_QUEUED_TOKENS MAX_QUEUE_DELAY_S METRICS_COMPAT MODEL MODEL_NAME PREFILL_CHUNK PREFILL_THREADS
-    PREFILL_WORKERS READY_FD RECOVERY_WAIT_S REDIS_URL REPLACES SCRATCH_BLOCKS SECRET SHARE_PORTS
-    SPECULATIVE_STEP_TOKENS SPECULATIVE_TOKENS THREADS TLS_CERT TLS_CLIENT_CA TLS_KEY TRANSPORT WORKER_ID
+    ADMIN_PORT ADVERTISE_HOST API_KEYS_FILE AWAIT_WORKERS_S BACKEND BLOCK_SIZE CONFIG_DIGEST CORES_FD DEATH_FD
+    DECODE_PACING DECODE_PACING_MAX DECODE_THREADS DECODE_WORKERS DEVICE DTYPE GPU_MEMORY_UTILIZATION
+    GRPC_PORT HOME_CORES HOST HTTP_PORT INSECURE KV_BLOCKS KV_CACHE_DTYPE KV_MEMORY_MIB LAME_DUCK LOG_LEVEL
+    MACHINE_CORES MAX_BATCH MAX_BATCH_REQUESTS MAX_INFLIGHT MAX_QUEUED_TOKENS MAX_QUEUE_DELAY_S METRICS_COMPAT
+    MODEL MODEL_NAME PREFILL_CHUNK PREFILL_THREADS PREFILL_WORKERS QUANTIZATION READY_FD REDIS_URL REPLACES
+    REUSE_PORT SCRATCH_BLOCKS SECRET SHUTDOWN_TIMEOUT SPECULATIVE_MAX_STEP_TOKENS SPECULATIVE_TOKENS THREADS
+    TLS_CERT TLS_CLIENT_CA TLS_KEY TRANSPORT WORKER_ID WORKER_RPC WORKER_SHUTDOWN_TIMEOUT WORKER_WAIT_TIMEOUT
 """
 _OTHERS = """
-    ADDRESS ADMIN_ADDRESS API_KEY CA_FILE CLIENT_CERT_FILE CLIENT_KEY_FILE DECODE_CORES FAILPOINTS
-    FAILPOINTS_DIR GPU_TUNING NATIVE_LIBRARY NATIVE_SANITIZE PREFILL_CORES REQUIRE_CLIENTS
+    ADDRESS ADMIN_ADDRESS API_KEY CA_FILE CLIENT_CERT_FILE CLIENT_KEY_FILE DECODE_CORES DIST FAILPOINTS
+    FAILPOINTS_DIR GPU_TUNING NATIVE_CACHE NATIVE_LIBRARY NATIVE_SANITIZE PREFILL_CORES REQUIRE_CLIENTS
+    TREE
 """
 SETTINGS = frozenset(f"{_PREFIX}{name}" for name in _SETTINGS.split())
-KNOWN = SETTINGS | {f"{_PREFIX}{name}" for name in _OTHERS.split()}
+_OTHER_NAMES = [*_OTHERS.split(), *(name.upper() for name in (*RENAMED, *SYNONYMS))]
+KNOWN = SETTINGS | {f"{_PREFIX}{name}" for name in _OTHER_NAMES}
 
 # Kubernetes and Docker put the addresses of services there, also of one that is called `diptych-gateway`.
 _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
 _SERVICE_URLS = ("tcp://", "udp://")
 
 
+def renamed_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a line for each variable that has a name of the release before."""
+    warnings = (
+        rename_warning(name.upper().removeprefix(_PREFIX).lower(), value, name.upper())
+        for name, value in sorted(environment.items())
+        if name.upper().startswith(_PREFIX)
+    )
+    return [warning for warning in warnings if warning is not None]
+
+
 def unknown_variables(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Those that nothing reads, in a line without their values, which may be secret; None: there are none."""
+    """Return a line with the variables that nothing reads, or None. No value is in it: one may be secret."""
     unknown = sorted(
         name
         for name, value in environment.items()

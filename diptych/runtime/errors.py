@@ -1,4 +1,4 @@
-"""Every way a request can fail, and what its client learns of it.
+"""Errors of requests, and the gRPC status that a client gets for each.
 
     DiptychError
     ├── InvalidParameter          INVALID_ARGUMENT     a field is bad or missing
@@ -46,7 +46,7 @@ _MAX_NAME = 128
 
 @dataclass(frozen=True)
 class FieldViolation:
-    """One bad field: its path in the request's proto (`sampling.top_p`) and what is wrong with it."""
+    """Violation of a field: its path in the request's proto (`sampling.top_p`) and what is wrong with it."""
 
     field: str
     description: str
@@ -54,7 +54,7 @@ class FieldViolation:
 
 @dataclass(frozen=True)
 class Resource:
-    """What was not found or exists already, as in google.rpc.ResourceInfo."""
+    """Resource that was not found or exists already, as in google.rpc.ResourceInfo."""
 
     type: str
     name: str
@@ -252,7 +252,7 @@ class Interrupted(DiptychError):
         self.code = grpc.StatusCode.ABORTED if tokens_emitted else grpc.StatusCode.UNAVAILABLE
 
     def before_output(self) -> DiptychError:
-        """The same where tokens had come to this process, but nothing went out to the client."""
+        """Return the same error for tokens that came to this process, of which none went to the client."""
         return type(self)(retry_after_s=self.retry_after_s)
 
 
@@ -297,13 +297,13 @@ class DeadlineExceeded(DiptychError):
         super().__init__(f"the deadline passed in phase {phase}", metadata={"phase": phase})
 
 
-class NothingAllowed(DiptychError):
+class NoValidToken(DiptychError):
     """What the request forbids, or its grammar, leaves no token that may come next, or following the grammar
     takes more work than one token may: both are seen with the model's vocabulary only.
     """
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "NOTHING_ALLOWED"
+    reason = "NO_VALID_TOKEN"
 
     def __init__(self) -> None:
         super().__init__(
@@ -330,5 +330,5 @@ class Internal(DiptychError):
 
 
 def printable(name: str) -> str:
-    """A client's name made harmless for headers and logs: printable ASCII, bounded."""
+    """Return a client's name made harmless for headers and logs: printable ASCII, bounded."""
     return "".join(c if " " <= c <= "~" else "?" for c in name[:_MAX_NAME])

@@ -43,12 +43,12 @@ _passes: Counter[tuple[str, int]] = Counter()  # by name, and by when it was arm
 
 
 def failpoint(name: str) -> bool:
-    """True when `name` is armed to fail: the caller then misbehaves as its name says."""
+    """Return whether `name` is armed to fail: the caller then misbehaves as its name says."""
     return name in _FAILING or (_FOLDER is not None and _taken(name, _FOLDER))
 
 
 def reach(name: str) -> None:
-    """A place that has no misbehaviour of its own: here a process freezes or dies, when armed to."""
+    """Freeze or kill the process at a place that is armed to: one without a misbehaviour of its own."""
     if _FOLDER is not None:
         _taken(name, _FOLDER)
 

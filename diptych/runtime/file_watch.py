@@ -15,7 +15,7 @@ _Signature = tuple[int, int, int, int, int]
 
 
 def readable_by_all(path: Path) -> bool:
-    """Whether any user of this machine may read the file. Raises OSError when it is not there."""
+    """Return whether any user of this machine may read the file. Raises OSError when it is not there."""
     return bool(os.stat(path).st_mode & stat.S_IROTH)
 
 
@@ -38,7 +38,10 @@ class FileWatch:
         self._said: tuple[str, float] | None = None
 
     def changed(self) -> bool:
-        """True once after each change, and at each look after `failed`. A file that is gone is a change."""
+        """Return True once after each change, and at each look after `failed`.
+
+        A file that is gone is a change.
+        """
         now = self._clock()
         if now < self._next:
             return False
@@ -51,7 +54,10 @@ class FileWatch:
         return changed
 
     def failed(self, why: str) -> bool:
-        """What is there now cannot be used. True: that is news, or was last said a minute ago; say it."""
+        """Note that the file of now cannot be used.
+
+        Returns whether to log it: it is news, or a minute old.
+        """
         self._unused = True
         now = self._clock()
         if self._said is not None and self._said[0] == why and now < self._said[1] + SAY_EVERY_S:
@@ -64,7 +70,9 @@ class FileWatch:
 
 
 def _signature(path: Path) -> _Signature | None:
-    """With the time and mode of the inode: a file that may be read at last has no other contents."""
+    """Return the file's state, time and mode of the inode included: a file that may be read at last has no
+    other contents.
+    """
     try:
         found = os.stat(path)
     except OSError:

@@ -1,16 +1,15 @@
 """The HTTP port of every program: /metrics (Prometheus), /health (alive), /ready (able to serve), /version.
 
-It runs on the program's own event loop, so /health also says that the loop turns. Whatever else is asked goes
-to the program's door, if it has one: the gateway's speaks OpenAI's API.
+It runs on the program's own event loop, so /health also says that the loop turns. All other paths go to the
+program's API, if it has one: the gateway's serves OpenAI's API.
 
 What a client can do to the port is bounded here: the number of connections, the size of heads and bodies, and
 the time that a connection may sit without a whole request. A client that goes away cancels its handler. When
 clients have all connections, some short-lived ones are left in which the paths named above are answered still
-and everybody else is told to come back.
+and all other requests get a 503 with Retry-After.
 """
 
 import asyncio
-import importlib.metadata
 import json
 import logging
 import math
@@ -20,11 +19,12 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from diptych import __version__
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
-from diptych.runtime.http_log import ServerLog
 from diptych.runtime.tls import BadTlsFiles, TlsFiles
 
 IDLE_S = 30.0
@@ -59,6 +59,7 @@ class HttpEdge:
         alive: Callable[[], bool],
         gives_work: Callable[[str], bool] | None = None,
         certificates: bool = False,
+        config_digest: str = "",
     ) -> None:
         self._registry = registry
         self._ready = ready
@@ -67,11 +68,12 @@ class HttpEdge:
         self._gives_work = gives_work
         self._api = api
         self._certificates = certificates
+        self._config_digest = config_digest
         self._server: _Server | None = None
         self._runner: web.ServerRunner | None = None
         self._leaving = False
-        self._asked = 0  # requests that the door has, also those whose bodies still come
-        self._answered_at = -math.inf  # by the door, on the event loop's clock
+        self._handling = 0  # requests that the API has, also those whose bodies still come
+        self._answered_at = -math.inf  # the API's last answer, on the event loop's clock
         self.port = 0
 
     @classmethod
@@ -90,14 +92,16 @@ class HttpEdge:
         api: HttpApi | None = None,
         max_body_bytes: int = _MAX_BODY_BYTES,
         share_port: bool = False,
+        config_digest: str = "",
     ) -> "HttpEdge":
-        """Listens on host:port (0 = any free port). `ready` is asked at each GET /ready: 200, or 503 with
-        what `why_not_ready` says in a line, and `alive` at each GET /health: whoever says no there is ended
-        by its supervisor.
+        """Listen on host:port (0 = any free port).
+
+        `ready` is asked at each GET /ready: 200, or 503 with what `why_not_ready` says in a line, and `alive`
+        at each GET /health: a process that is not is ended by its supervisor.
 
         `gives_work` is asked at GET /ready?worker=NAME: whether this gateway gives work to that worker.
-        With `share_port` another process may listen there too, if it says so as well. Where `tls` wants
-        certificates of clients, the door does, and what is for probes does not: they have none.
+        With `share_port` another process may listen there too, if it shares as well. Where `tls` wants
+        certificates of clients, the API does, and the paths of probes do not: they have none.
         Raises UnsafeBindError for an address beyond loopback without `tls` unless `insecure`, CannotListen
         when the port is taken, BadTlsFiles.
         """
@@ -111,6 +115,7 @@ class HttpEdge:
             alive=alive,
             gives_work=gives_work,
             certificates=certificates,
+            config_digest=config_digest,
         )
         edge._server = _Server(edge._respond, edge._ends_connection, max_body_bytes)
         edge._runner = web.ServerRunner(edge._server, shutdown_timeout=_GRACE_S)
@@ -136,19 +141,21 @@ class HttpEdge:
         return edge
 
     def next_request_s(self) -> float:
-        """Once it leaves: for how long a request may still come whole from who had the door's answer just now
-        and did not read in it that the connection ends. 0 if none can. Nobody waits for probes.
+        """Return the seconds for which a request may still come whole once it leaves: from a client that had
+        an answer just now and did not read in it that the connection ends. 0 if none can, or for probes.
         """
         if not self._leaving or self._server is None or not self._server.connections:
             return 0.0
-        if self._asked:
+        if self._handling:
             return _NEXT_REQUEST_S  # ask again then
         since = asyncio.get_running_loop().time() - self._answered_at
         return max(0.0, _NEXT_REQUEST_S - since)
 
     async def leave(self) -> None:
-        """Stops listening. Open connections end with the next answer whose head can still say so: who sends
-        a request after one that said nothing, because the connection is open, must not lose it.
+        """Stop listening.
+
+        Open connections end with the next answer whose head can still say so: a client that sends a request
+        after an answer without it, because the connection is open, must not lose it.
         """
         self._leaving = True
         if self._runner is not None:
@@ -156,7 +163,7 @@ class HttpEdge:
                 await site.stop()
 
     async def close(self) -> None:
-        """Stops listening and drops open connections."""
+        """Stop listening and drop open connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -164,7 +171,7 @@ class HttpEdge:
         return self._server is not None and self._server.is_spare(connection)
 
     def _ends_connection(self, connection: Any) -> bool:
-        """Whether an answer that begins now is the last one of its connection."""
+        """Return whether an answer that begins now is the last one of its connection."""
         return self._leaving or self._is_spare(connection)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -176,11 +183,11 @@ class HttpEdge:
             if self._certificates and not _has_certificate(request):
                 return _text(HTTPStatus.FORBIDDEN, "a client certificate is required\n")
             if self._api is not None:
-                self._asked += 1
+                self._handling += 1
                 try:
                     return await self._api(request)
                 finally:
-                    self._asked -= 1
+                    self._handling -= 1
                     self._answered_at = asyncio.get_running_loop().time()
             return _text(HTTPStatus.NOT_FOUND, f"{', '.join(_OPERATOR)}\n")
         if request.method not in ("GET", "HEAD"):
@@ -208,7 +215,7 @@ class HttpEdge:
         )
 
     def _version(self, _: web.BaseRequest) -> web.Response:
-        body = json.dumps({"version": importlib.metadata.version("diptych")})
+        body = json.dumps({"version": __version__, "config_digest": self._config_digest})
         return web.Response(text=body, content_type="application/json")
 
 
@@ -229,13 +236,26 @@ def _text(status: HTTPStatus, body: str, headers: dict[str, str] | None = None) 
 
 
 class _Request(web.BaseRequest):
-    """Asked when the head of its answer is made, by whatever door: at the end it is too late to tell."""
+    """Request whose answer's head says whether the connection ends: at the answer's end it is too late."""
 
     ends_connection: Callable[[Any], bool]
 
     @property
     def keep_alive(self) -> bool:
         return super().keep_alive and not self.ends_connection(self.protocol)
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log. Port scanners and gRPC clients at the wrong port cost one line, without their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("aiohttp.server"))
+
+    def exception(self, msg: object, *args: Any, exc_info: Any = True, **kwargs: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            self.info("%s does not speak HTTP: %s", args[0] if args else "a client", type(exc_info).__name__)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **kwargs)
 
 
 class _Server(web.Server):
@@ -247,10 +267,10 @@ class _Server(web.Server):
             request_factory=self._request,
             handler_cancellation=True,
             access_log=None,
-            logger=ServerLog(),
+            logger=_ServerLog(),
             keepalive_timeout=IDLE_S,
             lingering_time=1.0,
-            # A compressed body could be a thousand times its size; nobody sends one.
+            # A compressed body could be a thousand times its size; no client sends one.
             auto_decompress=False,
         )
         self._ends_connection = ends_connection
@@ -258,7 +278,7 @@ class _Server(web.Server):
         self._spare: dict[Any, asyncio.TimerHandle] = {}  # those beyond the limit, and when each is over
 
     def is_spare(self, handler: Any) -> bool:
-        """Whether it came when clients had all connections."""
+        """Return whether it came when clients had all connections."""
         return handler in self._spare
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
@@ -291,7 +311,10 @@ class _Server(web.Server):
 
 
 async def read_body(request: web.BaseRequest, timeout_s: float) -> bytes:
-    """The whole body. Raises HTTPRequestEntityTooLarge, RequestPayloadError (malformed) and TimeoutError."""
+    """Read the whole body.
+
+    Raises HTTPRequestEntityTooLarge, RequestPayloadError (malformed) and TimeoutError.
+    """
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # what was sent is no part of the response

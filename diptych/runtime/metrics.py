@@ -1,10 +1,10 @@
 """Every metric of the system, defined once: one class per role, one collector per attribute.
 
-Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as underscores and the
-unit at the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is
-`diptych_…`. All times in seconds. Labels have few values by construction: never the id of a request, never
-text. Two collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker,
-and `gateway.vllm_metrics`.
+Names follow the OpenTelemetry semantic conventions (GenAI and RPC) with dots as underscores and the unit at
+the end, as the Prometheus exporters of OpenTelemetry write them; what has no convention is `diptych_…`. All
+times in seconds. Labels have few values by construction: never the id of a request, never text. Two
+collectors of the gateway's only pass on what others count: `gateway.worker_pool.load_metrics`, by worker, and
+`gateway.vllm_metrics`.
 
 Values are recorded at the end of a request or of an engine step, never per token; gauges of state
 that exists anyway are best bound with `set_function` and then cost something only when scraped.
@@ -13,7 +13,7 @@ that exists anyway are best bound with `set_function` and then cost something on
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
-# A `_created` series beside every counter and histogram doubles the page and nobody reads it.
+# A `_created` series beside every counter and histogram doubles the page without a reader.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # The buckets that the GenAI semantic conventions advise, with finer ones below for small models.
@@ -27,19 +27,19 @@ _PHASE = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 def new_registry() -> CollectorRegistry:
-    """An empty registry with the process's own CPU, memory and file-descriptor metrics."""
+    """Return an empty registry with the process's own CPU, memory and file-descriptor metrics."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
 
 
 class RoleMetrics:
-    """What every role has. The load gauges carry the role ("gateway", "prefill", "decode") as a label."""
+    """Metrics of every role. The load gauges carry the role ("gateway", "prefill", "decode") as a label."""
 
     def __init__(self, registry: CollectorRegistry, role: str) -> None:
         self.phase_duration = Histogram(
             "diptych_request_phase_duration_seconds",
-            "Time of requests in a phase (queue, grant_wait, prefill, kv_transfer, decode_queue, decode, …)",
+            "Time of requests in a phase (queue, kv_alloc_wait, prefill, decode_queue, decode, …)",
             ["phase"],
             buckets=_PHASE,
             registry=registry,
@@ -132,7 +132,7 @@ class GatewayMetrics(RoleMetrics):
 
 
 class WorkerMetrics(RoleMetrics):
-    """What both workers have: the engine's steps and the handoff."""
+    """Metrics of both workers: the engine's steps and the handoff."""
 
     def __init__(self, registry: CollectorRegistry, role: str) -> None:
         super().__init__(registry, role)

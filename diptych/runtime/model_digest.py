@@ -4,7 +4,7 @@ Two processes may exchange KV blocks only when they hold the same weights. Hashi
 minutes, so each weight file counts with its size, its first and last MiB, and 256 pages evenly spread
 between: in both formats the head holds every tensor's name, shape and place. That tells apart every
 pair of models one meets by accident (another model, another quantisation, a truncated download, a fine
-tune of some layers or of one kind of matrix); it is no defence against somebody who edits a few bytes.
+tune of some layers or of one kind of matrix); it is no defence against an attacker who edits a few bytes.
 """
 
 import hashlib

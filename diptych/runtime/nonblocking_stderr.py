@@ -1,4 +1,4 @@
-"""Standard error for programs that must not wait for whoever reads it.
+"""Standard error for programs that must not wait for its reader.
 
 A pager, a terminal that was stopped or hangs, a log shipper that is stuck: when its pipe is full, who writes
 to it sleeps, and with an event loop everything that it serves. Here what does not fit is lost, and counted.
@@ -44,7 +44,7 @@ class NonblockingStream(io.TextIOBase):
                 self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, text: str) -> int:
-        """All of it or its beginning, or nothing. Raises OSError where nobody can read it any more."""
+        """Write all of `text`, its beginning, or nothing. Raises OSError where it has no reader any more."""
         if self._stream is None:
             return len(text)
         notice = self._notice().encode(self.encoding, "backslashreplace")
@@ -58,7 +58,7 @@ class NonblockingStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back here."""
+        """Do nothing: no text is held back."""
 
     def fileno(self) -> int:
         if self._stream is None:
@@ -88,7 +88,7 @@ class NonblockingStream(io.TextIOBase):
         return f"{begin}({self._lost} writes had no room in time, and are lost)\n"
 
     def _take(self, data: bytes) -> int:
-        """How many of the bytes went out."""
+        """Return how many of the bytes went out."""
         taken = 0
         unbuffered = self._own if self._file is None else self._file
         if unbuffered is None:
@@ -114,8 +114,8 @@ class NonblockingStream(io.TextIOBase):
 
 
 def _unblocking(descriptor: int) -> int | None:
-    """The same pipe or terminal once more, on which a write never waits: the flag is not for a descriptor but
-    for all that share its opening, and so for other programs. None where there is no such way (sockets).
+    """Open the same pipe or terminal once more, so that a write never waits: the flag is not for a descriptor
+    but for all that share its opening, and so for other programs. None where there is no such way (sockets).
     """
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""Credentials of the process at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UCRED = struct.Struct("iII")
 
 
 class PeerCredentials(NamedTuple):
-    """Who opened the other end, by the kernel's word."""
+    """Process, user and group of the other end's process, as the kernel gives them."""
 
     pid: int
     uid: int
@@ -18,6 +18,6 @@ class PeerCredentials(NamedTuple):
 
 
 def peer_credentials(connection: socket.socket) -> PeerCredentials:
-    """Of a connected socket: of the process that connected, or of the one that listened."""
+    """Return the credentials of the process that connected a socket, or listened on it."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return PeerCredentials(*_UCRED.unpack(raw))

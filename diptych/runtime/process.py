@@ -29,8 +29,7 @@ import uvloop
 
 from diptych.runtime.cpu_time_slice import take_short_turns
 from diptych.runtime.nonblocking_stderr import NonblockingStream
-from diptych.runtime.settings import ProgramSettings
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import ProgramSettings, StartupError
 
 _PR_SET_PDEATHSIG = 1
 ONE_SIGNAL_S = 0.1
@@ -42,19 +41,22 @@ Main = Callable[[asyncio.Event], Awaitable[int]]
 
 @functools.cache
 def incarnation() -> int:
-    """A random non-zero 63-bit number, the same for the life of this process: a restart is another one."""
+    """Return a random non-zero 63-bit number, the same for the life of this process: a restart is another
+    one.
+    """
     return secrets.randbits(62) | (1 << 62)
 
 
 def run_program(main: Main, settings: ProgramSettings) -> int:
-    """Runs `main` on a uvloop event loop with signals, logging and the death watch set up.
+    """Run `main` on a uvloop event loop with signals, logging and the death watch set up.
 
     Returns the process's exit status: that of `main`, or 1 when it raised (the exception is logged, of
-    CannotStart the message alone).
+    StartupError the message alone).
     """
     set_up_logging(settings)
+    _log.info("configuration %s", settings.digest)
     take_short_turns()
-    allow_descriptors()
+    raise_descriptor_limit()
     if settings.death_fd is not None:
         watch_parent(settings.death_fd)
     try:
@@ -68,8 +70,8 @@ def run_program(main: Main, settings: ProgramSettings) -> int:
         return 1
 
 
-def end_when_told() -> None:
-    """SIGTERM ends this process at once, from now until its event loop listens: it starts, and has nothing to
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process at once, until its event loop listens: it starts, and has nothing to
     finish.
 
     That is what happens anyway, but to the first process of a container: the kernel spares it signals that it
@@ -78,9 +80,9 @@ def end_when_told() -> None:
     signal.signal(signal.SIGTERM, lambda signum, _: os._exit(128 + signum))
 
 
-def allow_descriptors() -> None:
-    """As many open files as the system lets us have: logins and systemd begin with 1,024, which so many idle
-    connections use up, and then there are none for links and probes.
+def raise_descriptor_limit() -> None:
+    """Allow as many open files as the system lets us have: logins and systemd begin with 1,024, which so many
+    idle connections use up, and then there are none for links and probes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -89,12 +91,12 @@ def allow_descriptors() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process at once, when all that matters is closed.
+    """End this process at once, when all that matters is closed.
 
     Taking an interpreter with torch apart object by object takes a second of CPU time, ten on a busy machine,
     and a supervisor waits for it.
     """
-    with contextlib.suppress(OSError):  # nobody reads what we write any more
+    with contextlib.suppress(OSError):  # there is no reader any more
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -106,18 +108,18 @@ async def _serve(main: Main) -> int:
     loop = asyncio.get_running_loop()
     signals = _Signals(stop)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, signals.heard, signum)
+        loop.add_signal_handler(signum, signals.on_signal, signum)
     return await main(stop)
 
 
 class _Signals:
-    """The first one stops, a later one does not wait."""
+    """Handler of signals: the first one stops, a later one does not wait."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = stop
         self._first_at = 0.0
 
-    def heard(self, signum: signal.Signals) -> None:
+    def on_signal(self, signum: signal.Signals) -> None:
         now = time.monotonic()
         if not self._stop.is_set():
             _log.info("%s: stopping", signum.name)
@@ -129,7 +131,7 @@ class _Signals:
 
 
 def watch_parent(death_fd: int) -> None:
-    """Ties this process's life to its parent's. Call it early, in the main thread.
+    """Tie this process's life to its parent's. Call it early, in the main thread.
 
     The kernel's signal follows the parent *thread* that started this process, so a supervisor starts
     its children from a thread that lives as long as they should.
@@ -150,7 +152,7 @@ def watch_parent(death_fd: int) -> None:
 
 
 def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
-    """Tells the parent that this process serves: one JSON line on ready_fd, which is then closed.
+    """Tell the parent that this process serves: one JSON line on ready_fd, which is then closed.
 
     The line holds `ports` (grpc_port, http_port) and the worker id. Without ready_fd it is logged. What is on
     the heap by now stays, and the garbage collector looks at it no more: a full collection stopped a gateway
@@ -166,11 +168,11 @@ def announce_ready(settings: ProgramSettings, ports: Mapping[str, int]) -> None:
         with os.fdopen(settings.ready_fd, "w") as pipe:
             pipe.write(line + "\n")
     except BrokenPipeError:
-        _log.warning("nobody reads the ready line")
+        _log.warning("the ready line has no reader")
 
 
 class OneLineFormatter(logging.Formatter):
-    """One record, one line: time, level, program and worker, logger, message, exception."""
+    """Formatter of one line a record: time, level, program and worker, logger, message, exception."""
 
     def __init__(self, program: str, worker_id: str) -> None:
         super().__init__(
@@ -182,7 +184,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def set_up_logging(settings: ProgramSettings) -> None:
-    """Sends all logging to stderr, one line a record, replacing what was set up before."""
+    """Send all logging to stderr, one line a record, replacing what was set up before."""
     handler = logging.StreamHandler(NonblockingStream(sys.stderr))
     handler.setFormatter(OneLineFormatter(settings.program, settings.worker_id))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 from diptych.runtime.bind_address import CannotListen, join_host_port, require_safe_bind
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""The largest message anybody may send us: a prompt of a million tokens fits, a flood does not."""
+"""The largest message that a peer may send: a prompt of a million tokens fits, a flood does not."""
 
 MAX_METADATA_BYTES = 16 << 10
 MAX_CONCURRENT_STREAMS = 1024
@@ -71,7 +71,7 @@ def make_server(
     maximum_concurrent_rpcs: int | None = None,
     share_port: bool = False,
 ) -> grpc.aio.Server:
-    """A server on the running loop, neither bound nor started.
+    """Return a server on the running loop, neither bound nor started.
 
     `internal`: its clients are our own processes, whose silence for two seconds means death. Beyond
     `maximum_concurrent_rpcs` (None = no bound) gRPC itself answers RESOURCE_EXHAUSTED.
@@ -89,7 +89,10 @@ def make_server(
 
 
 def make_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to another process of ours. It reconnects quickly and gRPC retries nothing by itself."""
+    """Return a channel to another process of ours.
+
+    It reconnects quickly and gRPC retries nothing by itself.
+    """
     options: list[Option] = [
         *_liveness_options(),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -115,7 +118,7 @@ def bind(
     insecure: bool,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
-    """Binds and returns the port (a free one for 0).
+    """Bind and returns the port (a free one for 0).
 
     Raises UnsafeBindError for an address beyond loopback without TLS unless `insecure`, and CannotListen
     when the port is taken.
@@ -162,7 +165,7 @@ class Health:
 
 
 async def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[str]) -> Health:
-    """Registers both for the full names of `services`. They start NOT_SERVING: call `set_ready(True)`.
+    """Register both for the full names of `services`. They start NOT_SERVING: call `set_ready(True)`.
 
     Call it after the services were added and before the server starts.
     """
@@ -174,7 +177,7 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Sequence[
 
 
 async def drain(server: grpc.aio.Server, health: Health, *, settle_s: float, grace_s: float) -> None:
-    """Stops gracefully: not ready at once, after `settle_s` no new calls, after `grace_s` the rest ends.
+    """Stop gracefully: not ready at once, after `settle_s` no new calls, after `grace_s` the rest ends.
 
     `settle_s` is the time that load balancers need to see NOT_SERVING. What still runs after the
     grace period is cancelled (the handler sees CancelledError); handlers that can say more to their

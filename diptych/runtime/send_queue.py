@@ -1,4 +1,4 @@
-"""What one side of a stream has to say, taken by its single writer in as few messages as it can."""
+"""Queue of a stream's outgoing items, which its single writer takes in as few messages as it can."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SendQueue(Generic[T]):
             self._ready.set()
 
     def close(self) -> None:
-        """No more items; `take()` hands out what is left, then nothing."""
+        """Accept no more items; `take()` hands out what is left, then nothing."""
         self._closed = True
         self._ready.set()
 
     async def take(self) -> list[T]:
-        """Everything queued since the last call, waiting for at least one item; empty = closed."""
+        """Return everything queued since the last call, waiting for at least one item; empty = closed."""
         await self._ready.wait()
         items, self._items = self._items, []
         if not self._closed:

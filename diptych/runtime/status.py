@@ -34,7 +34,7 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True)
 class RpcStatus:
-    """What a failed RPC ends with."""
+    """Status and trailers of a failed RPC."""
 
     code: grpc.StatusCode
     message: str
@@ -43,7 +43,10 @@ class RpcStatus:
 
 
 def to_status(error: BaseException, request_id: str) -> RpcStatus:
-    """The status of an error. Anything but a DiptychError is a bug and becomes Internal, without its text."""
+    """Return the status of an error.
+
+    Anything but a DiptychError is a bug and becomes Internal, without its text.
+    """
     known = error if isinstance(error, DiptychError) else Internal()
     request_id = printable(request_id)
     message = _cut(known.message, MAX_MESSAGE_BYTES)
@@ -99,14 +102,14 @@ def _details(error: DiptychError, request_id: str) -> list[Message]:
 
 
 def _cut(text: str, limit: int) -> str:
-    """At most `limit` bytes of UTF-8, whole characters."""
+    """Return at most `limit` bytes of UTF-8, whole characters."""
     return text.encode("utf-8", "replace")[:limit].decode("utf-8", "ignore")
 
 
 async def abort(
     context: "grpc.aio.ServicerContext[Any, Any]", error: BaseException, request_id: str
 ) -> NoReturn:
-    """Ends the RPC with the error's status: the one outermost catch of a handler calls this.
+    """End the RPC with the error's status: the one outermost catch of a handler calls this.
 
     Raises grpc.aio.AbortError, as `context.abort` does. A cancellation is re-raised instead: swallowed,
     the call would leak. An error that is no DiptychError is logged here, with its traceback.

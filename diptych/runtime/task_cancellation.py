@@ -1,4 +1,4 @@
-"""Ending a task for certain."""
+"""Cancellation of tasks that is certain to end them."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 async def end_task(task: "asyncio.Task[Any] | None") -> None:
-    """Cancels a task and waits until it has ended; an error it ends with is logged. None is no task.
+    """Cancel a task and waits until it has ended; an error it ends with is logged. None is no task.
 
     One `cancel()` is not enough: `asyncio.wait_for` of Python 3.11, which redis-py calls for every
     command, loses a cancellation that arrives while its own result does (python/cpython#86296), and

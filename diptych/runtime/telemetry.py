@@ -110,7 +110,7 @@ class Telemetry:
         start_s: float | None = None,
         part: bool = False,
     ) -> "ServerSpan":
-        """The SERVER span of an incoming call, child of the client's span when its headers name one.
+        """Start the SERVER span of an incoming call, child of the client's span when its headers name one.
 
         `method` is the span's name: of an RPC the full one, `diptych.v1.InferenceService/StreamGenerate`.
         `attributes` are those of another protocol than gRPC, whose own are there by default. `start_s` is on
@@ -135,7 +135,7 @@ class Telemetry:
     def emit_phases(
         self, parent: Headers | None, phases: Sequence[PhaseSpan], links: Sequence[str] = ()
     ) -> None:
-        """Makes finished spans of `phases` under `parent`, children under their phases.
+        """Make finished spans of `phases` under `parent`, children under their phases.
 
         `links` are keys of other children of the same parent; the top spans link to them.
         """
@@ -173,7 +173,7 @@ class Telemetry:
         span.end(int(phase.end_s * 1e9) + offset_ns)
 
     def stop(self) -> None:
-        """Exports what is left, for two seconds at most; then the process may end. Blocks."""
+        """Export what is left, for two seconds at most; then the process may end. Blocks."""
         if self._provider is None:
             return
         # The exporter's own shutdown may wait half a minute for a collector that is gone.
@@ -185,7 +185,7 @@ class Telemetry:
 
 
 class ServerSpan:
-    """The SERVER span of one call. Without tracing it only passes the client's trace context on."""
+    """Start the SERVER span of one call. Without tracing it only passes the client's trace context on."""
 
     def __init__(self, telemetry: Telemetry, span: trace.Span | None, client: Headers) -> None:
         self._telemetry = telemetry
@@ -206,7 +206,8 @@ class ServerSpan:
         return f"{context.trace_id:032x}" if context is not None else ""
 
     def child_headers(self, key: str) -> Headers:
-        """Headers of the child that `emit_phases(self.headers, [PhaseSpan(..., key=key)])` will make.
+        """Return the headers of the child that `emit_phases(self.headers, [PhaseSpan(..., key=key)])` will
+        make.
 
         Hand them to the workers at dispatch: their spans hang under a span that does not exist yet.
         """
@@ -220,7 +221,7 @@ class ServerSpan:
         reason: str | None = None,
         attributes: Attributes | None = None,
     ) -> None:
-        """Ends the span with the call's status. `reason` is the ErrorInfo reason of a failed call.
+        """End the span with the call's status. `reason` is the ErrorInfo reason of a failed call.
 
         `attributes` say what was answered in another protocol than gRPC, instead of the RPC's status code.
         """
@@ -256,7 +257,8 @@ def _enabled_by_environment() -> bool:
 
 
 def _exporter() -> SpanExporter | None:
-    """The one for the protocol that the environment names; None, and said so, if that is not there.
+    """Return the exporter of the protocol that the environment names; None, with a log line, if it is not
+    there.
 
     Imported only now: without tracing it would be a tenth of a second of every start.
     """
@@ -280,7 +282,7 @@ def _wall_clock_offset_ns() -> int:
 
 
 def _as_parent(parent: SpanContext | None) -> otel_context.Context:
-    """A context with only this parent: nothing ambient may become a parent by accident."""
+    """Return a context with only this parent: nothing ambient may become a parent by accident."""
     empty = otel_context.Context()
     return empty if parent is None else trace.set_span_in_context(NonRecordingSpan(parent), empty)
 

@@ -1,8 +1,8 @@
 """TLS for the ports that clients reach: one certificate, read again when it is renewed.
 
 Both kinds of port ask at each new connection whether the files are other ones now, so that a renewal needs no
-restart and drops nobody. Files that do not fit together (a certificate is there and its key not yet) are said
-in the log, again each minute, and the ones of before stay until they do.
+restart and drops no client. Files that do not fit together (a certificate is there and its key not yet) are
+said in the log, again each minute, and the ones of before stay until they do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import grpc
 
 from diptych.runtime.file_watch import FileWatch, readable_by_all
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 _ALPN: Final = ["http/1.1"]  # of the HTTP port; gRPC says h2 itself
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class TlsFiles:
 
     Args:
         certificate: of the server, and after it those between it and a root.
-        key: of the certificate, without a passphrase, and not readable by everybody.
-        client_ca: who signs the certificates of clients; None: clients need none.
+        key: of the certificate, without a passphrase, and readable by no other user.
+        client_ca: certificates that sign those of clients; None: clients need none.
     """
 
     certificate: Path
@@ -55,7 +55,10 @@ class TlsFiles:
         self._context()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC port. With ``client_ca`` a client without a certificate gets no connection."""
+        """Return the credentials of a gRPC port.
+
+        With ``client_ca`` a client without a certificate gets no connection.
+        """
         watch = self._watch()
 
         def current() -> grpc.ServerCertificateConfiguration | None:
@@ -68,7 +71,10 @@ class TlsFiles:
         )
 
     def server_context(self) -> ssl.SSLContext:
-        """For the HTTP port. With ``client_ca`` the certificate of a client is checked where it sends one."""
+        """Return the TLS context of the HTTP port.
+
+        With ``client_ca`` the certificate of a client is checked where it sends one.
+        """
         watch, current = self._watch(), self._context()
 
         def at_each_handshake(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
@@ -97,7 +103,7 @@ class TlsFiles:
         for path in self._all:
             require_readable(path)
         if readable_by_all(self.key):
-            raise BadTlsFiles(f"{self.key} can be read by everybody on this machine: chmod o-r {self.key}")
+            raise BadTlsFiles(f"{self.key} can be read by every user of this machine: chmod o-r {self.key}")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(_ALPN)

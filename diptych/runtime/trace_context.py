@@ -31,7 +31,7 @@ for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.tra
 
 
 def parse(headers: Headers | None) -> SpanContext | None:
-    """The span that the headers name; None when absent or malformed, as the standard asks."""
+    """Return the span that the headers name; None when absent or malformed, as the standard asks."""
     if headers is None or not headers[0]:
         return None
     carrier = {TRACEPARENT: headers[0], TRACESTATE: headers[1]}
@@ -45,7 +45,7 @@ def format_headers(context: SpanContext) -> Headers:
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Headers:
-    """The headers in a call's metadata, or of an HTTP request: names in lower case.
+    """Return the headers in a call's metadata, or of an HTTP request: names in lower case.
 
     A tracestate may come in several headers, since each proxy on the way may add one of its own.
     """
@@ -57,7 +57,9 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Headers
 
 
 def derived(parent: SpanContext, key: str) -> SpanContext:
-    """The context of the child of `parent` that is known under `key`, whoever makes the span."""
+    """Return the context of the child of `parent` that is known under `key`, whichever process makes the
+    span.
+    """
     data = parent.trace_id.to_bytes(16, "big") + parent.span_id.to_bytes(8, "big") + key.encode()
     span_id = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
     return SpanContext(

@@ -38,7 +38,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "gateway_id", "start_time", "model", "model_digest", "max_context_length", "kv_block_size", "ready", "draining", "directory_connected")
+    __slots__ = ("version", "gateway_id", "start_time", "model", "model_digest", "max_context_length", "kv_block_size", "ready", "draining", "directory_connected", "config_digest")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class GetServerInfoResponse(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     version: str
     gateway_id: str
     start_time: _timestamp_pb2.Timestamp
@@ -59,7 +60,8 @@ class GetServerInfoResponse(_message.Message):
     ready: bool
     draining: bool
     directory_connected: bool
-    def __init__(self, version: _Optional[str] = ..., gateway_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_context_length: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., directory_connected: _Optional[bool] = ...) -> None: ...
+    config_digest: str
+    def __init__(self, version: _Optional[str] = ..., gateway_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., max_context_length: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., directory_connected: _Optional[bool] = ..., config_digest: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -1,1 +1,1 @@
-"""What both workers have around their engines: how an attempt reads, the gateway's link, start and drain."""
+"""The parts that both workers have around their engines: attempts, links to gateways, start and drain."""

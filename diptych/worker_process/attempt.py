@@ -1,8 +1,8 @@
-"""One attempt at one request, as both workers read it from the gateway's `Work`.
+"""An attempt at a request, as both workers read it from the gateway's `Work`.
 
 Token ids only: no text, no tenant. An attempt that follows a preemption brings the tokens that the
-client already has; they are output, not prompt, so that penalties, limits and the counter of the
-random draws go on where they stopped.
+client already has; they are output, not prompt, so that penalties, limits and the counter of random
+numbers continue where they stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.engine.sampling import SampleRow, SamplingParams, choice_seed
+from diptych.parameters import SAMPLING_NUMBERS
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.grammar_masks import GrammarState
 from kvtransfer.protocol.messages import Key
@@ -19,17 +20,17 @@ from kvtransfer.protocol.messages import Key
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What the gateway asked for; `deadline` is on this process's `time.monotonic()`."""
+    """The parameters of an attempt; `deadline` is on this process's `time.monotonic()`."""
 
     key: Key
     prompt_ids: list[int]
     delivered_ids: list[int]
     choices: Mapping[int, SamplingParams]
-    """What each of the choices is sampled with, in the order in which the gateway named them."""
+    """Sampling parameters of each choice, in the order in which the gateway named them."""
     beam_width: int
     """0 = no beam search; else `choices` are the ranks to be delivered."""
     prompt_logprobs: int | None
-    """None: no scores of the prompt. Else so many alternatives in each."""
+    """None: no log-probabilities of the prompt. Else the number of alternatives in each."""
     grammar: work_pb2.Grammar | None
     stop_token_ids: frozenset[int]
     min_tokens: int
@@ -44,7 +45,7 @@ class Attempt:
 
     @property
     def token_ids(self) -> list[int]:
-        """What has to be prefilled."""
+        """Tokens that have to be prefilled."""
         return self.prompt_ids + self.delivered_ids
 
     @property
@@ -58,15 +59,15 @@ class Attempt:
 
     @property
     def params(self) -> SamplingParams:
-        """What all choices have in common: those of the first."""
+        """Parameters that all choices have in common: those of the first."""
         return next(iter(self.choices.values()))
 
     def sample_row(
         self, params: SamplingParams, output_ids: Sequence[int], grammar: GrammarState | None = None
     ) -> SampleRow:
-        """What the next token after `output_ids` depends on; below min_tokens no stop token can come.
+        """Return what the next token after `output_ids` depends on; below min_tokens no stop token may come.
 
-        Unless nothing else can: what a grammar has completed ends, however short it is.
+        A complete output ends however short it is: a grammar then allows nothing but a stop token.
         """
         too_short = len(output_ids) < self.min_tokens and not (grammar is not None and grammar.complete)
         held_back = tuple(self.stop_token_ids) if too_short else ()
@@ -75,9 +76,9 @@ class Attempt:
     def finish_reason(
         self, token_id: int, count: int, grammar: GrammarState | None
     ) -> work_pb2.FinishReason | None:
-        """Why `token_id`, the output's token number `count`, ends it; None if it does not.
+        """Return why `token_id`, the output's token number `count`, ends it; None if it does not.
 
-        `grammar` is where the output stands after it: what is complete was not cut off, however long it is.
+        `grammar` is the state after it: a complete output was not cut off, however long it is.
         """
         if token_id in self.stop_token_ids or (grammar is not None and grammar.complete):
             return work_pb2.FINISH_REASON_STOP
@@ -87,7 +88,7 @@ class Attempt:
 
     @classmethod
     def from_work(cls, work: work_pb2.Work, *, max_context: int) -> Attempt:
-        """Read the message; `max_tokens` is cut where the model's context ends."""
+        """Return the attempt of a message; `max_tokens` is cut where the model's context ends."""
         prompt_ids = list(work.token_ids[: work.prompt_tokens])
         time_left = work.time_left.ToTimedelta().total_seconds() if work.HasField("time_left") else None
         return cls(
@@ -102,7 +103,7 @@ class Attempt:
             min_tokens=work.stopping.min_tokens,
             max_tokens=min(work.stopping.max_tokens, max_context - len(prompt_ids)),
             cache_namespace=work.cache_namespace,
-            # What is cached is not computed, and has no logits.
+            # Cached tokens are not computed, and have no logits.
             cache_read=work.cache_read and not work.HasField("prompt_logprobs"),
             cache_write=work.cache_write,
             priority=work.priority,
@@ -113,7 +114,7 @@ class Attempt:
 
 
 def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:
-    """The parameters of each choice: the same but for the seed. Equal draws share one object."""
+    """Return the parameters of each choice, which differ in the seed; equal ones are one object."""
     params = _sampling_params(work.sampling)
     if params.greedy or work.sampling.beam_width:
         return dict.fromkeys(work.choices or (0,), params)
@@ -121,15 +122,9 @@ def _choices(work: work_pb2.Work) -> dict[int, SamplingParams]:
 
 
 def _sampling_params(sampling: work_pb2.Sampling) -> SamplingParams:
+    numbers = {name: getattr(sampling, name) for name in SAMPLING_NUMBERS}
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
+        **numbers,
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         bad_words=tuple(tuple(word.ids) for word in sampling.bad_words),

@@ -1,4 +1,4 @@
-"""Settings that both workers have on top of every program's."""
+"""Settings of both workers, on top of every program's."""
 
 from __future__ import annotations
 
@@ -6,53 +6,70 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import CliSuppress
 
-from diptych.runtime.settings import ProgramSettings
+from diptych.runtime.settings import ProgramSettings, internal, setting
 
 MAX_THREADS = 1024
-"""More than machines have cores: where a process gets no more threads, torch or OpenMP may crash it."""
+"""More than machines have cores. Torch or OpenMP may crash a process that gets no more threads."""
 
 
 class WorkerSettings(ProgramSettings):
     """Base of the two workers' settings."""
 
-    threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = Field(
-        0, description="compute threads; 0 = one per core that affinity and CPU limit leave"
+    threads: Annotated[int, Field(ge=0, le=MAX_THREADS)] = setting(
+        0,
+        "Compute threads; 0 takes one per core that affinity and CPU limit leave.",
+        section="Compute",
     )
-    cores_fd: CliSuppress[int | None] = Field(
-        None, description="file on whose bytes the workers of this machine lend each other cores"
+    device: str = setting(
+        "auto",
+        "Device that computes the model: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+        section="Compute",
     )
-    home_cores: CliSuppress[Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")]] = Field(
-        "", description="with cores-fd: numbers of the cores that are this worker's, as in 0,1"
+    backend: Literal["auto", "native", "torch", "triton"] = setting(
+        "auto", "Code that computes the model; triton is for GPUs, the others for CPUs.", section="Compute"
     )
-    machine_cores: CliSuppress[Annotated[int, Field(ge=0)]] = Field(
-        0, description="with cores-fd: how many cores there are to share"
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "Type of cached keys and values; auto keeps the computation type, fp8 is for GPUs.",
+        section="KV cache",
     )
-    replaces: CliSuppress[str] = Field(
-        "", description="ids of dead workers, by comma, in whose place a supervisor has started this one"
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = setting(
+        "auto",
+        "Transport of KV blocks between workers; auto takes the fastest that both sides have.",
+        section="KV transfer",
     )
-    device: str = Field(
-        "auto", description="where the model is computed: cpu, cuda or cuda:N; auto = a GPU if there is one"
+    worker_rpc: Literal["auto", "grpc"] = setting(
+        "auto",
+        "Connection of other processes to this worker; auto takes a Unix socket from within its host.",
+        section="Network",
     )
-    backend: Literal["auto", "native", "torch", "triton"] = Field(
-        "auto", description="how the model is computed; triton is for GPUs, the others for CPUs"
+    advertise_host: str | None = setting(
+        None,
+        "Host name under which gateways and other workers reach this one; default: --host.",
+        section="Network",
+        serving=False,
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto", description="how keys and values are kept: auto = as they are computed; fp8 is for GPUs"
+    worker_shutdown_timeout: Annotated[float, Field(ge=0)] = setting(
+        10.0, "Seconds that running requests get to finish when this worker stops.", section="Shutdown"
     )
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "nccl", "gloo", "tcp"] = Field(
-        "auto", description="how blocks are handed over; auto = what both sides can, fastest first"
+    cores_fd: int | None = internal(
+        None, "File on whose bytes the workers of this machine lend each other cores."
     )
-    links: Literal["auto", "grpc"] = Field(
-        "auto", description="how processes reach this worker: auto = over a Unix socket from within its host"
+    home_cores: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = internal(
+        "", "With cores-fd: numbers of the cores that are this worker's, as in 0,1."
     )
-    advertise_host: str | None = Field(
-        None, description="host name under which gateways and other workers reach this one (default: host)"
+    machine_cores: Annotated[int, Field(ge=0)] = internal(
+        0, "With cores-fd: number of cores that are shared."
     )
-    drain_s: Annotated[float, Field(ge=0)] = Field(
-        10.0, description="seconds that running requests get at shutdown"
+    replaces: str = internal(
+        "", "Ids of dead workers, by comma, in whose place a supervisor has started this one."
     )
+
+    @property
+    def step_pacing(self) -> tuple[float, float]:
+        """Least and most stretch of decode steps (diptych/engine/step_pacing.py)."""
+        return 1.0, 1.0
 
     @field_validator("device")
     @classmethod

@@ -1,4 +1,4 @@
-"""Loading a worker's model: weights, runner, digest, and an inference that shows that it works."""
+"""Loading of a worker's model: weights, CPU policy, runner, digest and self-test."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 
 import torch
 
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.device import choose_device
 from diptych.engine.dtype import Precision, choose_precision
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.loaded_model import Model, load_model, native_step_works
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
+from diptych.engine.step_pacing import StepPacing
 from diptych.engine.usable_cores import usable_cores
 from diptych.engine.weights.checkpoint import is_quantised, weight_bytes
 from diptych.runtime.block_hash import HASH_VERSION
-from diptych.runtime.cpu_time_slice import take_long_turns
+from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.model_digest import model_digest
-from diptych.runtime.settings import cpu_features
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError, cpu_features
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.self_test import probe
+from diptych.worker_process.self_test import run_self_test
 from kvtransfer.drivers.handshake import Fingerprint
 
 log = logging.getLogger(__name__)
 
 LARGEST_BLOCK = 128
-"""Tokens of a KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
+"""Tokens of the largest KV block on a GPU: those of the shortest split (kernels/gpu/decode_splits.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A model that has passed its probe."""
+    """A model that has passed its self-test."""
 
     model: Model
     runner: Runner
@@ -45,7 +46,7 @@ class LoadedEngine:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What another worker must have in common to exchange blocks with this one."""
+        """Properties that another worker must share to exchange blocks with this one."""
         return Fingerprint(
             model_digest=self.digest,
             dtype=self.dtype,
@@ -61,12 +62,12 @@ class LoadedEngine:
 
 
 async def load_engine(settings: WorkerSettings) -> LoadedEngine:
-    """Read the weights and pass the probe, off the event loop: it takes seconds. Raises ProbeFailed."""
+    """Load the model and run its self-test, off the event loop: it takes seconds. Raises SelfTestFailed."""
     return await asyncio.to_thread(_load, settings)
 
 
 def _load(settings: WorkerSettings) -> LoadedEngine:
-    take_long_turns()  # the threads that the first step starts compute later ones too
+    take_long_turns()  # inherited by the threads that the first step starts, which compute later ones too
     started = time.monotonic()
     path = settings.model_path
     device = choose_device(settings.device)
@@ -75,10 +76,18 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
     # Weights are converted in torch: more threads than this worker has cores wait for one another.
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
     model = load_model(path, dtype, backend=settings.backend, device=device, kv_cache=settings.kv_cache_dtype)
-    runner = Runner(model, settings.threads, _core_share(settings, device))
+    cpu = CpuPolicy(
+        model.backend,
+        settings.threads,
+        shared=_shared_cores(settings, device),
+        pacing=StepPacing(*settings.step_pacing),
+        long_turns=take_long_turns,
+        short_turns=take_short_turns,
+    )
+    runner = Runner(model, cpu=cpu)
     layout = model.kv_layout(settings.block_size)
     engine = LoadedEngine(model, runner, layout, model_digest(path), dtype)
-    probe(runner, layout)
+    run_self_test(runner, layout)
     log.info(
         "loaded %s in %.1f s: %s, %s backend, %s, %d threads",
         path.name,
@@ -92,18 +101,21 @@ def _load(settings: WorkerSettings) -> LoadedEngine:
 
 
 class BlockSizeUnfit(StartupError):
-    """Blocks that the device's kernels cannot read."""
+    """A block size that the device's kernels cannot read."""
 
 
 def _check_block_size(tokens: int, device: torch.device) -> None:
-    """Splits of a context are whole blocks on a GPU, and tiles of a power of two."""
+    """Check that blocks fit the kernels: splits of a context are whole blocks, and tiles of a power of two.
+
+    Raises BlockSizeUnfit.
+    """
     if device.type == "cuda" and (tokens & (tokens - 1) or tokens > LARGEST_BLOCK):
         raise BlockSizeUnfit(f"--block-size {tokens}: on a GPU it is a power of two, at most {LARGEST_BLOCK}")
 
 
 def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Precision:
-    if settings.dtype != "auto":
-        return settings.dtype
+    if settings.engine_dtype != "auto":
+        return settings.engine_dtype
     return choose_precision(
         quantised_file=is_quantised(path),
         native=settings.backend != "torch" and native_step_works(),
@@ -113,8 +125,8 @@ def _precision(settings: WorkerSettings, path: Path, device: torch.device) -> Pr
     )
 
 
-def _core_share(settings: WorkerSettings, device: torch.device) -> SharedCores | None:
-    """None where steps are computed on no core of this machine: nobody would gain by theirs waiting."""
+def _shared_cores(settings: WorkerSettings, device: torch.device) -> SharedCores | None:
+    """Return the cores that workers lend each other; None on a device, whose steps need none of them."""
     if settings.cores_fd is None or device.type != "cpu":
         return None
     home = [int(core) for core in settings.home_cores.split(",") if core]

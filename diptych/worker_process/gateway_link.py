@@ -1,8 +1,8 @@
 """The worker's end of a gateway's long-lived stream: hello, messages both ways, loss.
 
-A gateway beats four times a second. One that says nothing for three seconds is gone, or stopped: a stopped
-process keeps its connections. Silence is counted in our own ticks, so that a pause of this process is not
-taken for the gateway's.
+A gateway beats four times a second. One that is silent for three seconds is gone, or stopped: a stopped
+process keeps its connections. Silence is counted in this worker's own ticks, so that a pause of this process
+is not taken for the gateway's.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from diptych.runtime.rpc_streams.stream import Stream as Link
 from diptych.worker.v1 import work_pb2
 
 SILENT_TICKS = 12
-"""Of the worker's heartbeat."""
+"""Heartbeats of the worker after which a silent gateway is taken for lost."""
 _log = logging.getLogger(__name__)
 
 
 class GatewayStream(Protocol):
-    """What a worker has to say to one gateway."""
+    """The messages of a worker to one gateway."""
 
     def messages(self) -> AsyncIterator[Any]:
-        """What to write; ends when the stream is closed."""
+        """Yield the messages to write; ends when the stream is closed."""
         ...
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None: ...
 
     @property
-    def unsaid(self) -> bool:
-        """Whether there is more to write than goes out at once, of requests that are over."""
+    def has_pending(self) -> bool:
+        """True while outputs of requests that have ended are still being written."""
         ...
 
 
@@ -52,88 +52,91 @@ class _Open:
 
 
 def drain_grace_s(drain: work_pb2.Drain) -> float | None:
-    """How long what runs may go on, in seconds; None leaves it to the worker's own setting."""
+    """Return the seconds that running requests get; None leaves it to the worker's own setting."""
     return drain.grace.ToNanoseconds() / 1e9 if drain.HasField("grace") else None
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLinks(Generic[Stream]):
-    """Every gateway's stream into this worker, and what to do with them.
+    """Every gateway's stream into this worker.
 
-    `opened(gateway id)` makes a stream; `heard(message, stream)` gets each message that follows the hello;
-    `lost(stream)` is called once or more when it is over, and must close it.
+    `make_stream(gateway id)` makes a stream; `on_message(message, stream)` gets each message that follows the
+    hello; `on_lost(stream)` is called once or more when it has ended, and must close it.
     """
 
-    greeting: Any
+    hello: Any
     """The worker's hello, in the response message of its service."""
-    opened: Callable[[str], Stream]
-    heard: Callable[[Any, Stream], None]
-    lost: Callable[[Stream], None]
+    make_stream: Callable[[str], Stream]
+    on_message: Callable[[Any, Stream], None]
+    on_lost: Callable[[Stream], None]
     streams: dict[Stream, _Open] = field(default_factory=dict)
-    """Those that are open, in the order in which they came: what is said to all is said in that order."""
+    """Open streams in the order in which they came; broadcasts keep that order."""
 
     async def serve(self, link: Link) -> None:
-        """One stream, from hello to end; `lost` follows however it ends. Raises Refused and StreamLost."""
+        """Serve one stream, from hello to end; `on_lost` follows however it ends.
+
+        Raises Refused and StreamLost.
+        """
         hello = await _first_message(link)
-        gateway = self.opened(hello.gateway_id)
+        gateway = self.make_stream(hello.gateway_id)
         writer = asyncio.create_task(self._write(link, gateway), name="gateway-link-writer")
         reader = asyncio.create_task(self._read(link, gateway), name="gateway-link-reader")
         self.streams[gateway] = _Open(writer)
         try:
             await asyncio.wait((writer,))
             if writer.cancelled():  # by `tick`: it would wait for room as long as the gateway stands still
-                raise StreamLost(grpc.StatusCode.UNAVAILABLE, "the gateway says nothing")
+                raise StreamLost(grpc.StatusCode.UNAVAILABLE, "the gateway is silent")
             writer.result()
         finally:
             reader.cancel()
             writer.cancel()
             self.streams.pop(gateway, None)
-            self.lost(gateway)
+            self.on_lost(gateway)
 
     def tick(self) -> None:
-        """Call it with every heartbeat: ends the streams of gateways that fell silent."""
+        """End the streams of gateways that fell silent. Call it with every heartbeat."""
         for gateway, stream in list(self.streams.items()):
             stream.silent_ticks += 1
             if stream.silent_ticks >= SILENT_TICKS:
-                _log.warning("a gateway says nothing any more; its stream ends")
+                _log.warning("a gateway is silent; its stream ends")
                 stream.writer.cancel()
                 del self.streams[gateway]
-                self.lost(gateway)
+                self.on_lost(gateway)
 
     @property
-    def unsaid(self) -> bool:
-        """See `GatewayStream.unsaid`: of any of them."""
-        return any(gateway.unsaid for gateway in self.streams)
+    def has_pending(self) -> bool:
+        """See `GatewayStream.has_pending`: of any of them."""
+        return any(gateway.has_pending for gateway in self.streams)
 
     def heartbeat(self, beat: work_pb2.Heartbeat) -> None:
-        """Say it to every gateway."""
+        """Send a heartbeat to every gateway."""
         for gateway in tuple(self.streams):
             gateway.heartbeat(beat)
 
     async def _write(self, link: Link, gateway: Stream) -> None:
-        await link.write(self.greeting)
+        await link.write(self.hello)
         async for reply in gateway.messages():
             await link.write(reply)
 
     async def _read(self, link: Link, gateway: Stream) -> None:
-        """Whatever ends it, the stream stays among those whose silence is counted until all is written."""
+        """Read until the stream ends. Its silence is counted until all is written, however reading ends."""
         try:
             # A stream that broke is an end like any other: the attempts on it are cancelled either way.
             with contextlib.suppress(StreamLost):
                 while (message := await link.read()) is not None:
                     if gateway in self.streams:
                         self.streams[gateway].silent_ticks = 0
-                    self.heard(message, gateway)
+                    self.on_message(message, gateway)
         except Exception:
-            # What this message wanted is unknown, so nobody may wait for it: the stream ends, and with it
-            # all that its gateway waits for.
-            _log.exception("a gateway's message could not be taken; its stream ends")
+            # The content of this message is unknown, so that its sender could wait for ever: the stream ends,
+            # and with it all that its gateway waits for.
+            _log.exception("a gateway's message could not be handled; its stream ends")
         finally:
-            self.lost(gateway)
+            self.on_lost(gateway)
 
 
 async def _first_message(link: Link) -> work_pb2.GatewayHello:
-    """The hello with which a stream begins; anything else is refused."""
+    """Return the hello with which a stream begins. Raises Refused for any other message."""
     message = await link.read()
     if message is None or message.WhichOneof("message") != "hello":
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "hello: must be the first message of the stream")

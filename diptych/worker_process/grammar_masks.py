@@ -1,13 +1,13 @@
-"""What may come next in an output that must match a grammar: a mask over the vocabulary, kept token by token.
+"""Masks over the vocabulary for outputs that must match a grammar, kept token by token.
 
 A grammar is compiled for the model's vocabulary and kept; each output begins with a copy of it and
-follows its own tokens. An attempt that takes a request up again follows the tokens delivered so far, which
-costs about 2 µs each.
+follows its own tokens. A later attempt at a request follows the tokens delivered so far, which costs about
+2 µs each.
 
-Copies share the table of their lexer's states, which grows with all that they follow and is full some time
-(`diptych.runtime.grammar.matcher.LIMITS`): from then on none of them can go on. So after so many tokens a grammar is
-compiled anew for the outputs to come, and an output that finds a table full which others filled goes on with
-one of its own.
+Copies share the table of their lexer's states, which grows with every token that one of them follows until it
+is full (`diptych.runtime.grammar.matcher.LIMITS`): then none of them can continue. So after FRESH_TOKENS
+tokens a grammar is compiled anew for later outputs, and an output whose table was filled by others continues
+with a table of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from diptych.worker.v1 import work_pb2
 log = logging.getLogger(__name__)
 
 KEPT: Final = 64
-"""Compiled grammars that are kept, the last used ones."""
+"""Compiled grammars that are kept, the most recently used ones."""
 FRESH_TOKENS: Final = 16_384
-"""A grammar whose copies have followed so many tokens is compiled anew: a choice of a thousand labels fills
+"""Tokens followed by its copies after which a grammar is compiled anew: a choice of a thousand labels fills
 its table in 65,000, and compiling takes milliseconds.
 """
 OWN_TABLES: Final = 4
@@ -60,14 +60,14 @@ class Compiled:
     followed: int = 0
 
     def copy(self) -> LLMatcher | None:
-        """For one more output; None if there is no room for it."""
+        """Return a matcher for one more output; None if the table has no room for it."""
         matcher = self.matcher.deep_copy()
         matcher.compute_bitmask()  # its first mask, which is there already or cannot be made any more
         return None if matcher.is_error() else matcher
 
 
 class GrammarState:
-    """Where one output stands in its grammar; a `TokenMask` of the engine's. Not thread-safe."""
+    """The state of one output in its grammar; a `TokenMask` of the engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GrammarState:
         anew: Callable[[], Compiled],
         output: Iterable[int] = (),
     ) -> None:
-        """`matcher` is a copy of `compiled` that has followed `output`; `anew` compiles the grammar again."""
+        """Take `matcher`, a copy of `compiled` that has followed `output`; `anew` compiles again."""
         self._matcher = matcher
         self._compiled = compiled
         self._anew = anew
@@ -84,18 +84,18 @@ class GrammarState:
         self._allowed = np.zeros((compiled.vocab_size + 31) // 32, dtype=np.int32)
 
     def accept(self, token_id: int) -> None:
-        """The output goes on with `token_id`. One that the mask forbids makes the state `stuck`."""
+        """Follow `token_id`. A token that the mask forbids makes the state `stuck`."""
         self.follow((token_id,))
 
     def follow(self, token_ids: Iterable[int]) -> None:
-        """`accept` all of them."""
+        """Follow each of `token_ids`."""
         tokens = list(token_ids)
         self._output += tokens
         self._compiled.followed += len(tokens)
         self._matcher.consume_tokens(tokens)
 
     def apply(self, scores: npt.NDArray[np.float32]) -> None:
-        """Set what must not come to minus infinity, in place: everything, if the state is `stuck`.
+        """Set the scores of forbidden tokens to minus infinity, in place: all scores of a `stuck` state.
 
         `scores` is `[vocab]`; rows past the vocabulary, which only pad, are forbidden too. Applying twice
         changes nothing, so that a step may be computed again.
@@ -109,17 +109,17 @@ class GrammarState:
         scores[vocab_size:] = -np.inf
 
     def copy(self) -> GrammarState:
-        """The same place in the grammar, for an output that parts from this one."""
+        """Return a state at the same place, for an output that branches off this one."""
         return GrammarState(self._matcher.deep_copy(), self._compiled, self._anew, self._output)
 
     @property
     def complete(self) -> bool:
-        """Whether the output is complete and cannot go on: all that may come now is an end of sequence."""
+        """True if the output is complete: only an end of sequence may follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def stuck(self) -> bool:
-        """Whether the grammar cannot continue: a token broke it, or a mask took too much work."""
+        """True if the grammar cannot continue: a token broke it, or a mask took too much work."""
         return self._matcher.is_error()
 
     def _masked(self) -> bool:
@@ -129,14 +129,14 @@ class GrammarState:
 
     @property
     def _crowded(self) -> bool:
-        """Whether it was others that filled the table: who fills one alone would fill the next one, too, and
-        compiling holds up the step.
+        """True if other outputs filled the table. An output that fills one alone would fill the next one,
+        too, and compiling delays the step.
         """
         full = "too many states" in self._matcher.get_error()
         return full and 2 * len(self._output) < self._compiled.followed
 
     def _begin_anew(self) -> bool:
-        """The same place, in a table of its own."""
+        """Move to a table of its own, at the same place; return whether one could be made."""
         try:
             self._compiled = self._anew()
         except BadGrammar:
@@ -148,7 +148,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles for one model and keeps what was compiled last. The vocabulary is read at the first use."""
+    """Compiled grammars of one model. The vocabulary is read at the first use."""
 
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path
@@ -157,12 +157,13 @@ class Grammars:
         self._own: weakref.WeakSet[Compiled] = weakref.WeakSet()  # those of outputs that began anew
         self._lock = threading.Lock()  # of these
         self._compiling = threading.Lock()  # one at a time: the cores are for steps
-        self._known = ThreadPoolExecutor(1, "known-grammars")  # behind nobody's new one
+        self._known = ThreadPoolExecutor(1, "known-grammars")  # does not wait for a new grammar
 
     def start(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> asyncio.Task[GrammarState]:
-        """The state after the tokens `delivered`, compiled off the event loop. Ends in `BadGrammar` or it.
+        """Start a task, off the event loop, that returns the state after the tokens `delivered`.
 
-        One that is known waits for no new ones, but where its table is full or old.
+        A known grammar does not wait for new ones, unless its table is full or old. The task raises
+        BadGrammar.
         """
         task = asyncio.create_task(self._start(message, tuple(delivered)))
         task.add_done_callback(_seen)
@@ -180,12 +181,12 @@ class Grammars:
         return None if found is None else self._state(*found, grammar, delivered)
 
     def start_now(self, message: work_pb2.Grammar, delivered: Iterable[int] = ()) -> GrammarState:
-        """As `start`, on this thread."""
+        """Return the state as `start` does, on this thread. Raises BadGrammar."""
         grammar = _grammar(message)
         found = self._copied(grammar)
         if found is None:
             with self._compiling:
-                # Somebody may have compiled it meanwhile.
+                # Another thread may have compiled it meanwhile.
                 found = self._copied(grammar) or self._added(grammar)
         return self._state(*found, grammar, delivered)
 
@@ -197,7 +198,7 @@ class Grammars:
         return state
 
     def _copied(self, grammar: Grammar) -> tuple[Compiled, LLMatcher] | None:
-        """A grammar that is kept, and a copy of it; None if there is none, or no room in its table."""
+        """Return a kept grammar and a copy of its matcher; None if there is none, or no room in its table."""
         with self._lock:
             compiled = self._compiled.get(grammar.digest)
             if compiled is None or compiled.followed >= FRESH_TOKENS or (matcher := compiled.copy()) is None:
@@ -206,7 +207,7 @@ class Grammars:
             return compiled, matcher
 
     def _added(self, grammar: Grammar) -> tuple[Compiled, LLMatcher]:
-        """It is compiled, and kept in place of an older one."""
+        """Compile `grammar` and keep it, in place of the least recently used one if there are too many."""
         compiled = self._compile(grammar)
         with self._lock:
             self._compiled[grammar.digest] = compiled
@@ -216,7 +217,7 @@ class Grammars:
         return compiled, compiled.matcher.deep_copy()
 
     def _begin_anew(self, grammar: Grammar) -> Compiled:
-        """A table for one output. Raises `BadGrammar` where too many have one."""
+        """Compile a table for one output. Raises BadGrammar where too many have one."""
         if len(self._own) >= OWN_TABLES:
             raise BadGrammar("takes too much memory")
         compiled = self._compile(grammar)
@@ -244,6 +245,6 @@ def _grammar(message: work_pb2.Grammar) -> Grammar:
 
 
 def _seen(task: asyncio.Task[GrammarState]) -> None:
-    """Of a request that is over nobody asks how its grammar was: that is no error to complain about."""
+    """Retrieve the exception of a task that no request awaits, which asyncio would log else."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""From settings to exit status: what every kind of worker does around its own parts."""
+"""A worker's process from settings to exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diptych.engine.device import DeviceUnavailable
 from diptych.engine.models.shape import UnsupportedModel
 from diptych.engine.weights.canonical import BadModelFile
 from diptych.runtime.process import leave
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.runtime.telemetry import Telemetry
 from diptych.worker_process.config import WorkerSettings
 from diptych.worker_process.engine_loader import LoadedEngine, load_engine
@@ -29,14 +29,14 @@ _MISTAKES = (
     UnsupportedModel,
     torch.OutOfMemoryError,
 )
-"""What the engine, which knows nothing of programs, says of files and devices that it cannot work with."""
+"""Errors of the engine, which knows no programs, for files and devices that it cannot work with."""
 
 
 class Worker(Protocol):
-    """One kind of worker, put together."""
+    """A prefill or decode worker."""
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop` is set; the process's exit status."""
+        """Serve until `stop` is set; return the process's exit status."""
         ...
 
 
@@ -48,7 +48,7 @@ async def serve_worker(
     stop: asyncio.Event,
     make: Callable[[Settings, LoadedEngine, Telemetry], Worker],
 ) -> int:
-    """Load the model, serve until `stop`, drain; the process's exit status. Raises CannotStart."""
+    """Load the model, serve until `stop`, drain; return the process's exit status. Raises StartupError."""
     telemetry = Telemetry.start(f"diptych-{settings.program}", settings.worker_id)
     try:
         try:
@@ -61,7 +61,7 @@ async def serve_worker(
 
 
 async def _loaded_unless(stop: asyncio.Event, settings: WorkerSettings) -> LoadedEngine:
-    """Does not return if `stop` is set before: nothing but the process's end ends the thread that loads."""
+    """Return the engine; exit the process if `stop` is set first: nothing else ends the thread that loads."""
     loading = asyncio.ensure_future(load_engine(settings))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)

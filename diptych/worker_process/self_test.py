@@ -14,7 +14,7 @@ import torch
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVLayout
 from diptych.engine.runner import Runner
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 PROMPT_TOKENS = 17  # more than one block of the default size, and a partial one
 STEPS = 2
@@ -25,20 +25,23 @@ class SelfTestFailed(StartupError, RuntimeError):
     """The engine must not serve."""
 
 
-def probe(runner: Runner, layout: KVLayout) -> None:
-    """Prefill and decode a few tokens in throw-away memory, twice. Raises ProbeFailed."""
+def run_self_test(runner: Runner, layout: KVLayout) -> None:
+    """Prefill and decode a few tokens in throw-away memory, twice. Raises SelfTestFailed."""
     first, second = _logits(runner, layout), _logits(runner, layout)
-    runner.rest()
-    check(first, second)
+    runner.cpu.yield_()
+    compare_logits(first, second)
 
 
-def check(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Raises ProbeFailed unless all numbers are finite, and both times the same."""
+def compare_logits(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    """Compare the logits `[1, vocab]` of each step in two runs.
+
+    Raises SelfTestFailed unless all are finite, and both runs the same.
+    """
     for step, (one, other) in enumerate(zip(first, second, strict=True)):
         if not bool(torch.isfinite(one).all()) or not bool(torch.isfinite(other).all()):
-            raise SelfTestFailed(f"step {step} of the probe gave logits that are not finite")
+            raise SelfTestFailed(f"step {step} of the self-test gave logits that are not finite")
         if not torch.allclose(one, other, rtol=CLOSE, atol=CLOSE):
-            raise SelfTestFailed(f"step {step} of the probe gave other logits the second time")
+            raise SelfTestFailed(f"step {step} of the self-test gave other logits the second time")
 
 
 def _logits(runner: Runner, layout: KVLayout) -> list[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""The shell around a worker's engine loop: server, directory, heartbeats, metrics, drain.
+"""The server of a worker: ports, directory, heartbeats, metrics and drain around its engine loop.
 
-A worker is ready when its weights are loaded and a probe inference has passed; until then it is in no
-directory. At SIGTERM, or when it is told to drain, it says so to its gateways and leaves the directory, lets
-what runs finish for the first half of its grace, hands the rest back to its gateways, which move it, and
-ends. SIGTERM cuts a longer grace that it was told to drain with.
+A worker is ready when its weights are loaded and its self-test has passed; until then it is in no directory.
+At SIGTERM, or at a Drain message, it reports that to its gateways and leaves the directory, lets running
+requests finish for the first half of its grace, returns the others to their gateways, which move them, and
+exits. SIGTERM shortens a longer grace of the Drain message.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -24,90 +25,110 @@ from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.config import WorkerSettings
-from diptych.worker_process.drain_deadline import DrainDeadline
 from diptych.worker_process.engine_loader import LoadedEngine
-from diptych.worker_process.heartbeat import heartbeat
-from diptych.worker_process.worker_spec import WorkerSpec
+from diptych.worker_process.worker_spec import WorkerSpec, heartbeat
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-"""On two cores that compute in step each wakeup stops both: ten a second cost prompts another hundredth."""
+"""Each wakeup stops both of two cores that compute in step: ten a second cost prompts one per cent more."""
 STUCK_S = 60.0
-"""A step that is so far past its own generous prediction will not end: somebody should end the process."""
-LAST_WORDS_S = 0.2
-"""For what was said last to be written, before streams are ended."""
+"""A step that is so far past its own generous prediction will not end: GET /health fails."""
+LAST_MESSAGES_S = 0.2
+"""For the last messages to be written, before streams are ended."""
 CLOSE_S = 1.0
-"""A step gets so long to end when everything else has; whoever waited for it is gone."""
+"""For the running step to end after everything else: its requests are gone."""
+FINISHING_SHARE = 0.5
+"""Part of the grace in which requests may finish; returned ones have as long to find another worker."""
+HAND_BACK_S = 1.0
+"""For a step that still writes returned requests to end and report it."""
+
+
+class DrainDeadline:
+    """The times of a drain: at `hand_back_at` unfinished requests are returned, at `end_at` the worker exits.
+
+    Times are seconds on any one clock.
+    """
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self.hand_back_at = self.end_at = math.inf
+        self.shorten(seconds, now)
+
+    def shorten(self, seconds: float, now: float) -> None:
+        """Allow at most `seconds` from `now` on. A later call with the same seconds changes nothing."""
+        finishing_s = FINISHING_SHARE * seconds
+        self.hand_back_at = min(self.hand_back_at, now + finishing_s)
+        self.end_at = min(self.end_at, now + max(seconds, finishing_s + HAND_BACK_S))
 
 
 class WorkerServer:
     """Runs one worker from bound port to drained exit."""
 
-    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, kind: WorkerSpec) -> None:
+    def __init__(self, settings: WorkerSettings, engine: LoadedEngine, spec: WorkerSpec) -> None:
         self._settings = settings
         self._engine = engine
-        self._kind = kind
-        self._loop = kind.loop
+        self._spec = spec
+        self._loop = spec.loop
         self._publisher: DirectoryPublisher | None = None
-        self._grace_s = settings.drain_s
-        self._drain_asked = asyncio.Event()
-        kind.metrics.running.set_function(lambda: self._loop.num_running)
-        kind.metrics.waiting.set_function(lambda: self._loop.num_waiting)
-        kind.metrics.directory_connected.set_function(
+        self._grace_s = settings.worker_shutdown_timeout
+        self._drain_requested = asyncio.Event()
+        spec.metrics.running.set_function(lambda: self._loop.num_running)
+        spec.metrics.waiting.set_function(lambda: self._loop.num_waiting)
+        spec.metrics.directory_connected.set_function(
             lambda: float(self._publisher is not None and self._publisher.connected)
         )
         engine.runner.on_step = self._count_step
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop` is set or `drain` is called; returns the exit status."""
+        """Serve until `stop` is set or `drain` is called; return the exit status."""
         settings = self._settings
         server = make_server(internal=True)
-        services = self._kind.services
+        services = self._spec.services
         add_links(server, services)
         health = await add_health_and_reflection(server, [service.method.service for service in services])
         port = bind(server, settings.host, settings.grpc_port, settings.insecure)
         await server.start()
         address = join_host_port(settings.advertise_host or settings.host, port)
-        door = UnixServer(services)
-        if settings.links == "auto":
-            await door.open(address)
+        unix_server = UnixServer(services)
+        if settings.worker_rpc == "auto":
+            await unix_server.open(address)
         http = await HttpEdge.start(
             settings.host,
             settings.http_port,
-            registry=self._kind.registry,
-            ready=lambda: not self._why_not_ready(),
-            why_not_ready=self._why_not_ready,
-            alive=lambda: self._loop.clock.late_s(time.monotonic()) < STUCK_S,
+            registry=self._spec.registry,
+            ready=lambda: not self._not_ready_reason(),
+            why_not_ready=self._not_ready_reason,
+            alive=lambda: self._loop.watchdog.late_s(time.monotonic()) < STUCK_S,
             insecure=settings.insecure,
+            config_digest=settings.digest,
         )
         engine = asyncio.create_task(self._loop.run(), name="engine-loop")
-        beat = asyncio.create_task(self._beat(), name="heartbeat")
+        beat = asyncio.create_task(self._send_heartbeats(), name="heartbeat")
         record = self._record(address)
-        self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._kind.owned_keys)
+        self._publisher = DirectoryPublisher(settings.redis_url, record, owned_keys=self._spec.owned_keys)
         await self._publisher.start()
         await health.set_ready(True)
         announce_ready(settings, {"grpc_port": port, "http_port": http.port})
-        status = await _until(stop, self._drain_asked, engine, beat)
+        status = await _until(stop, self._drain_requested, engine, beat)
         self._loop.draining = True
-        self._beat_once()  # the gateways need not wait to learn that nothing new is taken
+        self._send_heartbeat()  # gateways learn at once that nothing new is taken
         await health.set_ready(False)
         await self._publisher.close()
         if status == 0:
             status = await self._drain(stop, engine, beat)
-        await door.close(LAST_WORDS_S)
-        await server.stop(LAST_WORDS_S)
+        await unix_server.close(LAST_MESSAGES_S)
+        await server.stop(LAST_MESSAGES_S)
         await _end(engine, beat)
         await self._close()
         await http.close()
         return status
 
     def _count_step(self, seconds: float, tokens: int) -> None:
-        self._kind.metrics.step_duration.observe(seconds)
-        self._kind.metrics.step_tokens.inc(tokens)
+        self._spec.metrics.step_duration.observe(seconds)
+        self._spec.metrics.step_tokens.inc(tokens)
 
     def prefix_changed(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Tell the directory which prefixes came and went."""
+        """Publish to the directory which prefixes were added and removed."""
         if self._publisher is not None:
             self._publisher.prefix_changed(list(added), list(removed))
 
@@ -115,7 +136,7 @@ class WorkerServer:
         fingerprint = self._engine.fingerprint
         return WorkerRecord(
             worker_id=self._settings.worker_id,
-            role=self._kind.role,
+            role=self._spec.role,
             address=address,
             incarnation=incarnation(),
             model_digest=fingerprint.model_digest,
@@ -125,68 +146,66 @@ class WorkerServer:
             kv_layout=fingerprint.kv_layout,
             block_size=fingerprint.block_size,
             max_context=self._engine.model.shape.max_context,
-            total_blocks=self._kind.total_blocks,
+            total_blocks=self._spec.total_blocks,
             num_threads=self._engine.runner.threads,
             replaces=self._settings.replaces,
         )
 
     def drain(self, grace_s: float | None = None) -> None:
-        """Take nothing new from now on; let what is here finish for so long (None: as SIGTERM does), and
-        end.
-        """
+        """Take nothing new, let requests finish for `grace_s` seconds (None: as at SIGTERM), and exit."""
         self._loop.draining = True
         if grace_s is not None:
             self._grace_s = grace_s
-        log.info("told to drain within %.1f s", self._grace_s)
-        self._drain_asked.set()
+        log.info("draining within %.1f s", self._grace_s)
+        self._drain_requested.set()
 
     async def _drain(self, stop: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
-        """Let what is here finish; what does not in its share of the grace goes back to its gateways.
+        """Let requests finish; return those that do not in time to their gateways.
 
-        The exit status: 1 where one of `tasks`, which should never end, did.
+        Returns the exit status: 1 where one of `tasks`, which should never end, did.
         """
         loop, handed_back = self._loop, False
-        grace = DrainDeadline(self._grace_s, time.monotonic())
-        while loop.num_running + loop.num_waiting or self._kind.gateways.unsaid:
+        deadline = DrainDeadline(self._grace_s, time.monotonic())
+        while loop.num_running + loop.num_waiting or self._spec.gateways.has_pending:
             if _ended(tasks):
                 return 1
             now = time.monotonic()
             if stop.is_set():
-                grace.cut(self._settings.drain_s, now)
-            if now > grace.over_at:
+                deadline.shorten(self._settings.worker_shutdown_timeout, now)
+            if now > deadline.end_at:
                 break
-            if now > grace.hand_back_at and not handed_back:
-                log.warning("not everything finished in time: it goes elsewhere")
+            if now > deadline.hand_back_at and not handed_back:
+                log.warning("not every request finished in time: the others are returned to their gateways")
                 loop.hand_back()
                 handed_back = True
             await asyncio.sleep(0.05)
         return 0
 
     async def _close(self) -> None:
-        """Wait for a step that is still computed, and hear signals meanwhile. One that never ends is left."""
+        """Wait for the running step, without blocking signals; exit without one that never ends."""
         closing = asyncio.create_task(asyncio.to_thread(self._loop.close))
         if not (await asyncio.wait((closing,), timeout=CLOSE_S))[0]:
-            log.error("the step that is being computed does not end: leaving without it")
-            self._engine.runner.rest()  # else its neighbours on the cores would go on waiting for it
+            log.error("the running step does not end: exiting without it")
+            self._engine.runner.cpu.yield_()  # else workers that share its cores would wait for it
             leave(1)
         await closing
 
-    def _beat_once(self) -> work_pb2.Load:
-        load = self._kind.load()
-        self._kind.gateways.heartbeat(heartbeat(self._loop, load))
+    def _send_heartbeat(self) -> work_pb2.Load:
+        load = self._spec.load()
+        self._spec.gateways.heartbeat(heartbeat(self._loop, load))
         return load
 
-    def _why_not_ready(self) -> str:
-        """What keeps it from taking requests, in a line; empty for nothing."""
+    def _not_ready_reason(self) -> str:
+        """Return the reason why the worker takes no requests, in a line; empty if it does."""
         if self._publisher is not None and self._publisher.replaced:
             return "another process has its worker id"
-        return "it drains" if self._loop.draining else ""
+        return "draining" if self._loop.draining else ""
 
-    async def _beat(self) -> None:
-        """Say four times a second that the engine moves, or how late its step is, and how loaded it is."""
+    async def _send_heartbeats(self) -> None:
+        """Send the engine's progress, or how late its step is, and its load to gateways and directory."""
         while True:
-            self._kind.gateways.tick()
-            load = self._beat_once()
+            self._spec.gateways.tick()
+            load = self._send_heartbeat()
             if self._publisher is not None:
                 self._publisher.set_load(
                     running=load.running,
@@ -199,7 +218,7 @@ class WorkerServer:
 
 
 async def _until(stop: asyncio.Event, drain: asyncio.Event, *tasks: asyncio.Task[None]) -> int:
-    """Wait for one of the signals (0) or the end of a task that should never end (1)."""
+    """Wait for one of the events, and return 0, or for the end of a task that should never end: 1."""
     signals = [asyncio.create_task(event.wait()) for event in (stop, drain)]
     await asyncio.wait([*signals, *tasks], return_when=asyncio.FIRST_COMPLETED)
     for signal in signals:
@@ -211,7 +230,7 @@ async def _until(stop: asyncio.Event, drain: asyncio.Event, *tasks: asyncio.Task
 
 
 def _ended(tasks: Sequence[asyncio.Task[None]]) -> bool:
-    """Whether one of these, which should never end, has; the log says why."""
+    """Return whether one of these tasks, which should never end, has, and log why."""
     over = [task for task in tasks if task.done()]
     for task in over:
         if not task.cancelled() and (error := task.exception()) is not None:

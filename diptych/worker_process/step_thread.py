@@ -1,4 +1,4 @@
-"""The step that a worker's engine computes now: on its own thread, abortable, and robust against bad rows."""
+"""The engine's thread of a worker: computes its steps, abortable, and contains rows that fail."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from diptych.engine.batch import AbortWords
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.sampling import SampleFailure
-from diptych.runtime.cpu_time_slice import take_long_turns, take_short_turns
 from diptych.runtime.failpoints import failpoint
 from diptych.worker_process.step_watchdog import StepWatchdog
 
@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 
-SLOW_STEP_S = 0.15  # what the failpoint `worker.slow_step` adds to every step
+SLOW_STEP_S = 0.15  # added to every step by the failpoint `worker.slow_step`
 
 
 @dataclass(frozen=True, eq=False)
 class InFlight(Generic[Owner]):
-    """A step that was begun: the owner of each row, and the words by which rows are given up."""
+    """A step that was begun: the owner of each row, and the words by which rows are aborted."""
 
     owners: Sequence[Owner]
     abort: AbortWords
@@ -35,37 +35,37 @@ class InFlight(Generic[Owner]):
 class StepThread(Generic[Owner]):
     """Computes one step at a time. While it does, the blocks of each owner of a row are being written."""
 
-    def __init__(self, *, computes: bool = True) -> None:
-        """`computes`: on the thread itself, which else waits for a device, or a thread of the backend's."""
-        turns = take_long_turns if computes else take_short_turns
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=turns)
+    def __init__(self, cpu: CpuPolicy | None = None) -> None:
+        """Start no thread yet; the first step does, with the turns on the CPU that `cpu` gives it."""
+        initializer = None if cpu is None else cpu.enter_engine_thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=initializer)
         self._flights: list[InFlight[Owner]] = []
-        self.clock = StepWatchdog()
+        self.watchdog = StepWatchdog()
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed."""
+        """True while a step is being computed."""
         return bool(self._flights)
 
     def writes(self, owner: Owner) -> bool:
-        """Whether the blocks of `owner` are being written."""
+        """Return whether the blocks of `owner` are being written."""
         return any(one is owner for flight in self._flights for one in flight.owners)
 
     def abort(self, owner: Owner) -> None:
-        """Nobody wants the row of `owner` any more: it ends within a layer, and writes until then."""
+        """Abort the rows of `owner`: they end within a layer, and are written until then."""
         for flight in self._flights:
             for number, one in enumerate(flight.owners):
                 if one is owner:
                     flight.abort.abort(number)
 
     def begin(self, owners: Sequence[Owner]) -> InFlight[Owner]:
-        """From now on the blocks of these are being written: a step is begun, or will be."""
+        """Mark the blocks of `owners` as being written: a step is begun, or will be."""
         flight = InFlight(owners, AbortWords(len(owners)))
         self._flights.append(flight)
         return flight
 
     def end(self, flight: InFlight[Owner]) -> None:
-        """The step is over."""
+        """Mark the step as ended: it writes no more."""
         self._flights.remove(flight)
 
     async def compute(
@@ -75,7 +75,7 @@ class StepThread(Generic[Owner]):
         compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
         tokens: int | None = None,
     ) -> Sequence[Result | SampleFailure]:
-        """`compute_rows` on the engine's thread; one owner a row. `tokens` in all (default: one a row).
+        """Run `compute_rows` on the engine's thread; one owner a row. `tokens` in all (default: one a row).
 
         When this call is cancelled the thread goes on, and so the owners stay: their blocks are not free.
         """
@@ -90,18 +90,18 @@ class StepThread(Generic[Owner]):
         rows: Sequence[Row],
         compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
         tokens: int | None = None,
-        computed: Callable[[], Awaitable[bool]] | None = None,
+        completion: Callable[[], Awaitable[bool]] | None = None,
     ) -> Sequence[Result | SampleFailure]:
-        """As `compute`, of a step that was begun and is not ended by this.
+        """Compute a step as `compute` does that was begun before and is not ended by this call.
 
-        `computed` may wait for the step on the event loop: where it gives True, `compute` has nothing to wait
-        for any more and is called there.
+        `completion` may wait for the step on the event loop: where it returns True, `compute` has nothing to
+        wait for any more and is called there.
         """
-        self.clock.begin(len(rows) if tokens is None else tokens, time.monotonic())
+        self.watchdog.begin(len(rows) if tokens is None else tokens, time.monotonic())
         if failpoint("worker.slow_step"):
             await asyncio.sleep(SLOW_STEP_S)
-        results = await self._results(flight, rows, compute, computed)
-        self.clock.end(time.monotonic())
+        results = await self._results(flight, rows, compute, completion)
+        self.watchdog.end(time.monotonic())
         return results
 
     async def _results(
@@ -109,25 +109,25 @@ class StepThread(Generic[Owner]):
         flight: InFlight[Owner],
         rows: Sequence[Row],
         compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
-        computed: Callable[[], Awaitable[bool]] | None,
+        completion: Callable[[], Awaitable[bool]] | None,
     ) -> Sequence[Result | SampleFailure]:
         work = compute_rows
-        if computed is not None:
+        if completion is not None:
             try:
-                if await computed():
+                if await completion():
                     return compute(rows, flight.abort)
             except Exception:
-                _tell_failed(rows)
+                _log_failure(rows)
                 work = compute_parts
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute, self._again)
+        return await loop.run_in_executor(self._thread, work, rows, flight.abort, compute, self._on_retry)
 
-    def _again(self) -> None:
-        """On the engine's thread: a part of the step that failed is computed."""
-        self.clock.again(time.monotonic())
+    def _on_retry(self) -> None:
+        """Record, on the engine's thread, that a part of a failed step begins."""
+        self.watchdog.retry(time.monotonic())
 
     def close(self) -> None:
-        """Wait for the step, and make no other."""
+        """Wait for the step that is being computed, and compute no other."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
@@ -135,29 +135,29 @@ def compute_rows(
     rows: Sequence[Row],
     abort: AbortWords,
     compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
-    again: Callable[[], None],
+    on_retry: Callable[[], None],
 ) -> Sequence[Result | SampleFailure]:
-    """The results of `rows`, in order; SampleFailure for a row that raises even when it is alone.
+    """Return the results of `rows`, in order; SampleFailure for a row that raises even when it is alone.
 
     Computing a row twice is safe: it writes the same keys and values to the same places. Runs on the
-    engine's thread; the words of `abort` go on counting for each row. `again` is called before each part of
+    engine's thread; the words of `abort` keep counting for each row. `on_retry` is called before each part of
     a step that failed.
     """
     try:
         return compute(rows, abort)
     except Exception:
-        _tell_failed(rows)
-    return compute_parts(rows, abort, compute, again)
+        _log_failure(rows)
+    return compute_parts(rows, abort, compute, on_retry)
 
 
 def compute_parts(
     rows: Sequence[Row],
     abort: AbortWords,
     compute: Callable[[Sequence[Row], AbortWords], Sequence[Result]],
-    again: Callable[[], None],
+    on_retry: Callable[[], None],
 ) -> Sequence[Result | SampleFailure]:
-    """The results of `rows`, which failed together: each half is a step of its own, and so on. As
-    `compute_rows`.
+    """Return the results of `rows`, which failed together, as `compute_rows` does: each half is a step of its
+    own, and so on.
 
     One bad row of n costs 2 log2 n steps, and all others are in one of them. A row that failed alone gets
     another try: launched steps fail for reasons that are not the row's.
@@ -166,18 +166,18 @@ def compute_parts(
     results: list[Result | SampleFailure] = []
     for part in (slice(middle), slice(middle, None)) if middle else (slice(None),):
         some, words = list(rows[part]), AbortWords(1)
-        words.words = abort.words[part]  # a view: whoever sets the step's word sets this one
-        again()
+        words.words = abort.words[part]  # a view: setting a word of the step sets it here
+        on_retry()
         try:
             results += compute(some, words)
         except Exception as error:
             if len(some) == 1:
                 results.append(SampleFailure(f"step failed: {type(error).__name__}"))
             else:
-                results += compute_parts(some, words, compute, again)
+                results += compute_parts(some, words, compute, on_retry)
     return results
 
 
-def _tell_failed(rows: Sequence[Row]) -> None:
-    """The exception that is being handled, in the log."""
+def _log_failure(rows: Sequence[Row]) -> None:
+    """Log the exception that is being handled."""
     _log.exception("a step of %d rows failed; its halves are computed apart", len(rows))

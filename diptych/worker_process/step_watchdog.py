@@ -1,4 +1,4 @@
-"""How long steps take here, how long the running one should take, and by how much it is late. Pure.
+"""Durations of a worker's steps, the expected one of the running step, and by how much it is late. Pure.
 
 Steps are kept by size class, the power of two at or below the number of tokens that they compute: a step of
 forty prompt tokens says little about one of four hundred. A step is late when it takes `MARGIN` times as long
@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass
 
 KEPT = 32  # steps of a class
-RECENT_S = 5.0  # what is older says nothing about how the worker does now
+RECENT_S = 5.0  # older steps say nothing about the worker's present speed
 MARGIN = 4.0
 LEAST_S = 0.5
-FIRST_S = 30.0  # for the first step of all, of which nothing is known
+FIRST_S = 30.0  # for the first step of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +29,34 @@ class StepTime:
 
 
 def size_class(tokens: int) -> int:
-    """Steps of 2^c to 2^(c+1)-1 tokens are of class c."""
+    """Return the class c of steps of 2^c to 2^(c+1)-1 tokens."""
     return max(tokens, 1).bit_length() - 1
 
 
 class StepWatchdog:
-    """Told of every step's begin and end; ``now`` is seconds on any monotonic clock."""
+    """Record the begin and end of every step; ``now`` is seconds on any monotonic clock."""
 
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[float, float]]] = {}  # by class: (end, seconds)
         self._running: tuple[float, int] | None = None  # (begin, class)
-        self._failed = False  # the running step, before it was begun again
-        self._since = 0.0  # what is being computed of it
+        self._failed = False  # the running step, before a part of it was begun again
+        self._since = 0.0  # begin of the part that is being computed
 
     def begin(self, tokens: int, now: float) -> None:
-        """A step of so many tokens begins."""
+        """Record the begin of a step of `tokens` tokens."""
         kind = size_class(tokens)
         self._running, self._failed, self._since = (now, kind), False, now
 
-    def again(self, now: float) -> None:
-        """The running step failed, and a part of it begins: it is due when the whole was. Any thread."""
+    def retry(self, now: float) -> None:
+        """Record that the running step failed and a part of it begins, which is due when the whole was.
+
+        Any thread may call it.
+        """
         if self._running is not None:
             self._failed, self._since = True, now
 
     def end(self, now: float) -> None:
-        """It is over. How long one took that failed says nothing about others."""
+        """Record the end of the running step. The length of one that failed says nothing about others."""
         if self._running is None:
             return
         begun, kind = self._running
@@ -63,13 +66,13 @@ class StepWatchdog:
         self._steps.setdefault(kind, deque(maxlen=KEPT)).append((now, now - begun))
 
     def late_s(self, now: float) -> float:
-        """By how much the running step is past its predicted end; 0 while it is not, and between steps."""
+        """Return the seconds that the running step is past its predicted end; 0 between steps."""
         if self._running is None:
             return 0.0
         return max(now - self._since - self._predicted_s(self._running[1]), 0.0)
 
     def times(self, now: float) -> list[StepTime]:
-        """What the last seconds' steps took, for comparison with other workers."""
+        """Return the times of the last seconds' steps, for comparison with other workers."""
         found = []
         for kind, steps in sorted(self._steps.items()):
             recent = [seconds for ended, seconds in steps if now - ended <= RECENT_S]

@@ -1,7 +1,8 @@
-"""What tells one kind of worker from another, as the shell around both needs it."""
+"""The differences between prefill and decode workers that their server needs, and the heartbeat of both."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,22 +15,23 @@ from diptych.runtime.rpc_streams.stream import LinkService
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.gateway_link import GatewayLinks
 from diptych.worker_process.step_watchdog import StepWatchdog
+from kvtransfer.drivers.types import Heartbeat
 
 
 class EngineLoop(Protocol):
-    """What the shell needs of a worker's loop."""
+    """A worker's engine loop, as its server sees it."""
 
     steps: int
     draining: bool
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed now: who is busy and takes no step for long is stuck."""
+        """True while a step is being computed: a worker that is busy and ends no step for long is stuck."""
         ...
 
     @property
-    def clock(self) -> StepWatchdog:
-        """How long its steps take."""
+    def watchdog(self) -> StepWatchdog:
+        """Durations of its steps."""
         ...
 
     @property
@@ -39,27 +41,42 @@ class EngineLoop(Protocol):
     async def run(self) -> None: ...
     def tick(self, now: float) -> None: ...
     def hand_back(self) -> None:
-        """Give every request back to its gateway, which places it elsewhere."""
+        """Return every request to its gateway, which places it elsewhere."""
         ...
 
     def close(self) -> None:
-        """Wait for the step that is being computed. On any thread, once `run` is over."""
+        """Wait for the step that is being computed. Call it on any thread, once `run` has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker's loop, edges and numbers."""
+    """The loop, services and numbers of a worker."""
 
     role: Role
     loop: EngineLoop
     services: Sequence[LinkService]
-    """All that it serves."""
     gateways: GatewayLinks[Any]
     load: Callable[[], work_pb2.Load]
     metrics: WorkerMetrics
     registry: CollectorRegistry
     total_blocks: int = 0
-    """Blocks of the pool that others can be granted."""
+    """Blocks of the pool that prefill workers can be granted."""
     owned_keys: Callable[[], Collection[bytes]] = list
     """Prefixes that the directory may name as held here."""
+
+
+def engine_heartbeat(loop: EngineLoop) -> Heartbeat:
+    """Return the state of the engine now, for the links to workers of the other role."""
+    return Heartbeat(loop.steps, loop.busy, loop.watchdog.late_s(time.monotonic()))
+
+
+def heartbeat(loop: EngineLoop, load: work_pb2.Load) -> work_pb2.Heartbeat:
+    """Return the heartbeat for gateways; completes `load` with step times and the drain state."""
+    for one in loop.watchdog.times(time.monotonic()):
+        step_time = load.step_times.add(size_class=one.size_class, steps=one.steps)
+        step_time.median.FromNanoseconds(round(one.median_s * 1e9))
+    load.draining = loop.draining
+    beat = engine_heartbeat(loop).to_proto()
+    beat.load.CopyFrom(load)
+    return beat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from diptych.parameters import SAMPLING_NUMBERS
 from diptych.runtime.grammar.grammar import Kind
 from diptych.worker.v1 import work_pb2
 from gateway.access.access import DEFAULT_TENANT
@@ -80,14 +81,7 @@ def build_work(
         token_ids=attempt.token_ids,
         prompt_tokens=job.prompt_tokens,
         sampling=work_pb2.Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=sampling.seed,
+            **{name: getattr(sampling, name) for name in SAMPLING_NUMBERS},
             logit_bias=sampling.logit_bias,
             allowed_token_ids=sampling.allowed_token_ids,
             bad_words=[work_pb2.TokenSequence(ids=word) for word in sampling.bad_words],

@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from diptych.runtime.tokenizer.control_tokens import ControlToken, ControlTokens
 from gateway import limits
 from gateway.tools.tool import Tool, ToolCall

@@ -1,1 +1,1 @@
-"""From a caller's message to checked, plain values: the bad field is named before anything runs."""
+"""Validation: a caller's message → checked, plain values, or an error that names the bad field."""

@@ -1,4 +1,4 @@
-"""One generation request after validation: plain values, every default resolved, nothing left to check.
+"""Generation request after validation: plain values, every default resolved, nothing left to check.
 
 Made by ``gateway.request.validation.parse_request``; protobuf ends there. What a caller wrote (ids, stop
 strings, salt, the names it chose) stays out of ``repr``, so that a log line cannot carry it by accident.
@@ -6,28 +6,12 @@ strings, salt, the names it chose) stays out of ``repr``, so that a log line can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gateway.request.constraint import Constraint
+from diptych.parameters import Sampling
+from gateway.request.structured_output import Constraint
 from gateway.tools.tool import Toolbox
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Resolved sampling values, in the meaning of ``diptych.worker.v1.Sampling``."""
-
-    temperature: float  # 0 = greedy
-    top_p: float  # in (0, 1], 1 = off
-    top_k: int  # 0 = off, else at most the vocabulary size
-    min_p: float  # in [0, 1], 0 = off
-    frequency_penalty: float  # 0 = off
-    presence_penalty: float  # 0 = off
-    repetition_penalty: float  # > 0, 1 = off
-    seed: int  # in [0, 2**64): a caller's signed seed in two's complement, else a fresh random one
-    logit_bias: Mapping[int, float] = field(default_factory=dict, repr=False)  # by token id
-    allowed_token_ids: tuple[int, ...] = field(default=(), repr=False)  # empty = all
-    bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # tokens of each, at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +57,7 @@ class ParsedRequest:
 
     @property
     def worker_logprobs(self) -> int | None:
-        """Alternatives that the workers tell with each token; None = tokens without scores."""
+        """Alternatives that the workers send with each token; None = tokens without scores."""
         # The best are chosen by the scores of their tokens.
         return 0 if self.logprobs is None and self.best_of is not None else self.logprobs
 

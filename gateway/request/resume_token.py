@@ -1,8 +1,8 @@
-"""What a client needs to go on with a broken stream at any gateway of the same secret: a signed token.
+"""Signed token with which a client continues a broken stream at any gateway of the same secret.
 
-The token says how the request was resolved (its seed, its limit) and binds that to the request by a digest.
+The token holds how the request was resolved (its seed, its limit), bound to the request by a digest.
 The client sends the request again with it and with the ids that it has. It holds no text, no ids and no
-address: a keyed digest, a seed and two numbers say nothing to who has not the key.
+address: a keyed digest, a seed and two numbers mean nothing without the key.
 
     version 2 | expires, seconds since 1970, 8 | seed, 8 | max_tokens, 4 | digest, 16 | MAC, 16
 
@@ -18,22 +18,26 @@ import hashlib
 import hmac
 import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Final, NamedTuple
 
-from diptych.runtime.errors import InvalidParameter
+from diptych.parameters import OFF, Sampling
+from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from gateway.request.parsed_request import ParsedRequest
 
 FIELD: Final = "resume_token"
+RECEIVED: Final = "received_token_ids"
 LIFETIME_S: Final = 3600
 VERSION: Final = 2
+_PARAMETERS_OF_VERSION: Final = 11  # fields of `Sampling`
 _BODY: Final = struct.Struct(">BQQI16s")
 _MAC_BYTES: Final = 16
 _CHARS: Final = -(-(_BODY.size + _MAC_BYTES) * 4 // 3)
 
 
 class Opened(NamedTuple):
-    """What a genuine token says."""
+    """Content of a genuine token."""
 
     seed: int
     max_tokens: int
@@ -41,7 +45,7 @@ class Opened(NamedTuple):
 
 
 class ResumeTokens:
-    """Makes and reads tokens.
+    """Maker and reader of tokens.
 
     Args:
         secret: of the fleet, the same for all gateways that take over from one another.
@@ -55,13 +59,13 @@ class ResumeTokens:
         self._clock = wall_clock
 
     def issue(self, request: ParsedRequest, max_tokens: int, tenant: str) -> str:
-        """For a tenant's request that was resolved so; ``max_tokens`` is of the whole output."""
+        """Make the token of a tenant's resolved request; ``max_tokens`` is of the whole output."""
         expires = int(self._clock()) + LIFETIME_S
         body = _BODY.pack(VERSION, expires, request.sampling.seed, max_tokens, self._digest(request, tenant))
         return base64.urlsafe_b64encode(body + self._mac(body)).rstrip(b"=").decode()
 
     def open(self, token: str) -> Opened:
-        """Raises `InvalidParameter`: not a token of this fleet, altered, or too old."""
+        """Return the content. Raises InvalidParameter: not a token of this fleet, altered, or too old."""
         # The length first: what is longer is not worth decoding.
         data = _decoded(token) if len(token) == _CHARS else b""
         body, mac = data[: _BODY.size], data[_BODY.size :]
@@ -73,9 +77,9 @@ class ResumeTokens:
         return Opened(seed, max_tokens, digest)
 
     def check(self, opened: Opened, request: ParsedRequest, tenant: str) -> None:
-        """Whether it is the request that the token was made for; ``request`` was resolved with its seed.
+        """Raise InvalidParameter unless the token was made for ``request``, which was resolved with its seed.
 
-        Raises `InvalidParameter`.
+        Digests are compared in constant time.
         """
         if not hmac.compare_digest(opened.digest, self._digest(request, tenant)):
             raise InvalidParameter(FIELD, "was made for another request, another model or another tenant")
@@ -84,17 +88,12 @@ class ResumeTokens:
         return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
 
     def _digest(self, request: ParsedRequest, tenant: str) -> bytes:
-        """Of all that the output depends on. Keyed, so that a guessed prompt cannot be tested against it."""
+        """Digest all that the output depends on; keyed, so that a guessed prompt cannot be tested."""
         sampling, constraint = request.sampling, request.constraint
         rest = (
             tenant,
             request.model,
-            sampling.temperature,
-            *(sampling.top_p, sampling.top_k, sampling.min_p),
-            *(sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty),
-            sampling.seed,
-            sorted(sampling.logit_bias.items()),
-            *(sampling.allowed_token_ids, sampling.bad_words),
+            *_sampling_values(sampling),
             *(request.max_tokens, request.min_tokens),
             *(request.stop, request.stop_token_ids, request.ignore_eos, request.include_stop),
             *(request.want_text, request.skip_special, request.logprobs),
@@ -108,8 +107,52 @@ class ResumeTokens:
         return hmac.digest(self._key, b"request" + digest.digest(), "sha256")[:_MAC_BYTES]
 
 
+def _sampling_values(sampling: Sampling) -> Iterator[object]:
+    """Yield the values in the order of their fields.
+
+    Parameters that came after this version of the token count where they are set, so that a token is good at
+    gateways that do not know them yet.
+    """
+    for number, parameter in enumerate(fields(sampling)):
+        value = getattr(sampling, parameter.name)
+        if number < _PARAMETERS_OF_VERSION or value != OFF[parameter.name]:
+            yield sorted(value.items()) if isinstance(value, Mapping) else value
+
+
 def _decoded(token: str) -> bytes:
     try:
         return base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):  # not ASCII is a ValueError
         return b""
+
+
+def resumable(request: ParsedRequest) -> bool:
+    """Return whether a broken stream of it can continue: the ids that a client has are all that it has."""
+    return request.choices == 1 and request.beam_width is None and request.want_token_ids
+
+
+def refuse_several(request: ParsedRequest) -> None:
+    """Raise UnsupportedFeature for outputs that do not stream one by one."""
+    for path, wanted in (
+        ("sampling.n", request.n > 1),
+        ("sampling.best_of", request.best_of is not None),
+        ("sampling.beam_width", request.beam_width is not None),
+    ):
+        if wanted:
+            raise UnsupportedFeature(path, "a stream of several outputs cannot be resumed")
+
+
+def resumed(
+    request: ParsedRequest, opened: Opened, received: tuple[int, ...], vocab_size: int
+) -> ParsedRequest:
+    """Return the request as it continues after ``received``, without what came with its first message.
+
+    Raises `InvalidParameter` for ids that this request cannot have got.
+    """
+    if len(received) > opened.max_tokens:
+        raise InvalidParameter(RECEIVED, "has more ids than max_tokens")
+    if any(one >= vocab_size for one in received):
+        raise InvalidParameter(RECEIVED, f"every id must be below {vocab_size}")
+    return replace(
+        request, received=received, output_limit=opened.max_tokens, prompt_logprobs=None, echo=False
+    )

@@ -13,7 +13,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.chat_template import ChatTemplate, Message, RenderRefused
 from gateway.model.served_model import ServedModel
-from gateway.request.validate_names import message_name
+from gateway.request.field_checks import message_name
 from gateway.request.validate_stopping import TokenBudget
 from gateway.request.validate_tools import tool_call_id, tool_calls, toolbox
 from gateway.tools.tool import Toolbox
@@ -33,7 +33,7 @@ TEMPLATE_KWARGS: Final[dict[str, tuple[object, ...]]] = {
 def prompt_ids(
     request: pb.GenerateRequest, model: ServedModel, budget: TokenBudget, tools: Toolbox | None = None
 ) -> tuple[int, ...]:
-    """Token ids of the prompt, never empty, within ``budget``. ``tools`` are those of `chat_tools`.
+    """Return token ids of the prompt, never empty, within ``budget``; ``tools`` are of `chat_tools`.
 
     Raises `InvalidParameter`, `UnsupportedFeature` or `ContextLengthExceeded`; a prompt that is certainly too
     long is refused before it is tokenized.
@@ -64,7 +64,7 @@ def prompt_ids(
 
 
 def given_ids(field: str, ids: Sequence[int], vocab_size: int, budget: TokenBudget | None) -> Sequence[int]:
-    """Ids that the caller sent. Length first: it costs nothing, and a million ids are not looked at."""
+    """Check ids that the caller sent. Length first: it costs nothing, and a million ids are not looked at."""
     if not ids:
         raise InvalidParameter(field, "must not be empty")
     if budget is not None:
@@ -82,14 +82,14 @@ def check_text(field: str, text: str) -> None:
 
 
 def chat_tools(chat: pb.ChatPrompt, model: ServedModel) -> Toolbox | None:
-    """The tools of a conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    """Return the tools of a conversation. Raises InvalidParameter or UnsupportedFeature."""
     return toolbox(chat, model.tools) if model.chat_template is not None else None
 
 
 def chat_parts(
     chat: pb.ChatPrompt, model: ServedModel, tools: Toolbox | None
 ) -> tuple[ControlToken | str, ...]:
-    """The rendered conversation. Raises `InvalidParameter` or `UnsupportedFeature`."""
+    """Render the conversation. Raises InvalidParameter or UnsupportedFeature."""
     template = model.chat_template
     if template is None:
         raise UnsupportedFeature("chat", "this model has no chat template")
@@ -117,7 +117,7 @@ def chat_parts(
 
 
 def _bytes_of(message: pb.ChatMessage) -> int:
-    """What the template is given of a turn."""
+    """Count the bytes of a turn that the template gets."""
     calls = sum(call.ByteSize() for call in message.tool_calls)
     return len(message.content.encode("utf-8")) + calls
 
@@ -163,7 +163,7 @@ def _listed(values: tuple[object, ...]) -> str:
 
 
 def _plain(value: Value) -> object:
-    """A flag or a string; numbers are nothing here (1 must not pass for true)."""
+    """Return a flag or a string, and None for anything else (1 must not pass for true)."""
     kind = value.WhichOneof("kind")
     if kind == "bool_value":
         return value.bool_value

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import ContextLengthExceeded, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
-from gateway.request.validate_token_ids import distinct_token_ids
+from gateway.request.field_checks import check_range, check_texts, distinct_token_ids, read_number
 
 _NANOS_PER_SECOND: Final = 1_000_000_000
+_STOP, _STOP_IDS, _TIME_LIMIT = (PARAMETERS[name] for name in ("stop", "stop_token_ids", "time_limit_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,18 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """How many tokens a prompt may have: ``limit`` less what the request wants to generate."""
+    """Tokens that a prompt may have: ``limit`` less what the request wants to generate."""
 
     limit: int  # the model's context, or the whole KV pool if that is smaller
     wanted: int  # output tokens the request insists on, at least 1
 
     def check(self, field: str, prompt_tokens: int) -> None:
-        """Raises `ContextLengthExceeded`."""
+        """Raise ContextLengthExceeded for a prompt that does not fit."""
         if prompt_tokens + self.wanted > self.limit:
             raise ContextLengthExceeded(prompt_tokens, self.wanted, self.limit, field=field)
 
     def check_before_counting(self, field: str, fewest: int) -> None:
-        """Raises `ContextLengthExceeded` for a prompt of at least ``fewest`` tokens that fits with no output.
+        """Raise ContextLengthExceeded for a prompt of at least ``fewest`` tokens that fits with no output.
 
         Where less output would do, the caller is owed the prompt's real size, to ask for what is left.
         """
@@ -49,48 +51,37 @@ class TokenBudget:
             raise ContextLengthExceeded(fewest, self.wanted, self.limit, at_least=True, field=field)
 
 
-def stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:
-    """Raises `InvalidParameter`."""
-    max_tokens = criteria.max_tokens if criteria.HasField("max_tokens") else None
-    if max_tokens == 0:
-        raise InvalidParameter("stopping.max_tokens", "must be at least 1")
+def read_stopping(criteria: pb.StoppingCriteria, vocab_size: int) -> Stopping:
+    """Return the valid values. Raises InvalidParameter."""
+    max_tokens: int | None = read_number(PARAMETERS["max_tokens"], criteria)
     if max_tokens is not None and criteria.min_tokens > max_tokens:
         raise InvalidParameter("stopping.min_tokens", "must be at most max_tokens")
     return Stopping(
         max_tokens=max_tokens,
         min_tokens=criteria.min_tokens,
         stop=_stop_strings(criteria),
-        stop_token_ids=distinct_token_ids(
-            "stopping.stop_token_ids", criteria.stop_token_ids, limits.MAX_STOP_TOKEN_IDS, vocab_size
-        ),
+        stop_token_ids=distinct_token_ids(_STOP_IDS, criteria.stop_token_ids, vocab_size),
         ignore_eos=criteria.ignore_eos,
         include_stop=criteria.include_stop_in_output,
-        time_limit_s=_time_limit(criteria.time_limit) if criteria.HasField("time_limit") else None,
+        time_limit_s=_seconds(criteria.time_limit) if criteria.HasField("time_limit") else None,
     )
 
 
-def budget(stops: Stopping, limit: int) -> TokenBudget:
-    """The prompt's budget under ``limit`` tokens in all."""
+def prompt_budget(stops: Stopping, limit: int) -> TokenBudget:
+    """Return the prompt's budget under ``limit`` tokens in all."""
     wanted = stops.min_tokens if stops.max_tokens is None else stops.max_tokens
     return TokenBudget(limit, max(1, wanted))
 
 
 def _stop_strings(criteria: pb.StoppingCriteria) -> tuple[str, ...]:
-    if len(criteria.stop) > limits.MAX_STOP_STRINGS:
-        raise InvalidParameter("stopping.stop", f"must have at most {limits.MAX_STOP_STRINGS} strings")
-    longest = limits.MAX_STOP_STRING_BYTES
+    check_texts(_STOP, criteria.stop, "strings")
     for index, text in enumerate(criteria.stop):
         if not text:
-            raise InvalidParameter(f"stopping.stop[{index}]", "must not be empty")
-        if len(text) > longest or len(text.encode("utf-8")) > longest:
-            raise InvalidParameter(f"stopping.stop[{index}]", f"must be at most {longest} bytes")
+            raise InvalidParameter(f"{_STOP.wire}[{index}]", "must not be empty")
     return tuple(dict.fromkeys(criteria.stop))
 
 
-def _time_limit(duration: Duration) -> float:
-    seconds = duration.seconds + duration.nanos / _NANOS_PER_SECOND
-    if not 0 <= duration.nanos < _NANOS_PER_SECOND or not 0 < seconds <= limits.MAX_TIME_LIMIT_SECONDS:
-        raise InvalidParameter(
-            "stopping.time_limit", f"must be above 0 and at most {limits.MAX_TIME_LIMIT_SECONDS:g} seconds"
-        )
+def _seconds(time_limit: Duration) -> float:
+    seconds = time_limit.seconds + time_limit.nanos / _NANOS_PER_SECOND
+    check_range(_TIME_LIMIT, seconds if 0 <= time_limit.nanos < _NANOS_PER_SECOND else math.nan)
     return seconds

@@ -12,8 +12,7 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
-from gateway.request.constraint import Constraint
-from gateway.request.validate_structured import check_size, read_schema
+from gateway.request.structured_output import Constraint, check_size, read_schema
 from gateway.tools.tool import Mode, Tool, Toolbox, ToolCall
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
@@ -29,7 +28,7 @@ _MODES: Final = {
 
 
 def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
-    """The tools and how they are to be used; None if there are none.
+    """Return the tools and how they are to be used; None if there are none.
 
     Raises `InvalidParameter` or `UnsupportedFeature`.
     """
@@ -53,7 +52,7 @@ def toolbox(chat: pb.ChatPrompt, support: ToolSupport) -> Toolbox | None:
 
 
 def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint | None) -> Constraint | None:
-    """What the output must match: calls where they are required, else what was ``asked`` beside the tools."""
+    """Return what the output must match: required calls, else what was ``asked`` beside the tools."""
     if tools is None or support.call_format is None or not tools.forced:
         return asked
     if asked is not None:
@@ -72,7 +71,7 @@ def constraint_of(tools: Toolbox | None, support: ToolSupport, asked: Constraint
 
 
 def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tuple[ToolCall, ...]:
-    """The calls of an assistant's turn."""
+    """Return the calls of an assistant's turn. Raises InvalidParameter or UnsupportedFeature."""
     if not message.tool_calls:
         return ()
     if message.role != "assistant":
@@ -85,7 +84,7 @@ def tool_calls(path: str, message: pb.ChatMessage, support: ToolSupport) -> tupl
 
 
 def tool_call_id(path: str, message: pb.ChatMessage, support: ToolSupport) -> str:
-    """Which call a tool's turn answers; may be left out where the template does not look at it."""
+    """Return the call that a tool's turn answers; may be left out where the template does not read it."""
     if message.role == "tool" and not support.turns:
         raise UnsupportedFeature(f"{path}.role", "this model's chat template has no tool turns")
     if message.tool_call_id and message.role != "tool":
@@ -108,7 +107,7 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
 
 
 def _parameters(path: str, text: str) -> dict[str, object]:
-    """The schema of a tool's arguments, which are an object."""
+    """Return the schema of a tool's arguments, which are an object. Raises InvalidParameter."""
     check_size(path, text)
     schema = read_schema(path, text)
     types = schema.get("type", "object")
@@ -135,7 +134,7 @@ def _name(path: str, name: str) -> str:
 
 
 def _label(path: str, given: str) -> str:
-    """An id, maybe another server's, or the name of what was called, which a model may have made up."""
+    """Check an id, maybe another server's, or the name of a called function, maybe made up."""
     if len(given) > limits.MAX_TOOL_CALL_ID_CHARS or not given.isprintable() or _BRACKETS.intersection(given):
         raise InvalidParameter(
             path,

@@ -1,11 +1,11 @@
-"""A caller's protobuf message → plain, checked values, or the error that names the bad field.
+"""Validation of a caller's protobuf message: plain values, or the error that names the bad field.
 
 Pure: no I/O, no clock; ids and seeds come from the two callables. Cheap checks run first, so that most bad
 requests cost microseconds; tokenizing comes last. A prompt of `limits.INLINE_PARSE_BYTES` or more takes
 long enough (about 0.5 s for a megabyte) to belong in a thread: everything here may run in one.
 
-Errors are those of `diptych.runtime.errors`, each with the path of the field in the request. None repeats a value
-that the caller sent.
+Errors are those of `diptych.runtime.errors`, each with the path of the field in the request. None repeats a
+value that the caller sent.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
 from gateway.model.served_model import ServedModel
-from gateway.request import validate_names
+from gateway.request import field_checks
 from gateway.request.parsed_request import ParsedRequest
-from gateway.request.validate_outputs import outputs
+from gateway.request.resume_token import RECEIVED
+from gateway.request.structured_output import structured_output
 from gateway.request.validate_prompt import chat_tools, prompt_ids
-from gateway.request.validate_resumption import refuse_stray_ids
-from gateway.request.validate_sampling import sampling
-from gateway.request.validate_stopping import budget, stopping
-from gateway.request.validate_structured import structured_output
-from gateway.request.validate_token_rules import check_something_may_come, token_rules
+from gateway.request.validate_sampling import (
+    check_a_token_is_left,
+    read_output_counts,
+    read_sampling,
+    read_token_rules,
+)
+from gateway.request.validate_stopping import prompt_budget, read_stopping
 from gateway.request.validate_tools import constraint_of
-from gateway.request.validate_unsupported import refuse_unsupported
 
 M = TypeVar("M", bound=Message)
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """The message in ``data``; for handlers registered with an identity deserializer.
+    """Parse the message in ``data``, for handlers registered with an identity deserializer.
 
     gRPC's own deserializer answers garbage with UNKNOWN or INTERNAL and its exception's text; this raises
     `InvalidParameter`. Invalid UTF-8 and nesting over protobuf's limit of 100 are garbage too.
@@ -48,7 +50,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def skips_special(asked: pb.ResponseOptions | pb.DetokenizeRequest) -> bool:
-    """Whether control tokens are left out of texts: unless somebody says no."""
+    """Return whether control tokens are left out of texts, which is the default."""
     return asked.skip_special_tokens if asked.HasField("skip_special_tokens") else True
 
 
@@ -61,7 +63,8 @@ def parse_request(
     fresh_id: Callable[[], str] = lambda: secrets.token_hex(16),
     fresh_seed: Callable[[], int] = lambda: secrets.randbits(64),
 ) -> ParsedRequest:
-    """
+    """Validate and tokenise a request.
+
     Args:
         request: as it came.
         model: the served model.
@@ -74,29 +77,30 @@ def parse_request(
         InvalidParameter, UnsupportedFeature, ContextLengthExceeded, UnknownModel.
     """
     card, response, cache = model.card, request.response, request.cache
-    request_id = validate_names.request_id(request.request_id, header_request_id, fresh_id)
-    name = validate_names.model_name(request.model, card)
+    request_id = field_checks.request_id(request.request_id, header_request_id, fresh_id)
+    name = field_checks.model_name(request.model, card)
     refuse_unsupported(request)
-    refuse_stray_ids(request)
-    made = outputs(request.sampling, response)
-    stops = stopping(request.stopping, card.vocab_size)
-    rules = token_rules(request.sampling, model.tokenizer)
-    check_something_may_come(rules, stops, card.eos_token_ids)
-    knobs = sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
+    counts = read_output_counts(request.sampling)
+    logprobs = field_checks.read_number(PARAMETERS["logprobs"], response)
+    prompt_logprobs = field_checks.read_number(PARAMETERS["prompt_logprobs"], response)
+    stops = read_stopping(request.stopping, card.vocab_size)
+    rules = read_token_rules(request.sampling, model.tokenizer)
+    check_a_token_is_left(rules, stops, card.eos_token_ids)
+    sampling = read_sampling(request.sampling, rules, card.defaults, card.vocab_size, fresh_seed)
     constraint = structured_output(request.structured_output)
     tools = chat_tools(request.chat, model) if request.WhichOneof("prompt") == "chat" else None
     constraint = constraint_of(tools, model.tools, constraint)
     if constraint is not None and not card.eos_token_ids:
         raise UnsupportedFeature(constraint.path, "this model has no end of sequence to end it with")
-    interval = _stream_interval(response)
-    salt = validate_names.label("cache.salt", cache.salt, limits.MAX_SALT_BYTES)
-    session_id = validate_names.label("session_id", request.session_id, limits.MAX_SESSION_ID_BYTES)
+    interval = field_checks.read_number(PARAMETERS["stream_interval"], response)
+    salt = field_checks.label(PARAMETERS["cache_salt"], cache.salt)
+    session_id = field_checks.label(PARAMETERS["session_id"], request.session_id)
     limit = card.max_context if token_limit is None else min(card.max_context, token_limit)
     return ParsedRequest(
         request_id=request_id,
         model=name,
-        prompt_ids=prompt_ids(request, model, budget(stops, limit), tools),
-        sampling=knobs,
+        prompt_ids=prompt_ids(request, model, prompt_budget(stops, limit), tools),
+        sampling=sampling,
         max_tokens=stops.max_tokens,
         min_tokens=stops.min_tokens,
         stop=stops.stop,
@@ -107,27 +111,35 @@ def parse_request(
         want_text=response.text if response.HasField("text") else True,
         want_token_ids=response.token_ids if response.HasField("token_ids") else True,
         skip_special=skips_special(response),
-        stream_interval=interval,
+        stream_interval=1 if interval is None else interval,
         want_timings=response.timings if response.HasField("timings") else True,
         salt=salt,
         # Scores of prompt tokens come from computing them.
-        cache_read=not cache.bypass_read and made.prompt_logprobs is None,
+        cache_read=not cache.bypass_read and prompt_logprobs is None,
         cache_write=not cache.bypass_write,
         priority=request.priority,
         session_id=session_id,
-        n=made.n,
-        best_of=made.best_of,
-        beam_width=made.beam_width,
-        logprobs=made.logprobs,
-        prompt_logprobs=made.prompt_logprobs,
-        echo=made.echo,
+        n=counts.n,
+        best_of=counts.best_of,
+        beam_width=counts.beam_width,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=response.echo_prompt,
         constraint=constraint,
         tools=tools,
     )
 
 
-def _stream_interval(response: pb.ResponseOptions) -> int:
-    interval = response.stream_interval if response.HasField("stream_interval") else 1
-    if not 1 <= interval <= limits.MAX_STREAM_INTERVAL:
-        raise InvalidParameter("response.stream_interval", f"must be from 1 to {limits.MAX_STREAM_INTERVAL}")
-    return interval
+def refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raise UnsupportedFeature for a field that this build does not implement, alone or beside others.
+
+    To ignore one would answer another question. Raises InvalidParameter for received ids without a token.
+    """
+    if request.lora:
+        raise UnsupportedFeature("lora")
+    # The workers search over token ids. Cut at a string afterwards, several beams would be the same text,
+    # ranked by tokens that the client does not see.
+    if request.stopping.stop and request.sampling.beam_width > 1:
+        raise UnsupportedFeature("stopping.stop", "is not supported with beam search; stop_token_ids are")
+    if request.received_token_ids and not request.resume_token:
+        raise InvalidParameter(RECEIVED, "goes with resume_token only")

@@ -27,7 +27,7 @@ from diptych.runtime.errors import (
     Internal,
     KvTransferFailed,
     NoReadyWorker,
-    NothingAllowed,
+    NoValidToken,
     ShutDown,
     WorkerLost,
 )
@@ -116,7 +116,7 @@ def decide(cause: Cause, context: RetryContext, *, phase: str) -> Retry | GiveUp
         case Cause.INCOMPATIBLE:
             return GiveUp(_aborted_or(NoReadyWorker("decode"), context))
         case Cause.NO_VALID_TOKEN:
-            return GiveUp(NothingAllowed())
+            return GiveUp(NoValidToken())
         case Cause.INTERNAL:
             return GiveUp(Internal())
 

@@ -160,7 +160,7 @@ class Peer:
         await wait_written(granted.memory)
         reason = None if failure is None else failure.reason
         message = "" if failure is None else failure.message
-        if reason == work_pb2.FAILURE_REASON_ROW_FAILED and granted.scratch and self._scratch:
+        if reason == work_pb2.FAILURE_REASON_COMPUTE_FAILED and granted.scratch and self._scratch:
             self._scratch.invalidate(granted.scratch)
 
         def quiet() -> None:

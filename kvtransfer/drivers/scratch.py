@@ -46,7 +46,7 @@ class Scratch:
         """Wait for blocks for `num_tokens` tokens. Raises GrantDeniedError if they can never fit."""
         needed = self.memory.layout.blocks_for(num_tokens)
         if needed > self._pool.total:
-            reason = work_pb2.FailureReason.FAILURE_REASON_NEVER_FITS
+            reason = work_pb2.FailureReason.FAILURE_REASON_EXCEEDS_KV_CAPACITY
             raise GrantDeniedError(
                 reason, f"{needed} blocks are needed, the scratch pool has {self._pool.total}"
             )

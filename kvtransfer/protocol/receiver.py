@@ -270,7 +270,7 @@ class Receiver:
         blocks = self._allocator.blocks_needed(attempt.attached)
         if blocks > self._pool.total:
             text = f"{blocks} blocks are needed, the pool has {self._pool.total}"
-            return self._deny(attempt, FailureReason.FAILURE_REASON_NEVER_FITS, text)
+            return self._deny(attempt, FailureReason.FAILURE_REASON_EXCEEDS_KV_CAPACITY, text)
         return self.blocks_freed()
 
     def _handoff_if_complete(self, attempt: ReceivingAttempt) -> list[ReceiverAction]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from diptych.engine.kv.kv_memory import KVMemory
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 from kvtransfer.transports import cuda_ipc, nccl, process_group, shared_memory, tcp
 from kvtransfer.transports.base import (
     PushChannel,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.engine.kv.kv_memory import KVMemory
 from kvtransfer.transports import cuda_ipc, process_group, shared_memory
 from kvtransfer.transports.registry import IN_PLACE

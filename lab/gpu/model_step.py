@@ -129,7 +129,8 @@ def _decode(context: Context, bench: _Bench, batch: int) -> Figure:
     rounds = context.pick(50, 10, 2)
     alone = statistics.median(
         _times(
-            lambda number: bench.backend.forward_and_draw(laid_out(number, follow=False), rows, None), rounds
+            lambda number: bench.backend.forward_and_sample(laid_out(number, follow=False), rows, None),
+            rounds,
         )
     )
     seconds = _times(ahead, rounds)

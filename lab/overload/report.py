@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from lab.overload.phases import Phase, Played
 
 TTFT_FACTOR = 2.0

@@ -1,4 +1,4 @@
-"""`python -m lab.revisions`: unpack, build, start both, measure by turns, print the table."""
+"""Command `python -m lab.revisions`: unpack, build, start both, measure by turns, print the table."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
                 stack.enter_context(RunningServer(tree.server(options.dtype), _made(folder / str(number))))
                 for number, tree in enumerate(trees)
             ]
+            for tree, system in zip(trees, systems, strict=True):
+                tree.check_processes(system.pid)
             rounds = by_turns(systems, size, options.rounds, partial(tell_round, rounds=options.rounds))
     except (NoSuchRevision, StartFailed, RuntimeError) as error:
         print(error, file=sys.stderr)
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _made(folder: Path) -> Path:
-    """Make both systems; a revision may be measured beside itself, so logs and ready files are apart."""
+    """Make a folder for one system's logs and ready file: a revision may be measured beside itself."""
     folder.mkdir()
     return folder
 

@@ -17,7 +17,7 @@ WARM_UP_SEED = 1
 
 @dataclass(frozen=True)
 class Turn:
-    """Figures of one system in one round."""
+    """Result of one system in one round."""
 
     tokens_per_s: float
     cpu_ms_per_token: float  # of all its processes
@@ -27,7 +27,7 @@ class Turn:
 def by_turns(
     systems: Sequence[RunningServer], size: Size, rounds: int, tell: Callable[[int], None]
 ) -> list[list[Turn]]:
-    """Measure a turn of each system for each round. Raises RuntimeError if a request fails."""
+    """Return a turn of each system for each round. Raises RuntimeError if a request fails."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for system in systems:
             runner.run(closed_turn(system, size, WARM_UP_SEED))
@@ -41,7 +41,7 @@ def _round(
     number: int,
     tell: Callable[[int], None],
 ) -> list[Turn]:
-    """Measure both, the first of one round last in the next."""
+    """Measure each system once; the first of one round is the last of the next."""
     order = range(len(systems)) if number % 2 == 0 else range(len(systems))[::-1]
     turns = {index: _turn(runner, systems[index], size, WARM_UP_SEED + 1 + number) for index in order}
     tell(number + 1)

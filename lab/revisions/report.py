@@ -1,4 +1,4 @@
-"""The table: a line a revision, and what the second is beside the first, round by round."""
+"""Table with a line for each revision, and the ratio of the second to the first within each round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS = (("tokens/s", "tokens_per_s", 1), ("CPU ms a token", "cpu_ms_per_toke
 
 
 def markdown(trees: Sequence[Tree], rounds: Sequence[Sequence[Turn]], title: str) -> str:
-    """Medians over the rounds (smallest–largest)."""
+    """Return the table: medians over the rounds (smallest–largest)."""
     lines = [
         f"{title}; medians of {len(rounds)} rounds, each revision once in each (smallest–largest).",
         "",

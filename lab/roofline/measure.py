@@ -100,7 +100,7 @@ def _prefill(runner: Runner, memory: KVMemory, order: Sequence[int], prompt: int
 
 
 def _timed(kind: Literal["decode", "prefill"], batch: int, tokens: int, work: Callable[[], object]) -> Point:
-    """Return the median of as many runs as fit into half a second, fifteen at most and one or two of long ones."""
+    """Return the median of as many runs as half a second holds: at most fifteen, one or two of long ones."""
     times: list[float] = []
     began = time.perf_counter()
     for number in range(_WARM_UPS + _MOST_STEPS):

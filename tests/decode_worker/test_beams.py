@@ -17,7 +17,7 @@ STOP = tuple(range(0, VOCABULARY, 7))
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("seed", range(6))
-async def test_beams_equal_the_search_in_one_piece(transport, seed):
+async def test_beams_equal_a_search_by_the_engine_alone(transport, seed):
     rng = random.Random(seed)
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 14)))
     width, max_tokens = rng.randint(1, 6), rng.randint(1, 14)
@@ -32,7 +32,7 @@ async def test_beams_equal_the_search_in_one_piece(transport, seed):
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
         best = oracle.beams(prompt, width, count, max_tokens, **limits, logprobs=1, **rules)
-        assert heard.last_words == ["decode finished"] * count
+        assert heard.terminal_messages == ["decode finished"] * count
         for rank, beam in enumerate(best):
             assert heard.outputs[rank] == list(beam.token_ids)
             told = [score.logprob for score in heard.scores[rank]]
@@ -64,7 +64,7 @@ async def test_beams_and_choices_share_steps():
         await gateway.close()
 
 
-async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still_wanted():
+async def test_beams_are_sent_at_the_end_without_cancelled_ranks():
     async with house("shared_memory", blocks=120) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 60, choices=range(3), sampling={"beam_width": 4})
@@ -73,7 +73,7 @@ async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still
         steps = decode.loop.steps
         await until(lambda: decode.loop.steps > steps + 5)
         assert not any(heard.outputs.values())
-        decode.loop.attempts.cancel(("r", 1), [1])
+        decode.loop.requests.cancel(("r", 1), [1])
         await until(lambda: bool(heard.words[0] and heard.words[2]))
         assert heard.outputs[1] == []
         assert not heard.words[1]
@@ -83,7 +83,7 @@ async def test_nothing_goes_out_before_the_end_and_only_the_ranks_that_are_still
         await gateway.close()
 
 
-async def test_a_search_is_preempted_as_a_whole_and_gives_the_same_answers_again():
+async def test_a_beam_search_is_preempted_as_a_whole_and_repeats_its_result():
     async with house("shared_memory", blocks=24) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         old = gateway.start(decode, prefill, work(("old", 1), PROMPT, 80))
@@ -94,8 +94,8 @@ async def test_a_search_is_preempted_as_a_whole_and_gives_the_same_answers_again
             message = work(("r", attempt), PROMPT, 24, choices=range(2), sampling=sampling)
             heard = gateway.start(decode, prefill, message)
             await heard.ended.wait()
-            words |= set(heard.last_words)
-            if "decode finished" in heard.last_words:
+            words |= set(heard.terminal_messages)
+            if "decode finished" in heard.terminal_messages:
                 break
             assert not any(heard.outputs.values())
         assert words == {"decode preempted", "decode finished"}
@@ -107,36 +107,36 @@ async def test_a_search_is_preempted_as_a_whole_and_gives_the_same_answers_again
         await gateway.close()
 
 
-async def test_a_search_that_outgrows_even_a_reserve_fails_for_good():
+async def test_a_beam_search_larger_than_the_pool_fails_with_exceeds_kv_capacity():
     async with house("shared_memory", blocks=10) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 25, choices=range(3), sampling={"beam_width": 8}, reserve=True)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_NEVER_FITS"] * 3
+        assert heard.terminal_messages == ["decode FAILURE_REASON_EXCEEDS_KV_CAPACITY"] * 3
         assert await made.empty() == []
         await gateway.close()
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-async def test_a_search_that_its_own_rules_leave_nothing_says_so(transport):
+async def test_a_beam_search_without_a_valid_token_fails_with_no_valid_token(transport):
     async with house(transport, blocks=40) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         sampling = {"beam_width": 2, "allowed_token_ids": [7]}
         message = work(("r", 1), PROMPT, 6, choices=[0], sampling=sampling, stop=[7], min_tokens=2)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words[0].endswith("FAILURE_REASON_NOTHING_ALLOWED")
-        decode.loop.attempts.cancel(("r", 1))
+        assert heard.terminal_messages[0].endswith("FAILURE_REASON_NO_VALID_TOKEN")
+        decode.loop.requests.cancel(("r", 1))
         assert await made.empty() == []
         await gateway.close()
 
 
-async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypatch):
-    """What happens to a whole step when one of its rows raises."""
+async def test_rows_of_step_groups_that_are_computed_one_by_one_give_the_same_tokens(monkeypatch):
+    """A whole step is computed so when one of its rows raises."""
     async with house("shared_memory", blocks=80) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
-        step, alone = decode.loop._runner.step, 0
+        step, alone = decode.loop._pipeline._runner.step, 0
 
         def fussy(sequences, abort):
             nonlocal alone
@@ -145,7 +145,7 @@ async def test_rows_of_gangs_that_are_computed_one_by_one_give_the_same(monkeypa
             alone += 1
             return step(sequences, abort)
 
-        monkeypatch.setattr(decode.loop._runner, "step", fussy)
+        monkeypatch.setattr(decode.loop._pipeline._runner, "step", fussy)
         beams = work(("b", 1), PROMPT, 9, choices=range(2), sampling={"beam_width": 3})
         heard = gateway.start(decode, prefill, beams)
         plain = gateway.start(decode, prefill, work(("p", 1), PROMPT, 9))

@@ -29,14 +29,14 @@ def check_scores(heard: list[work_pb2.Score], answer: list[Sampled]) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("prompt_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
-async def test_each_choice_is_what_it_would_be_alone(transport, prompt_tokens):
+async def test_each_choice_equals_a_request_of_its_own(transport, prompt_tokens):
     prompt = tuple(range(7, 7 + prompt_tokens))
     async with house(transport, blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), prompt, 9, choices=range(4), sampling={**SAMPLED, "logprobs": 2})
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 4
+        assert heard.terminal_messages == ["decode finished"] * 4
         answers = oracle.choices(prompt, 4, 9, **SAMPLED, logprobs=2)
         assert len({tuple(ids(answer)) for answer in answers}) > 1
         for choice, answer in enumerate(answers):
@@ -46,7 +46,7 @@ async def test_each_choice_is_what_it_would_be_alone(transport, prompt_tokens):
         await gateway.close()
 
 
-async def test_stop_tokens_end_one_choice_and_min_tokens_hold_them_back_in_all():
+async def test_stop_tokens_end_one_choice_and_min_tokens_forbid_them_in_all():
     stop = tuple(range(0, 61, 4))
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -61,7 +61,7 @@ async def test_stop_tokens_end_one_choice_and_min_tokens_hold_them_back_in_all()
         assert await made.empty() == []
 
 
-async def test_greedy_choices_are_the_same_and_come_without_scores():
+async def test_greedy_choices_are_equal_and_without_logprobs():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 10, choices=(5, 2, 9)))
@@ -71,13 +71,13 @@ async def test_greedy_choices_are_the_same_and_come_without_scores():
         await gateway.close()
 
 
-async def test_the_prompt_is_held_once_for_all():
+async def test_choices_share_the_blocks_of_the_prompt():
     prompt = tuple(range(40))  # ten blocks: eight times that would not fit
     async with house("shared_memory", blocks=20) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), prompt, 4, choices=range(8), sampling=SAMPLED))
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 8
+        assert heard.terminal_messages == ["decode finished"] * 8
         assert [heard.outputs[c] for c in range(8)] == [
             ids(answer) for answer in oracle.choices(prompt, 8, 4, **SAMPLED)
         ]
@@ -85,12 +85,12 @@ async def test_the_prompt_is_held_once_for_all():
         await gateway.close()
 
 
-async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
+async def test_a_cancelled_choice_ends_and_the_others_continue():
     async with house("shared_memory", blocks=200) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 60, choices=range(3), sampling=SAMPLED))
         await until(lambda: len(heard.outputs[1]) > 3)
-        decode.loop.attempts.cancel(("r", 1), [1, 7])
+        decode.loop.requests.cancel(("r", 1), [1, 7])
         length = len(heard.outputs[1])
         await until(lambda: bool(heard.words[0] and heard.words[2]))
         assert not heard.words[1]
@@ -102,12 +102,12 @@ async def test_a_cancelled_choice_falls_silent_and_the_others_go_on():
         await gateway.close()
 
 
-async def test_a_choice_cancelled_before_the_handoff_never_speaks():
+async def test_a_choice_cancelled_before_the_handoff_sends_nothing():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         message = work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED)
         heard = gateway.start(decode, prefill, message)
-        for attempts in (decode.loop.attempts, prefill.loop.attempts):
+        for attempts in (decode.loop.requests, prefill.loop.requests):
             attempts.cancel(("r", 1), [0])
         await until(lambda: bool(heard.words[1] and heard.words[2]))
         assert heard.outputs[0] == []
@@ -116,37 +116,37 @@ async def test_a_choice_cancelled_before_the_handoff_never_speaks():
         await gateway.close()
 
 
-async def test_when_all_choices_are_cancelled_one_by_one_the_attempt_is_over():
+async def test_the_attempt_ends_when_all_choices_are_cancelled_one_by_one():
     async with house("tcp", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         kept = decode.pool.allocate(64)  # nothing is granted
         gateway.start(decode, prefill, work(("r", 1), PROMPT, 6, choices=range(3), sampling=SAMPLED))
         for choice in range(3):
-            decode.loop.attempts.cancel(("r", 1), [choice])
-            prefill.loop.attempts.cancel(("r", 1), [choice])
+            decode.loop.requests.cancel(("r", 1), [choice])
+            prefill.loop.requests.cancel(("r", 1), [choice])
         assert decode.loop.num_waiting == 0
         decode.pool.release(kept)
         assert await made.empty() == []
         await gateway.close()
 
 
-async def test_what_ends_before_the_handoff_ends_every_choice():
+async def test_a_failure_before_the_handoff_ends_every_choice():
     async with house("shared_memory", blocks=4) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), tuple(range(30)), 6, choices=range(3)))
         await until(lambda: all(heard.words.values()))
-        assert all("decode FAILURE_REASON_NEVER_FITS" in words for words in heard.words.values())
+        assert all("decode FAILURE_REASON_EXCEEDS_KV_CAPACITY" in words for words in heard.words.values())
         decode.loop.draining = True
         heard = gateway.start(decode, prefill, work(("r", 2), PROMPT, 6, choices=range(2)))
         await heard.ended.wait()
         assert heard.words == {0: ["decode FAILURE_REASON_DRAINING"], 1: ["decode FAILURE_REASON_DRAINING"]}
-        prefill.loop.attempts.cancel(("r", 2))
+        prefill.loop.requests.cancel(("r", 2))
         assert await made.empty() == []
         await gateway.close()
 
 
 async def finish_all(made, gateway: Gateway, heard: Heard, prompt: tuple[int, ...], max_tokens: int) -> int:
-    """Take preempted choices up again, each alone, until all are done; how often that was needed."""
+    """Resume preempted choices, each alone, until all are done; return how often that was needed."""
     attempts, pending = 1, [(heard, choice) for choice in heard.choices]
     delivered: dict[int, list[int]] = {choice: [] for choice in heard.choices}
     while pending:
@@ -171,7 +171,7 @@ async def finish_all(made, gateway: Gateway, heard: Heard, prompt: tuple[int, ..
     return attempts - 1
 
 
-async def test_choices_are_preempted_one_by_one_and_end_with_the_same_tokens():
+async def test_choices_are_preempted_one_by_one_and_give_the_same_tokens():
     async with house("shared_memory", blocks=14) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 30, choices=range(5), sampling=SAMPLED))
@@ -181,14 +181,14 @@ async def test_choices_are_preempted_one_by_one_and_end_with_the_same_tokens():
         await gateway.close()
 
 
-async def test_with_a_reserve_all_choices_that_fit_together_end_and_the_others_come_back():
+async def test_a_reserve_finishes_the_choices_that_fit_and_preempts_the_others():
     async with house("shared_memory", blocks=24) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         # Two full blocks are shared; eight more each: two fit, and three do not.
         message = work(("r", 1), PROMPT, 31, choices=range(3), sampling=SAMPLED, reserve=True)
         heard = gateway.start(decode, prefill, message)
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished", "decode finished", "decode preempted"]
+        assert heard.terminal_messages == ["decode finished", "decode finished", "decode preempted"]
         assert heard.outputs[2] == []
         assert [heard.outputs[c] for c in (0, 1)] == [
             ids(answer) for answer in oracle.choices(PROMPT, 2, 31, **SAMPLED)
@@ -197,7 +197,7 @@ async def test_with_a_reserve_all_choices_that_fit_together_end_and_the_others_c
         await gateway.close()
 
 
-async def test_what_a_choice_has_said_is_found_in_the_prefix_cache():
+async def test_output_blocks_of_a_choice_are_found_in_the_prefix_cache():
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 20, choices=range(3), sampling=SAMPLED))
@@ -215,7 +215,7 @@ async def test_more_choices_than_a_step_has_rows_take_turns():
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 8, choices=range(20), sampling=SAMPLED))
         await heard.ended.wait()
-        assert heard.last_words == ["decode finished"] * 20
+        assert heard.terminal_messages == ["decode finished"] * 20
         assert [heard.outputs[c] for c in range(20)] == [
             ids(answer) for answer in oracle.choices(PROMPT, 20, 8, **SAMPLED)
         ]

@@ -21,20 +21,20 @@ def plan(
 
 
 def in_line(candidate: Candidate) -> tuple[int, int]:
-    return -candidate.priority, candidate.joined
+    return -candidate.priority, candidate.arrival_order
 
 
-def test_everybody_runs_and_only_full_tables_grow() -> None:
+def test_all_candidates_run_and_only_full_block_tables_grow() -> None:
     out = plan([Candidate(1), Candidate(2, growth=1)], free=1)
     assert out == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
 
 
-def test_the_newest_makes_room() -> None:
+def test_the_newest_is_preempted() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2)], free=0)
     assert out == StepPlan((), (), (2,), abort_newest_grant=False)
 
 
-def test_a_higher_priority_is_in_front_whatever_its_age() -> None:
+def test_priority_goes_before_arrival_order() -> None:
     old, urgent = Candidate(1, growth=1), Candidate(2, growth=1, priority=5)
     assert plan([old, urgent], free=1).preempt == (1,)
     assert plan([old, urgent], free=2).run == (2, 1)
@@ -42,51 +42,51 @@ def test_a_higher_priority_is_in_front_whatever_its_age() -> None:
     assert plan([old, Candidate(2, priority=-1), Candidate(3)], free=0).preempt == (2,)
 
 
-def test_one_victim_goes_at_a_time_for_it_may_free_less_than_it_held() -> None:
+def test_one_victim_is_preempted_at_a_time() -> None:
     old, mid, new = Candidate(1, growth=1), Candidate(2, growth=1), Candidate(3)
     assert plan([old, mid, new], free=0).preempt == (3,)
     assert plan([old, mid], free=1).preempt == (2,), "two of its three blocks were shared"
     assert plan([old], free=1) == StepPlan((1,), (1,), (), abort_newest_grant=False)
 
 
-def test_a_reserved_sequence_is_never_the_victim_and_draws_on_its_reserve() -> None:
+def test_a_reserved_sequence_is_never_preempted_and_grows_on_its_reserve() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3, reserved=True)], free=0)
     assert out.preempt == (2,)
     out = plan([Candidate(1, growth=1), Candidate(3, reserved=True)], free=2)
     assert (out.run, out.grow) == ((1, 3), (1, 3))
 
 
-def test_the_oldest_alone_calls_a_grant_back_and_waits() -> None:
+def test_the_first_in_line_aborts_a_grant_and_waits() -> None:
     out = plan([Candidate(1, growth=1)], free=0, grants=2)
     assert out == StepPlan((), (), (), abort_newest_grant=True)
 
 
-def test_blocks_on_their_way_back_are_waited_for() -> None:
+def test_quarantined_blocks_are_waited_for() -> None:
     waiting = StepPlan((), (), (), abort_newest_grant=False)
     assert plan([Candidate(1, growth=1)], free=0, grants=2, quarantined=1) == waiting
     assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=3) == waiting
     assert plan([Candidate(1, rows=4, growth=4)], free=1, grants=2, quarantined=2).abort_newest_grant
 
 
-def test_nothing_to_wait_for_goes_back_to_the_gateway() -> None:
+def test_a_starving_group_without_grants_is_preempted() -> None:
     assert plan([Candidate(1, growth=1)], free=0) == StepPlan((), (), (1,), abort_newest_grant=False)
 
 
-def test_beyond_the_batch_sequences_wait_and_are_the_first_victims() -> None:
+def test_sequences_beyond_the_batch_wait_and_are_preempted_first() -> None:
     out = plan([Candidate(1, growth=1), Candidate(2), Candidate(3)], free=0, max_batch=2)
     assert out.preempt == (3,)
     assert plan([Candidate(1, growth=1), Candidate(2)], free=2).run == (1, 2)
 
 
-def test_all_who_write_to_one_block_need_copies_but_the_last() -> None:
+def test_all_writers_to_a_shared_block_but_the_last_need_copies() -> None:
     forks = [Candidate(n, shared=(7, 3)) for n in (1, 2, 3)]
     assert plan(forks, free=2) == StepPlan((1, 2, 3), (1, 2), (), abort_newest_grant=False)
     assert plan(forks, free=1).preempt == (3,), "then the block has two holders, and one copy is enough"
-    assert plan(forks[:2], free=1).preempt == (2,), "somebody who is not here holds it too"
+    assert plan(forks[:2], free=1).preempt == (2,), "a sequence that is not planned holds it too"
     assert plan([Candidate(n, shared=(7, 2)) for n in (1, 2)], free=1).run == (1, 2)
 
 
-def test_a_gang_runs_as_a_whole_or_waits_and_lets_younger_ones_pass() -> None:
+def test_a_step_group_that_does_not_fit_waits_and_lets_later_ones_pass() -> None:
     beams = Candidate(2, rows=4)
     assert plan([Candidate(1), beams, Candidate(3), Candidate(4)], free=0, max_batch=4).run == (1, 3, 4)
     assert plan([beams, Candidate(3), Candidate(4)], free=0, max_batch=5).run == (2, 3)
@@ -94,62 +94,62 @@ def test_a_gang_runs_as_a_whole_or_waits_and_lets_younger_ones_pass() -> None:
     assert plan([beams, Candidate(3)], free=0, max_batch=3).run == (2,), "the oldest goes whatever its size"
 
 
-def test_a_gang_gets_all_its_blocks_or_is_the_victim_as_a_whole() -> None:
+def test_a_step_group_gets_all_its_blocks_or_is_preempted_as_a_whole() -> None:
     beams = Candidate(2, rows=4, growth=3)
     assert plan([Candidate(1), beams], free=2).preempt == (2,)
     assert plan([Candidate(1), beams], free=3) == StepPlan((1, 2), (2,), (), abort_newest_grant=False)
 
 
 @st.composite
-def gangs(draw: st.DrawFn) -> list[Candidate]:
+def groups(draw: st.DrawFn) -> list[Candidate]:
     made: list[Candidate] = []
     holders = {block: draw(st.integers(2, 5)) for block in range(3)}
     room = dict(holders)
-    for joined in range(draw(st.integers(0, 12))):
+    for arrival_order in range(draw(st.integers(0, 12))):
         rows = draw(st.integers(1, 5))
         reserved = draw(st.booleans())
         block = draw(st.sampled_from([None, 0, 1, 2]))
         if rows > 1 or reserved or block is None or not room[block]:
             growth = 0 if reserved else draw(st.integers(0, rows))
             priority = draw(st.integers(-1, 1))
-            made.append(Candidate(joined, rows, growth, None, reserved, priority))
+            made.append(Candidate(arrival_order, rows, growth, None, reserved, priority))
         else:
             room[block] -= 1
-            made.append(Candidate(joined, shared=(block, holders[block])))
+            made.append(Candidate(arrival_order, shared=(block, holders[block])))
     return made
 
 
-@given(gangs(), st.integers(0, 8), st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
+@given(groups(), st.integers(0, 8), st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_plan_can_always_be_carried_out(
     candidates: list[Candidate], free: int, max_batch: int, grants: int, quarantined: int
 ) -> None:
     out = plan(candidates, free, max_batch=max_batch, grants=grants, quarantined=quarantined)
-    by_age = {c.joined: c for c in candidates}
-    running = [by_age[joined] for joined in out.run]
+    by_age = {c.arrival_order: c for c in candidates}
+    running = [by_age[arrival_order] for arrival_order in out.run]
     assert sum(c.rows for c in running) <= max_batch or len(running) == 1
     assert set(out.grow) <= set(out.run)
     assert not set(out.preempt) & set(out.run)
     line = sorted(candidates, key=in_line)
-    assert list(out.run) == [one.joined for one in line if one.joined in out.run]
+    assert list(out.run) == [one.arrival_order for one in line if one.arrival_order in out.run]
     held = {c.shared[0]: c.shared[1] for c in candidates if c.shared}
     for candidate in running:  # serve them in order, as the worker does
         free -= candidate.growth
         if candidate.shared and held[candidate.shared[0]] > 1:
             held[candidate.shared[0]] -= 1
             free -= 1
-            assert candidate.joined in out.grow
-        assert not candidate.growth or candidate.joined in out.grow
+            assert candidate.arrival_order in out.grow
+        assert not candidate.growth or candidate.arrival_order in out.grow
     assert free >= 0
     if candidates and not out.run:
         assert out.preempt or out.abort_newest_grant or quarantined
 
 
-@given(gangs(), st.integers(0, 8), st.integers(1, 8))
-def test_giving_way_one_by_one_ends_with_somebody_running(
+@given(groups(), st.integers(0, 8), st.integers(1, 8))
+def test_repeated_preemption_ends_with_a_running_group(
     candidates: list[Candidate], free: int, max_batch: int
 ) -> None:
     """A victim frees what its rows hold at least; the first in line is the last to go."""
-    alive = {c.joined: c for c in sorted(candidates, key=in_line)}
+    alive = {c.arrival_order: c for c in sorted(candidates, key=in_line)}
     while alive:
         out = plan(list(alive.values()), free, max_batch=max_batch)
         if out.run:

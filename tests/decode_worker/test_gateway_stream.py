@@ -1,4 +1,4 @@
-"""What a decode worker writes to a gateway: in messages that the other end takes, whatever was asked for."""
+"""Messages of a decode worker to a gateway: none is larger than the other end takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request(gateway: GatewayStream, name: str = "r", cached: int = 0) -> DecodeR
 
 
 def steps(gateway: GatewayStream, rows: int, count: int) -> None:
-    """As the engine's loop does it."""
+    """Send steps as the engine loop does."""
     asking = request(gateway)
     for index in range(count):
         for choice in range(rows):
@@ -43,7 +43,7 @@ def say(
     gateway.output(asking.key, rank, output, scores, LENGTH, asking.times_now())
 
 
-async def test_the_outputs_of_a_large_search_go_out_in_small_messages_and_whole() -> None:
+async def test_outputs_of_a_large_beam_search_are_complete_in_small_messages() -> None:
     gateway = GatewayStream("g")
     tokens = [tuple(range(rank, 1500 + rank)) for rank in range(4)]
     for rank, output in enumerate(tokens):
@@ -70,7 +70,7 @@ async def test_the_outputs_of_a_large_search_go_out_in_small_messages_and_whole(
     assert max(message.ByteSize() for message in messages) < MESSAGE_BYTES / 16
 
 
-async def test_nobody_s_tokens_wait_for_a_whole_output() -> None:
+async def test_tokens_are_sent_between_pieces_of_a_whole_output() -> None:
     gateway = GatewayStream("g")
     say(gateway, request(gateway), 0, range(5 * PIECE_TOKENS), [None] * 5 * PIECE_TOKENS)
     messages = gateway.messages()
@@ -83,7 +83,7 @@ async def test_nobody_s_tokens_wait_for_a_whole_output() -> None:
     gateway.close()
 
 
-async def test_steps_that_queue_up_are_merged_as_far_as_a_message_goes() -> None:
+async def test_queued_steps_are_merged_up_to_the_message_size() -> None:
     gateway = GatewayStream("g")
     steps(gateway, rows=256, count=40)  # more than 2 MiB
     gateway.heartbeat(work_pb2.Heartbeat(progress=1))
@@ -100,7 +100,7 @@ async def test_steps_that_queue_up_are_merged_as_far_as_a_message_goes() -> None
     assert len(merged) < 5
 
 
-async def test_few_steps_that_queue_up_are_one_message() -> None:
+async def test_few_queued_steps_are_one_message() -> None:
     gateway = GatewayStream("g")
     steps(gateway, rows=2, count=10)
     assert len((await anext(gateway.messages())).step.tokens) == 20

@@ -21,7 +21,7 @@ def attempt_of(prompt: Sequence[int]) -> Attempt:
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE, 3 * SIZE + 5])
-def test_the_keys_are_those_of_prompt_and_output_in_whatever_pieces_they_come(prompt_tokens: int) -> None:
+def test_publish_gives_the_same_keys_however_the_tokens_are_split(prompt_tokens: int) -> None:
     prompt, output = list(range(prompt_tokens)), list(range(1000, 1000 + 5 * SIZE))
     expected = block_keys(NAMESPACE, prompt + output, SIZE)
     for stride in (1, 7, SIZE, 2 * SIZE + 1, 5 * SIZE):
@@ -36,8 +36,8 @@ def test_the_keys_are_those_of_prompt_and_output_in_whatever_pieces_they_come(pr
         assert keys == expected == pool.cached_keys()
 
 
-def test_a_block_more_costs_a_long_sequence_what_it_costs_a_short_one() -> None:
-    """It is paid on the event loop, for each sequence at every sixteenth token."""
+def test_publish_of_one_block_costs_the_same_for_long_and_short_sequences() -> None:
+    """The event loop pays it for each sequence at every sixteenth token."""
 
     def seconds(tokens: int) -> float:
         pool = BlockPool(1)

@@ -1,4 +1,4 @@
-"""What a text says comes next, and how much of that is offered."""
+"""Prompt lookup: the tokens that a text drafts, and their number."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.prompt_lookup import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from decode_worker.sequence import DecodeSequence
+from decode_worker.speculation import LONGEST_PAUSE, LONGEST_REST, PROMPT_TOKENS, PromptLookup
 from diptych.engine.sampling import SampleRow, SamplingParams
 
 
@@ -18,7 +18,7 @@ def sequence(prompt: Sequence[int], output: Sequence[int]) -> DecodeSequence:
     return DecodeSequence(len(prompt), written, SampleRow(SamplingParams(), prompt, written))
 
 
-def test_what_followed_the_longest_end_at_its_latest_place() -> None:
+def test_draft_follows_the_latest_occurrence_of_the_longest_end() -> None:
     lookup = PromptLookup(4)
     #                          3 4 | after 1 2 3:        | after 9 2 3:
     text = sequence([1, 2, 3, 4, 5, 6, 7, 9, 2, 3, 8, 8, 8, 1, 2], [3])
@@ -26,14 +26,14 @@ def test_what_followed_the_longest_end_at_its_latest_place() -> None:
     assert lookup.draft(sequence([5, 6, 2, 3, 7, 2, 3, 8, 0, 2], [3]), 2) == [8, 0]  # two places: the later
 
 
-def test_nothing_is_said_of_what_was_not_there() -> None:
+def test_no_draft_without_an_earlier_occurrence() -> None:
     lookup = PromptLookup(4)
     assert list(lookup.draft(sequence([1, 2, 3], [4]), 4)) == []
     assert list(lookup.draft(sequence([], [4]), 4)) == []
 
 
-def test_who_finds_nothing_looks_more_and_more_rarely() -> None:
-    """So that its steps, and those of others, are launched ahead again."""
+def test_searches_that_find_nothing_become_rarer() -> None:
+    """Then its steps, and those of others, are launched ahead again."""
     lookup, text = PromptLookup(4), sequence([1, 2, 3], [4])
     looks = []
     for token in range(100, 600):
@@ -50,17 +50,17 @@ def test_who_finds_nothing_looks_more_and_more_rarely() -> None:
     assert list(lookup.draft(text, 2)) == [text.output_ids[-1] + 1, text.output_ids[-1] + 2]
 
 
-def test_of_a_very_long_prompt_the_end_is_looked_at() -> None:
+def test_only_the_end_of_a_long_prompt_is_indexed() -> None:
     prompt = [7, 8, 9, *range(100, 100 + PROMPT_TOKENS), 7]
     assert list(PromptLookup(4).draft(sequence(prompt, [8]), 4)) == []
     assert list(PromptLookup(4).draft(sequence(prompt, [8, 300, 301]), 2)) == [302, 303]
 
 
-def test_what_repeats_itself_goes_on() -> None:
+def test_a_periodic_text_is_continued_periodically() -> None:
     assert PromptLookup(5).draft(sequence([7, 8, 7, 8, 7], [8]), 5) == [7, 8, 7, 8, 7]
 
 
-def test_drafts_get_shorter_and_long_again() -> None:
+def test_drafts_get_shorter_when_wrong_and_longer_when_right() -> None:
     lookup, text = PromptLookup(4), sequence([1, 2] * 20, [1])
     assert lookup.draft(text, 4) == [2, 1, 2, 1]
     text.output_ids += [2, 9]  # one of four was right
@@ -73,7 +73,7 @@ def test_drafts_get_shorter_and_long_again() -> None:
     assert lookup.draft(text, 4) == [9, 1, 2, 9]
 
 
-def test_who_is_always_wrong_rests_for_longer_and_longer() -> None:
+def test_wrong_drafts_make_rests_longer() -> None:
     lookup, text = PromptLookup(4), sequence([1, 2] * 20, [1])
     offered = []
     for token in range(100, 1100):
@@ -90,7 +90,7 @@ TOKENS = st.integers(0, 3)
 
 
 @given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, min_size=1, max_size=30), st.integers(1, 9))
-def test_a_draft_is_what_the_text_says_or_nothing(prompt: list[int], output: list[int], count: int) -> None:
+def test_a_draft_equals_a_plain_search_or_is_empty(prompt: list[int], output: list[int], count: int) -> None:
     """Read off the whole text: some end of two or more tokens is followed by this elsewhere."""
     draft = list(PromptLookup(9).draft(sequence(prompt, output), count))
     assert len(draft) <= count

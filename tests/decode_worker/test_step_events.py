@@ -1,4 +1,4 @@
-"""A launched step is waited for without a thread, and nobody who waits sleeps through its end."""
+"""Launched steps are awaited without a thread, and no end of a step is missed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_worker.step_events import StepEvents
+from decode_worker.pipeline import StepEvents
 from diptych.engine.step_output import StepOutput
 
 ROUNDS = 10  # of the event loop: more than a wakeup takes
@@ -17,12 +17,12 @@ ROUNDS = 10  # of the event loop: more than a wakeup takes
 
 @dataclass
 class Step:
-    """Over when the test says so; it tells nobody."""
+    """A launched step that ends when the test says so, without an event."""
 
-    done: bool = False
+    ended: bool = False
 
-    def over(self) -> bool:
-        return self.done
+    def done(self) -> bool:
+        return self.ended
 
     def collect(self) -> StepOutput:
         raise AssertionError("waiting is not collecting")
@@ -58,13 +58,13 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
+def test_wait_returns_when_the_step_is_done(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
-        waiting = asyncio.create_task(completions.over(step))
+        waiting = asyncio.create_task(completions.wait(step))
         await turns()
         assert not waiting.done()
-        step.done = True
+        step.ended = True
         backend.tell()
         await asyncio.wait_for(waiting, 5)
         assert backend.unread() == b""
@@ -73,15 +73,15 @@ def test_it_waits_until_the_step_is_over(backend: Backend) -> None:
     asyncio.run(run())
 
 
-def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
+def test_wait_ignores_the_byte_of_another_step(backend: Backend) -> None:
     async def run() -> None:
         completions, step = StepEvents(backend.heard), Step()
-        waiting = asyncio.create_task(completions.over(step))
+        waiting = asyncio.create_task(completions.wait(step))
         for _ in range(3):
             backend.tell(2)
             await asyncio.sleep(0.01)
         assert not waiting.done()
-        step.done = True
+        step.ended = True
         backend.tell()
         await asyncio.wait_for(waiting, 5)
         completions.close()
@@ -89,25 +89,25 @@ def test_a_byte_of_another_step_ends_no_waiting(backend: Backend) -> None:
     asyncio.run(run())
 
 
-def test_a_step_that_is_over_lets_others_have_a_turn(backend: Backend) -> None:
-    """Steps that are shorter than the work between them would else keep the loop to themselves."""
+def test_wait_yields_to_the_event_loop_for_a_step_that_is_done(backend: Backend) -> None:
+    """Else steps that are shorter than the work between them would starve the loop."""
 
     async def run() -> None:
-        completions, step = StepEvents(backend.heard), Step(done=True)
+        completions, step = StepEvents(backend.heard), Step(ended=True)
         others = asyncio.create_task(asyncio.sleep(0))
         for _ in range(3):
-            await completions.over(step)
+            await completions.wait(step)
         assert others.done()
         completions.close()
 
     asyncio.run(run())
 
 
-def test_after_close_nobody_listens_and_another_loop_can(backend: Backend) -> None:
+def test_close_removes_the_reader_and_another_loop_can_wait(backend: Backend) -> None:
     completions = StepEvents(backend.heard)
 
     async def run() -> None:
-        await completions.over(Step(done=True))
+        await completions.wait(Step(ended=True))
         completions.close()
         backend.tell()
         await asyncio.sleep(0.01)

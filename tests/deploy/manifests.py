@@ -14,8 +14,7 @@ import yaml
 from decode_worker.config import DecodeSettings
 from diptych.runtime.settings import ProgramSettings
 from diptych.runtime.telemetry import _FLUSH_S
-from diptych.worker_process.drain_deadline import DrainDeadline
-from diptych.worker_process.server import CLOSE_S, LAST_WORDS_S
+from diptych.worker_process.server import CLOSE_S, LAST_MESSAGES_S, DrainDeadline
 from gateway.config import GatewaySettings
 from gateway.program import SHUT_DOWN_S
 from prefill_worker.config import PrefillSettings
@@ -23,6 +22,8 @@ from prefill_worker.config import PrefillSettings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
+IMAGE = "registry.example/diptych"
+"""The name of our image in all manifests, which `images:` of a kustomization replaces."""
 SETTINGS: dict[str, type[ProgramSettings]] = {
     "gateway": GatewaySettings,
     "prefill": PrefillSettings,
@@ -87,7 +88,7 @@ def started() -> Iterator[Started]:
     for one in documents():
         if one["kind"] == "Deployment":
             for container in one["spec"]["template"]["spec"]["containers"]:
-                if container["image"] == "diptych":
+                if container["image"].rpartition(":")[0] == IMAGE:
                     yield Started(one, container)
 
 
@@ -103,14 +104,21 @@ def settings_of(program: str, flags: list[str], variables: Mapping[str, str], pa
 def leaves_within_s(settings: ProgramSettings) -> float:
     """From SIGTERM to the end of the process, when nothing finishes by itself."""
     if isinstance(settings, GatewaySettings):
-        return settings.drain_settle_s + settings.drain_grace_s + SHUT_DOWN_S + _FLUSH_S
+        return settings.lame_duck + settings.shutdown_timeout + SHUT_DOWN_S + _FLUSH_S
     assert isinstance(settings, PrefillSettings | DecodeSettings)
-    return DrainDeadline(settings.drain_s, 0.0).over_at + 2 * LAST_WORDS_S + CLOSE_S + _FLUSH_S
+    return (
+        DrainDeadline(settings.worker_shutdown_timeout, 0.0).end_at + 2 * LAST_MESSAGES_S + CLOSE_S + _FLUSH_S
+    )
 
 
 def seconds(text: str) -> float:
     """Of compose's `15s`."""
     return float(text.removesuffix("s"))
+
+
+def cores(text: str) -> float:
+    """Of Kubernetes' `2` and `250m`."""
+    return int(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
 
 def mebibytes(text: str) -> int:

@@ -44,7 +44,7 @@ def seen(stack: Stack) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(stack: Stack) -> dict[str, tuple[str, list[int]]]:
-    """What the other door says to the same prompts."""
+    """Return the answers over gRPC to the same prompts."""
     found = {}
     with Client(stack.address) as client:
         for name, prompt in (("a", "The capital of France is"), ("b", "One, two, three,")):
@@ -62,7 +62,7 @@ def joined(pieces: list[dict[str, Any]]) -> tuple[str, list[int]]:
     return "".join(piece["text"] for piece in pieces), [i for piece in pieces for i in piece["token_ids"]]
 
 
-def test_it_says_what_it_is(seen: dict[str, Any]) -> None:
+def test_metadata_describes_server_and_model(seen: dict[str, Any]) -> None:
     assert seen["about"] == {
         "live": True,
         "ready": True,
@@ -73,7 +73,7 @@ def test_it_says_what_it_is(seen: dict[str, Any]) -> None:
     }
 
 
-def test_whole_answers_are_those_of_the_other_door(
+def test_whole_answers_equal_those_of_grpc(
     seen: dict[str, Any], expected: dict[str, tuple[str, list[int]]]
 ) -> None:
     whole = seen["whole"]

@@ -22,7 +22,7 @@ from tests.end_to_end.stack import Stack, running_stack
 MODEL = "SmolLM2-135M-Instruct"
 SERVER = "diptych.v1.InferenceService/StreamGenerate"
 GATEWAY_PHASES = {"tokenize", "admission.wait", "route"}
-PREFILL_PHASES = {"queue", "grant.wait", "prefill", "kv_transfer.send"}
+PREFILL_PHASES = {"queue", "kv_alloc_wait", "prefill", "kv_transfer.send"}
 DECODE_PHASES = {"kv_transfer.receive", "queue", "decode"}
 SPANS = 2 + len(GATEWAY_PHASES) + 1 + len(PREFILL_PHASES) + 1 + len(DECODE_PHASES)
 COVERED = 0.95

@@ -20,7 +20,7 @@ def stack(bundled: Stack) -> Stack:
     return bundled
 
 
-def test_the_door_says_what_grpc_says(stack: Stack, client: openai.OpenAI, model: str) -> None:
+def test_http_answers_equal_grpc_answers(stack: Stack, client: openai.OpenAI, model: str) -> None:
     with Client(stack.address) as grpc:
         expected = grpc.generate(PROMPT, max_tokens=12, temperature=0.0)
     asked: Any = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -69,7 +69,7 @@ def test_n_choices_and_seeds(client: openai.OpenAI, model: str) -> None:
     assert [choice.index for choice in chats.choices] == [0, 1, 2]
 
 
-def test_best_of(client: openai.OpenAI, model: str) -> None:
+def test_best_of_returns_the_likeliest(client: openai.OpenAI, model: str) -> None:
     asked: Any = {"model": model, "prompt": "Once", "max_tokens": 8, "temperature": 1.0, "seed": 5}
     best = client.completions.create(**asked, best_of=4, logprobs=0).choices[0]
     all_four = client.completions.create(**asked, n=4, logprobs=0).choices

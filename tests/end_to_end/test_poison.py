@@ -18,7 +18,7 @@ WAIT_S = 300.0  # longer than the test may take: it is the proof that ends the r
 
 def test_the_supervisor_proves_two_deaths() -> None:
     with (
-        running_stack("--kv-memory-mib=256", f"--set=gateway.recovery-wait-s={WAIT_S}") as stack,
+        running_stack("--kv-memory-mib=256", f"--set=gateway.worker-wait-timeout={WAIT_S}") as stack,
         Client(stack.address, retries=0) as client,
     ):
         stream = client.stream(reference.prompts()[10], max_tokens=4000, temperature=0.0, ignore_eos=True)

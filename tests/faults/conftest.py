@@ -30,7 +30,7 @@ class Breakable:
 def breakable(tmp_path_factory: pytest.TempPathFactory, model: Path, *flags: str) -> Iterator[Breakable]:
     armory = Armory(tmp_path_factory.mktemp("failpoints"))
     # A starved machine takes its time to start a worker again.
-    env = {**armory.environment, "DIPTYCH_RECOVERY_WAIT_S": "100"}
+    env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
     with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
         yield Breakable(stack, armory)
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from diptych.bench.cpu_time import CpuTime
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 
 _BEGAN = CpuTime.now()  # of the command
 

@@ -33,7 +33,7 @@ def breakable_system(*flags: str) -> Iterator[tuple[Breakable, Path]]:
         points.mkdir()
         tiny_model.write(model)
         armory = Armory(points)
-        env = {**armory.environment, "DIPTYCH_RECOVERY_WAIT_S": "100"}
+        env = {**armory.environment, "DIPTYCH_WORKER_WAIT_TIMEOUT": "100"}
         with running_stack("--model", str(model), *FLAGS, *flags, env=env) as stack:
             yield Breakable(stack, armory), model
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.client import AsyncClient
 from diptych.v1 import admin_pb2 as pb
 from diptych.v1 import admin_pb2_grpc
@@ -137,7 +137,9 @@ def slow_worker(stack: Stack, folder: Path) -> Iterator[str]:
     }
     command = [sys.executable, "-m", "decode_worker", "--model", str(folder), "--model-name", "tiny"]
     command += ["--dtype", "fp32", "--kv-blocks", "256", "--grpc-port", "0", "--http-port", "0"]
-    process = subprocess.Popen([*command, "--worker-id", "snail", "--drain-s", "1"], env=environment)
+    process = subprocess.Popen(
+        [*command, "--worker-id", "snail", "--worker-shutdown-timeout", "1"], env=environment
+    )
     try:
         yield "snail"
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from diptych.bench.cpu_time import CpuTime
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.client import AsyncClient
 from tests.diptych.runtime.conftest import Store
 from tests.end_to_end import tiny_model

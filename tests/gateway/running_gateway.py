@@ -93,7 +93,7 @@ async def running(
     for worker in workers:
         await worker.start(redis_url, DIGEST)
     values = GatewaySettings(
-        redis_url=redis_url, grpc_port=0, http_port=0, secret=SECRET, **{"drain_grace_s": 0.5, **settings}
+        redis_url=redis_url, grpc_port=0, http_port=0, secret=SECRET, **{"shutdown_timeout": 0.5, **settings}
     )
     gateway = Gateway(values, model, DIGEST)
     await gateway.start()

@@ -140,7 +140,7 @@ ROWS = {
         "DRAINING",
         503,
         retry=True,
-        settings={"drain_grace_s": 10.0},
+        settings={"shutdown_timeout": 10.0},
         situation=draining,
     ),
     "a worker is lost before the first token": Row(
@@ -161,7 +161,7 @@ ROWS = {
         Code.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",
         400,
-        script=failing(work_pb2.FAILURE_REASON_NEVER_FITS),
+        script=failing(work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY),
     ),
     "a worker saw the deadline pass": Row(
         Code.DEADLINE_EXCEEDED,
@@ -172,9 +172,9 @@ ROWS = {
     ),
     "the rules leave no token": Row(
         Code.FAILED_PRECONDITION,
-        "NOTHING_ALLOWED",
+        "NO_VALID_TOKEN",
         400,
-        script=failing(work_pb2.FAILURE_REASON_NOTHING_ALLOWED),
+        script=failing(work_pb2.FAILURE_REASON_NO_VALID_TOKEN),
     ),
     "a bug": Row(
         Code.INTERNAL,

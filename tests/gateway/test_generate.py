@@ -251,7 +251,7 @@ async def test_preemption_does_not_change_the_output(
 
 async def test_worker_without_heartbeat_is_lost_within_seconds(bundled: ServedModel, redis_url: str) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, recovery_wait_s=0) as stack:
+    async with running(bundled, redis_url, prefill, decode, worker_wait_timeout=0) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         await decode.wait_for("attach")
         started = time.monotonic()
@@ -436,7 +436,7 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, drain_grace_s=3) as stack:
+    async with running(bundled, redis_url, prefill, decode, shutdown_timeout=3) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         drain = asyncio.ensure_future(stack.gateway.drain())
@@ -455,7 +455,7 @@ async def test_drain_waits_for_long_texts_in_the_tokenizer_pool(
     """Start a call whose text waits in the pool: it is no request yet."""
     read, turn = threading.Event(), pb.TokenizeRequest(text="a" * limits.INLINE_PARSE_BYTES)
     workers = ScriptedPrefill(), ScriptedDecode(answering(answer))
-    settings = {"drain_grace_s": 30, "share_ports": True}  # with a successor, nothing is refused
+    settings = {"shutdown_timeout": 30, "reuse_port": True}  # with a successor, nothing is refused
     async with running(bundled, redis_url, *workers, **settings) as stack:
         before_it = asyncio.create_task(
             stack.gateway.tokenizer_pool.run(turn, DEFAULT_TENANT, lambda: read.wait(60))
@@ -476,7 +476,7 @@ async def test_stream_gets_shutdown_status_after_the_grace_period(
     bundled: ServedModel, redis_url: str, answer: list[int]
 ) -> None:
     decode = ScriptedDecode()
-    async with running(bundled, redis_url, ScriptedPrefill(), decode, drain_grace_s=0.1) as stack:
+    async with running(bundled, redis_url, ScriptedPrefill(), decode, shutdown_timeout=0.1) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         decode.tokens(work, 0, answer[:3])
@@ -491,7 +491,7 @@ async def test_waiting_request_gets_a_status_after_the_grace_period(
 ) -> None:
     prefill, decode = ScriptedPrefill(), ScriptedDecode()
     stack: Stack
-    async with running(bundled, redis_url, prefill, decode, drain_grace_s=0.1) as stack:
+    async with running(bundled, redis_url, prefill, decode, shutdown_timeout=0.1) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         await decode.wait_for("attach")
         await stack.gateway.drain()

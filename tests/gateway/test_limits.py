@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import GREEDY_BELOW, PARAMETERS, Parameter
 from diptych.runtime.errors import InvalidParameter
 from diptych.runtime.tokenizer.control_tokens import ControlTokens
 from diptych.v1 import inference_pb2 as pb
@@ -64,32 +66,14 @@ def nanoseconds(count: int) -> dict[str, int]:
 
 
 FIELDS = {
-    "MAX_REQUEST_ID_CHARS": [Case("request_id", lambda n: {"request_id": "a" * n})],
-    "MAX_SALT_BYTES": [Case("cache.salt", lambda n: {"cache": {"salt": "a" * n}})],
-    "MAX_SESSION_ID_BYTES": [Case("session_id", lambda n: {"session_id": "a" * n})],
+    "request_id.longest": [Case("request_id", lambda n: {"request_id": "a" * n})],
+    "cache_salt.longest": [Case("cache.salt", lambda n: {"cache": {"salt": "a" * n}})],
+    "session_id.longest": [Case("session_id", lambda n: {"session_id": "a" * n})],
     "MAX_MESSAGES": [Case("chat.messages", turns)],
-    "MAX_TEMPERATURE": [Case("sampling.temperature", sampling("temperature"), next_float32(100.0))],
-    "MAX_PENALTY": [
-        Case("sampling.frequency_penalty", sampling("frequency_penalty"), next_float32(2.0)),
-        Case("sampling.presence_penalty", sampling("presence_penalty"), next_float32(2.0)),
-        Case(
-            "sampling.frequency_penalty",
-            lambda value: {"sampling": {"frequency_penalty": -value}},
-            next_float32(2.0),
-        ),
-    ],
-    "MIN_REPETITION_PENALTY": [
-        Case("sampling.repetition_penalty", sampling("repetition_penalty"), next_float32(1 / 64, -1))
-    ],
-    "MAX_REPETITION_PENALTY": [
-        Case("sampling.repetition_penalty", sampling("repetition_penalty"), next_float32(100.0))
-    ],
-    "MAX_N": [Case("sampling.n", sampling("n")), Case("sampling.best_of", sampling("best_of"))],
-    "MAX_BEAM_WIDTH": [Case("sampling.beam_width", sampling("beam_width"))],
-    "MAX_LOGIT_BIAS_ENTRIES": [
+    "logit_bias.most": [
         Case("sampling.logit_bias", lambda n: {"sampling": {"logit_bias": dict.fromkeys(range(n), 1.0)}})
     ],
-    "MAX_LOGIT_BIAS": [
+    "logit_bias.high": [
         Case(
             "sampling.logit_bias", lambda bias: {"sampling": {"logit_bias": {1: bias}}}, next_float32(100.0)
         ),
@@ -97,29 +81,22 @@ FIELDS = {
             "sampling.logit_bias", lambda bias: {"sampling": {"logit_bias": {1: -bias}}}, next_float32(100.0)
         ),
     ],
-    "MAX_ALLOWED_TOKEN_IDS": [
+    "allowed_token_ids.most": [
         Case("sampling.allowed_token_ids", lambda n: {"sampling": {"allowed_token_ids": range(n)}})
     ],
-    "MAX_BAD_WORDS": [Case("sampling.bad_words", lambda n: {"sampling": {"bad_words": ["no"] * n}})],
-    "MAX_BAD_WORD_BYTES": [
+    "bad_words.most": [Case("sampling.bad_words", lambda n: {"sampling": {"bad_words": ["no"] * n}})],
+    "bad_words.longest": [
         Case("sampling.bad_words[0]", lambda n: {"sampling": {"bad_words": ["a" * n]}}),
     ],
-    "MAX_STOP_STRINGS": [Case("stopping.stop", stopping("stop", lambda n: ["a"] * n))],
-    "MAX_STOP_STRING_BYTES": [Case("stopping.stop[0]", stopping("stop", lambda n: ["a" * n]))],
-    "MAX_STOP_TOKEN_IDS": [Case("stopping.stop_token_ids", stopping("stop_token_ids", lambda n: [1] * n))],
-    "MAX_TIME_LIMIT_SECONDS": [
+    "stop.most": [Case("stopping.stop", stopping("stop", lambda n: ["a"] * n))],
+    "stop.longest": [Case("stopping.stop[0]", stopping("stop", lambda n: ["a" * n]))],
+    "stop_token_ids.most": [Case("stopping.stop_token_ids", stopping("stop_token_ids", lambda n: [1] * n))],
+    "time_limit_s.high": [
         Case(
             "stopping.time_limit",
             stopping("time_limit", lambda seconds: nanoseconds(round(seconds * 10**9))),
             24 * 3600 + 1e-9 * 2**14,  # the next that a double and a whole nanosecond both have
         )
-    ],
-    "MAX_STREAM_INTERVAL": [
-        Case("response.stream_interval", lambda n: {"response": {"stream_interval": n}}),
-    ],
-    "MAX_LOGPROBS": [
-        Case("response.logprobs", lambda n: {"response": {"logprobs": n}}),
-        Case("response.prompt_logprobs", lambda n: {"response": {"prompt_logprobs": n}}),
     ],
     "MAX_GRAMMAR_BYTES": [
         Case("structured_output.regex", lambda n: {"structured_output": {"regex": "a" * n}}),
@@ -141,7 +118,6 @@ FIELDS = {
 # What no field of a generation request shows: the functions below, and the tests of a neighbour, which name
 # the limit and one above it.
 HERE = {
-    "GREEDY_BELOW_TEMPERATURE": "test_temperature_below_the_threshold_is_greedy",
     "MAX_PROMPT_BYTES": "test_prompt_bytes_are_limited",
     "MAX_DETOKENIZE_IDS": "test_detokenize_ids_are_limited",
     "MAX_RENDER_SECONDS": "test_template_rendering_time_is_limited",
@@ -173,11 +149,17 @@ def parse(model: ServedModel, changes: Changes) -> Any:
     return parse_request(pb.GenerateRequest(model=model.card.name, **prompt, **changes), model)
 
 
+def limit_of(name: str) -> Any:
+    """Return a constant of `gateway.limits`, or a column of a parameter: ``stop.longest``."""
+    parameter, _, column = name.partition(".")
+    return getattr(PARAMETERS[parameter], column) if column else getattr(limits, name)
+
+
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in FIELDS.items() for case in cases])
 def test_field_is_accepted_at_its_limit_and_refused_above(
     bundled: ServedModel, name: str, case: Case
 ) -> None:
-    limit = getattr(limits, name)
+    limit = limit_of(name)
     try:
         parse(bundled, case.make(limit))
     except InvalidParameter as error:
@@ -190,10 +172,43 @@ def test_field_is_accepted_at_its_limit_and_refused_above(
     assert [violation.field for violation in caught.value.violations] == [case.field]
 
 
+NUMBERS = [row for row in PARAMETERS.values() if row.type in (int, float) and row.rule and not row.duration]
+
+
+def changes(row: Parameter, value: float) -> Changes:
+    group, _, name = row.wire.partition(".")
+    return {group: {name: value}}
+
+
+@pytest.mark.parametrize("row", NUMBERS, ids=[row.name for row in NUMBERS])
+def test_a_number_at_the_ends_of_its_range_and_beyond(bundled: ServedModel, row: Parameter) -> None:
+    step = 1 if row.type is int else 0
+    beyond = [math.nan] if row.type is float else []
+    for end, sign in ((row.low, -1), (row.high, 1)):
+        if end is None:
+            continue
+        value = int(end) if step else end
+        next_one = next_float32(abs(value), sign if value > 0 else -sign) if value else sign * 1e-45
+        beyond.append(value + sign * step if step else math.copysign(next_one, value or sign))
+        try:
+            parse(bundled, changes(row, value))
+        except InvalidParameter as error:
+            pytest.fail(f"{row.name} of {value} is refused: {error}")
+    if row.above is not None:
+        beyond.append(row.above)
+    for value in beyond:
+        if row.type is int and not row.fits[0] <= value <= row.fits[1]:
+            continue
+        with pytest.raises(InvalidParameter) as caught:
+            parse(bundled, changes(row, value))
+        (violation,) = caught.value.violations
+        assert (violation.field, violation.description) == (row.wire, f"must be {row.rule}")
+
+
 def test_temperature_below_the_threshold_is_greedy(bundled: ServedModel) -> None:
-    edge = next_float32(limits.GREEDY_BELOW_TEMPERATURE)
+    edge = next_float32(GREEDY_BELOW)
     assert parse(bundled, {"sampling": {"temperature": edge}}).sampling.temperature == pytest.approx(edge)
-    below = {"sampling": {"temperature": limits.GREEDY_BELOW_TEMPERATURE * 0.999}}
+    below = {"sampling": {"temperature": GREEDY_BELOW * 0.999}}
     assert parse(bundled, below).sampling.temperature == 0.0
 
 
@@ -245,14 +260,14 @@ def body(**members: Any) -> dict[str, Any]:
 
 
 def test_number_of_prompts_in_a_body_is_limited() -> None:
-    assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).drafts) == limits.MAX_PROMPTS
+    assert len(read_completions(body(prompt=["x"] * limits.MAX_PROMPTS)).builders) == limits.MAX_PROMPTS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=["x"] * (limits.MAX_PROMPTS + 1)))
 
 
 def test_number_of_ids_in_a_body_is_limited() -> None:
-    draft = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).drafts[0]
-    assert len(draft.request.token_ids.ids) == limits.MAX_JSON_IDS
+    builder = read_completions(body(prompt=[1] * limits.MAX_JSON_IDS)).builders[0]
+    assert len(builder.request.token_ids.ids) == limits.MAX_JSON_IDS
     with pytest.raises(InvalidParameter, match=r"^prompt: "):
         read_completions(body(prompt=[1] * (limits.MAX_JSON_IDS + 1)))
 
@@ -270,11 +285,11 @@ def test_list_lengths_in_a_body_are_limited() -> None:
 @pytest.mark.parametrize(
     ("name", "most", "make"),
     [
-        ("allowed_token_ids", limits.MAX_ALLOWED_TOKEN_IDS, lambda n: [1] * n),
-        ("stop_token_ids", limits.MAX_STOP_TOKEN_IDS, lambda n: [1] * n),
-        ("stop", limits.MAX_STOP_STRINGS, lambda n: ["x"] * n),
-        ("bad_words", limits.MAX_BAD_WORDS, lambda n: ["x"] * n),
-        ("logit_bias", limits.MAX_LOGIT_BIAS_ENTRIES, lambda n: {str(i): 1 for i in range(n)}),
+        ("allowed_token_ids", PARAMETERS["allowed_token_ids"].most, lambda n: [1] * n),
+        ("stop_token_ids", PARAMETERS["stop_token_ids"].most, lambda n: [1] * n),
+        ("stop", PARAMETERS["stop"].most, lambda n: ["x"] * n),
+        ("bad_words", PARAMETERS["bad_words"].most, lambda n: ["x"] * n),
+        ("logit_bias", PARAMETERS["logit_bias"].most, lambda n: {str(i): 1 for i in range(n)}),
         ("guided_choice", limits.MAX_CHOICES, lambda n: ["x"] * n),
     ],
 )
@@ -300,6 +315,9 @@ def test_bytes_shared_by_several_prompts_are_limited() -> None:
 
 def test_every_limit_has_a_test() -> None:
     declared = {name for name in vars(limits) if name.isupper()}
+    for row in PARAMETERS.values():
+        columns = ("most", "longest") if row in NUMBERS else ("most", "longest", "high")
+        declared |= {f"{row.name}.{column}" for column in columns if getattr(row, column)}
     assert declared == set(FIELDS) | set(HERE) | set(ELSEWHERE)
     assert len(FIELDS) + len(HERE) + len(ELSEWHERE) == len(declared)
     for function in HERE.values():

@@ -89,10 +89,16 @@ def test_user_error_is_reported_in_one_line(
 
 def test_help_describes_the_ports() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gateway", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "gateway", "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     said = " ".join(done.stdout.split())
-    assert "port of OpenAI's API, /metrics, /health and /ready" in said
+    assert "Port of OpenAI's API, /metrics, /health and /ready" in said
+    assert "─ Admission ─" in said
     assert "``" not in said
     assert "null" not in said
 

@@ -15,7 +15,6 @@ import pytest
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.runtime.heap_trim import DELAY_S
 from diptych.v1 import inference_pb2 as pb
-from diptych.v1 import inference_pb2_grpc
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import asking
 from tests.gateway.running_gateway import Stack, collect, reason_of, running, until
@@ -81,7 +80,7 @@ async def test_request_with_more_choices_than_places_finishes(bundled: ServedMod
 async def test_reader_that_takes_nothing_in_time_gets_slow_reader(
     bundled: ServedModel, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with gateway_of(bundled, redis_url, write_timeout_s=0.5) as (stack, channel, decode):
+    async with gateway_of(bundled, redis_url, write_timeout=0.5) as (stack, channel, decode):
         decode.script = talking(finish=False)
         call = await stopped_reader(channel, wordy(stack, request_id="stopped"))
         await decode.wait_for("cancel")
@@ -101,7 +100,7 @@ async def test_stream_is_reset_when_its_status_is_not_taken(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.frontends.grpc.stream_end.STATUS_S", 0.3)
-    async with gateway_of(bundled, redis_url, write_timeout_s=0.3) as (stack, channel, _):
+    async with gateway_of(bundled, redis_url, write_timeout=0.3) as (stack, channel, _):
         before = rpcs()
         call = await stopped_reader(channel, wordy(stack))
         await until(lambda: calls(stack, "ABORTED") == 1)
@@ -117,7 +116,7 @@ async def test_stream_is_reset_when_its_status_is_not_taken(
 async def test_complete_stream_is_reset_when_its_end_is_not_read(
     bundled: ServedModel, redis_url: str
 ) -> None:
-    async with gateway_of(bundled, redis_url, write_timeout_s=0.5) as (stack, channel, decode):
+    async with gateway_of(bundled, redis_url, write_timeout=0.5) as (stack, channel, decode):
         decode.script = talking(80)
         before = rpcs()
         call = await stopped_reader(channel, wordy(stack))
@@ -210,7 +209,7 @@ async def test_http_reader_that_stops_is_disconnected(
 ) -> None:
     monkeypatch.setattr("gateway.frontends.openai.http_call.LAST_EVENT_S", 0.3)
     slow = ended_by == "the write limit"
-    async with gateway_of(bundled, redis_url, write_timeout_s=0.5 if slow else 60.0) as (stack, _, decode):
+    async with gateway_of(bundled, redis_url, write_timeout=0.5 if slow else 60.0) as (stack, _, decode):
         decode.script = talking(8000, finish=False, per_step=100, pause_s=0.01)
         _, writer = await open_http(stack, **({} if slow else {"x_request_timeout_ms": "2000"}))
         await until(lambda: http_calls(stack) == 1)
@@ -230,7 +229,7 @@ async def test_http_reader_that_stops_is_disconnected(
 async def test_kserve_stream_that_is_not_read_ends_with_all_its_requests(
     bundled: ServedModel, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with gateway_of(bundled, redis_url, write_timeout_s=0.5) as (stack, channel, decode):
+    async with gateway_of(bundled, redis_url, write_timeout=0.5) as (stack, channel, decode):
         decode.script = talking(8000, finish=False)
         stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer()

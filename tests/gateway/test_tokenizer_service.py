@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import DiptychError, InvalidParameter, UnknownModel, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.cooperative_yield import PORTION
 from gateway.model.served_model import ServedModel
-from gateway.request.validate_names import existing_request_id
+from gateway.request.field_checks import existing_request_id
 from gateway.request.validation import parse_request
 from gateway.tokenizer_service import Tokenized, check_list_models, detokenize, tokenize, tokenize_response
 from tests.gateway.loop_turns import turns_beside
@@ -111,7 +112,7 @@ def test_list_models_has_one_page() -> None:
 
 def test_cancel_request_requires_a_valid_id() -> None:
     assert existing_request_id("a-1") == "a-1"
-    for bad in ("", "a b", "x" * (limits.MAX_REQUEST_ID_CHARS + 1)):
+    for bad in ("", "a b", "x" * (PARAMETERS["request_id"].longest + 1)):
         with pytest.raises(InvalidParameter, match="request_id"):
             existing_request_id(bad)
 

@@ -21,7 +21,7 @@ PLACES = Places(Path("/cache"))
 
 def test_ports_are_filled_in_when_a_server_starts() -> None:
     command = servers.diptych("bf16", "bundled").command(1234, 4321, Path("/x/ready"))
-    assert command[1:6] == ["-m", "diptych", "up", "--dtype", "bf16"]
+    assert command[3:7] == ["diptych", "up", "--dtype", "bf16"]
     assert command[-6:] == ["--grpc-port", "1234", "--http-port", "4321", "--ready-file", "/x/ready"]
 
 

@@ -16,7 +16,7 @@ from lab.peers.process import RunningServer
 from lab.revisions import tree
 from lab.revisions.measure import Turn, by_turns
 from lab.revisions.report import markdown
-from lab.revisions.tree import NoSuchRevision, Tree, unpacked
+from lab.revisions.tree import NoSuchRevision, Tree, WrongTree, unpacked
 
 SETUP = "import pathlib; pathlib.Path('step').write_text(pathlib.Path('source').read_text())"
 
@@ -86,6 +86,51 @@ def test_the_ratio_is_taken_within_a_round() -> None:
     assert "| old (aaa) | 100.0 (10.0–100.0) | 2.000 (2.000–2.000) |" in table
     assert "0.990 (0.990–1.100) | 1.050 (1.000–1.050)" in table
     assert "10.0% of the cores' time stolen" in table
+
+
+def _write_package(tree: Path, name: str) -> None:
+    (tree / name).mkdir(parents=True)
+    (tree / name / "__init__.py").touch()
+
+
+def test_a_revision_of_today_starts_from_its_own_tree() -> None:
+    server = Tree("this", "this", tree.ROOT).server("auto")
+    assert server.environment == {"DIPTYCH_TREE": str(tree.ROOT)}
+    assert str(tree.ROOT / "diptych/runtime/python_module.py") in server.arguments
+
+
+@pytest.mark.parametrize("module", ["launcher", "diptych"])
+def test_a_revision_from_before_the_tree_variable_starts_by_pythonpath(module: str, tmp_path: Path) -> None:
+    for name in ("gateway", "diptych", "launcher"):
+        _write_package(tmp_path, name)
+    (tmp_path / module / "__main__.py").touch()
+    server = Tree("old", "old", tmp_path).server("auto")
+    assert server.environment == {"PYTHONPATH": str(tmp_path)}
+    at = server.arguments.index("-m")
+    assert server.arguments[at : at + 3] == ("-m", module, "up")
+
+
+def test_a_tree_whose_packages_come_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "diptych/runtime").mkdir(parents=True)
+    script = "print('diptych /elsewhere/diptych')  # DIPTYCH_TREE"
+    (tmp_path / "diptych/runtime/python_module.py").write_text(script)
+    with pytest.raises(WrongTree, match="diptych comes from /elsewhere/diptych"):
+        Tree("bad", "bad", tmp_path).server("auto")
+
+
+def test_a_process_with_another_trees_native_step_is_refused(tmp_path: Path) -> None:
+    library = tmp_path / "other" / "_step.so"
+    library.parent.mkdir()
+    library.write_bytes(bytes(4096))
+    script = f"import mmap; f = open({str(library)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); print(); input()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        Tree("same", "same", tmp_path).check_processes(child.pid)
+        with pytest.raises(WrongTree, match=r"computes with .*other/_step\.so"):
+            Tree("new", "new", tmp_path / "new").check_processes(child.pid)
+        child.communicate(b"\n")
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from diptych.bench.datasets.synthetic import RandomLengths
 from diptych.engine.batch import SequenceStep
 from diptych.engine.kv.kv_memory import KVMemory
 from diptych.engine.runner import Runner
+from diptych.runtime.python_module import module_command
 from diptych.runtime.settings import resolve_model
 from lab.closed_turn import Size
 from lab.costs.service.__main__ import main
@@ -83,5 +84,10 @@ def test_threads_and_programs_are_told_apart() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()  # only now it is a program of its own for certain
+        assert name_of(child.pid) == "http.server"
+        child.kill()
+    with subprocess.Popen([*module_command("http.server"), "0"], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
         assert name_of(child.pid) == "http.server"
         child.kill()

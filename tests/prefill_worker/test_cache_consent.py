@@ -1,4 +1,4 @@
-"""What a request says about the prefix cache holds for the prefill worker's own cache too."""
+"""Consent to the prefix cache holds for the prefill worker's own cache too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First tokens go to the gateway as soon as they are computed, and are those that the decode worker says."""
+"""First tokens are sent as soon as they are computed, and equal those of the decode worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def heard(transport: str = "shared_memory", **changes: Any) -> Heard:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-async def test_they_are_there_before_the_decode_worker_has_taken_over(
+async def test_first_tokens_arrive_before_the_handoff_is_complete(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, held = HandoffServer._handle, asyncio.Event()
@@ -56,23 +56,23 @@ async def test_they_are_there_before_the_decode_worker_has_taken_over(
     assert tuple(said.tokens) == greedy(PROMPT, 5)
 
 
-async def test_one_for_each_choice_that_draws_its_own() -> None:
+async def test_each_choice_with_its_own_seed_has_a_first_token() -> None:
     said = await heard(choices=(0, 2), sampling={"temperature": 1.0, "seed": 3})
     assert said.early == {choice: output[:1] for choice, output in said.outputs.items()}
     assert all(len(early) == 1 for early in said.early.values())
 
 
-async def test_they_stand_behind_what_was_delivered() -> None:
+async def test_first_tokens_follow_the_delivered_tokens() -> None:
     output = greedy(PROMPT, 5)
     said = await heard(delivered=output[:3])
     assert (said.early[0], tuple(said.tokens)) == ([output[3]], output[3:])
 
 
-async def test_an_output_that_has_ended_gets_none() -> None:
-    """The client has its last token, and only the word of the end was lost."""
+async def test_an_ended_output_has_no_first_token() -> None:
+    """The client has its last token, and only the terminal message was lost."""
     output = greedy(PROMPT, 2)
     said = await heard(delivered=output, stop=(output[-1],))
-    assert (said.early[0], said.tokens, said.last_words) == ([], [], ["decode finished"])
+    assert (said.early[0], said.tokens, said.terminal_messages) == ([], [], ["decode finished"])
 
 
 async def test_a_beam_search_has_candidates_and_no_first_token() -> None:

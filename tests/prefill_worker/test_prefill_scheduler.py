@@ -24,7 +24,7 @@ def test_priority_goes_before_arrival() -> None:
     assert [chunk.key[0] for chunk in chunks] == ["urgent", "early"]
 
 
-def test_who_came_first_does_not_wait_for_those_that_would_only_make_the_step_longer() -> None:
+def test_later_prompts_do_not_lengthen_a_full_step() -> None:
     waiting = [prompt("a", 128, 1), prompt("b", 128, 2), prompt("c", 128, 3)]
     assert [chunk.key[0] for chunk in plan_chunks(waiting, 512, 192)] == ["a", "b"]
     assert [chunk.key[0] for chunk in plan_chunks(waiting, 512, 100)] == ["a"]
@@ -50,7 +50,7 @@ def test_the_budget_is_used_and_never_exceeded(granted: list[Prompt], budget: in
 
 
 @given(prompts, st.integers(1, 40), st.integers(1, 60))
-def test_a_step_with_room_takes_everybody_until_it_has_enough(
+def test_a_step_takes_prompts_until_it_has_enough_tokens(
     granted: list[Prompt], budget: int, enough: int
 ) -> None:
     *before, last = [chunk.tokens for chunk in plan_chunks(granted, budget, enough)] or [0]
@@ -74,7 +74,7 @@ def test_repeated_steps_compute_every_token_once(granted: list[Prompt], budget: 
     assert computed == {prompt.key: prompt.tokens for prompt in granted}
 
 
-def test_grants_are_asked_for_late() -> None:
+def test_prompts_ask_for_grants_late() -> None:
     queued = [prompt(str(i), 100, i) for i in range(10)]
     assert plan_asks(queued, [], [], lookahead=250, max_prompts=32) == [("0", 1), ("1", 1), ("2", 1)]
     assert plan_asks(queued[3:], queued[:3], [], lookahead=250, max_prompts=32) == []

@@ -1,4 +1,4 @@
-"""Scores of the prompt's own tokens: complete, in order, and before anything of the output."""
+"""Log-probabilities of the prompt's tokens: complete, in order, and before the output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.diptych.worker_process.scripted_gateway import Gateway, work
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 30])
-async def test_every_token_but_the_first_is_scored(transport, length):
+async def test_every_prompt_token_but_the_first_has_a_logprob(transport, length):
     prompt = tuple((7 * n) % 61 for n in range(length))
     async with house(transport, blocks=64, chunk=8) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -34,7 +34,7 @@ async def test_every_token_but_the_first_is_scored(transport, length):
         await gateway.close()
 
 
-async def test_tokens_that_were_delivered_before_are_not_the_prompt():
+async def test_delivered_tokens_have_no_prompt_logprobs():
     prompt, delivered = tuple(range(10)), greedy(tuple(range(10)), 7)
     async with house("shared_memory", blocks=64, chunk=8) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills

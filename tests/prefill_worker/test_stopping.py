@@ -1,4 +1,4 @@
-"""Prompts that nobody wants any more give their blocks back, whenever that is said."""
+"""Cancelled prompts release their blocks, whenever the cancel comes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kvtransfer.conftest import until
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
-async def test_a_cancel_that_comes_too_late_for_the_ask_takes_the_grant_back(transport, monkeypatch):
+async def test_a_cancel_after_the_ask_takes_the_grant_back(transport, monkeypatch):
     """Whatever is awaited before the ask may end just then, and the task goes on."""
     linked = HandoffClient.peer
 
@@ -33,9 +33,9 @@ async def test_a_cancel_that_comes_too_late_for_the_ask_takes_the_grant_back(tra
     async with house(transport) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         gateway.start(decode, prefill, work(("r", 1), (3, 1, 4, 1, 5), 4))
-        await until(lambda: prefill.loop.attempts[("r", 1)].state is State.ASKED)
+        await until(lambda: prefill.loop.requests[("r", 1)].state is State.ASKED)
         await asyncio.sleep(0.05)
-        prefill.loop.attempts.cancel(("r", 1))
+        prefill.loop.requests.cancel(("r", 1))
         await until(lambda: bool(prefill.ended), 10)
         assert [how for _, how in prefill.ended] == ["cancelled"]
         assert prefill.leftovers() == []

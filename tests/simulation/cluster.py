@@ -44,9 +44,9 @@ def served_model() -> ServedModel:
 @cache
 def _settings() -> tuple[GatewaySettings, PrefillSettings, DecodeSettings]:
     common: dict[str, Any] = {"secret": "ab" * 32, "model": str(resolve_model("bundled"))}
-    worker = {**common, "block_size": model.BLOCK_SIZE, "drain_s": 0.3}
+    worker = {**common, "block_size": model.BLOCK_SIZE, "worker_shutdown_timeout": 0.3}
     return (
-        GatewaySettings(**common, admin_port=0, drain_grace_s=1.0),
+        GatewaySettings(**common, admin_port=0, shutdown_timeout=1.0),
         PrefillSettings(**worker),
         DecodeSettings(**worker),
     )
@@ -71,7 +71,7 @@ class Machine:
     def owns(self, sequence: SequenceStep) -> bool:
         """Return whether a step writes to the memory of this decode worker, which is alive."""
         alive = self.pool is not None and not self.host.dead and self.program is not None
-        return alive and self.program._loop._memory is sequence.memory
+        return alive and self.program._loop._pipeline._memory is sequence.memory
 
 
 class Cluster:
@@ -171,7 +171,7 @@ class Cluster:
                 "worker_id": machine.host.name,
                 "max_inflight": self.scenario.max_inflight,
                 "max_queued_tokens": self.scenario.max_queued_tokens,
-                "recovery_wait_s": 4.0,
+                "worker_wait_timeout": 4.0,
             }
         )
         gateway = Gateway(settings, served_model(), model.DIGEST)

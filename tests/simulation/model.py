@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from decode_worker.sequence import DecodeSequence
+from diptych.engine.backend import Backend
 from diptych.engine.batch import AbortWords, SequenceStep, check_batch
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.sampling import Sampled, SampleRow, SamplingParams, choice_seed
 from diptych.engine.step_output import StepOutput
@@ -82,11 +84,12 @@ class SimulatedRunner:
 
     def __init__(self, watch: Callable[[SequenceStep], None], poisoned: Callable[[], None]) -> None:
         self.on_step: Callable[[float, int], None] | None = None
+        self.cpu = CpuPolicy(cast(Backend, None), self.threads)  # no process lends cores here
         self._watch = watch
         self._poisoned = poisoned
 
-    def step_and_draw(
-        self, sequences: Sequence[SequenceStep], draws: object, abort: AbortWords | None = None
+    def step_and_sample(
+        self, sequences: Sequence[SequenceStep], sample_rows: object, abort: AbortWords | None = None
     ) -> StepOutput:
         """Return the rows as logits; nothing is sampled here."""
         rows = self.step(sequences, abort)
@@ -95,20 +98,6 @@ class SimulatedRunner:
     def samples_on_device(self, row: object) -> bool:
         """Return False: nothing is launched here."""
         return False
-
-    def spare_core(self) -> bool:
-        """Return True: every process has cores of its own here."""
-        return True
-
-    def own(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def set_backlog(self, waited_s: float | None) -> None: ...
-
-    def others_waited_s(self) -> float | None:
-        """Return None: every process has cores of its own here."""
-        return None
 
     def plan_decode(self, max_batch: int, block_size: int) -> int:
         """Return 0: nothing is recorded."""
@@ -169,7 +158,7 @@ def _draw(digest: int, row: SampleRow) -> int:
 
 
 class SimulatedDrafter:
-    """Stand-in for `decode_worker.prompt_lookup.PromptLookup`: two thirds of its drafts are right."""
+    """Stand-in for `decode_worker.speculation.PromptLookup`: two thirds of its drafts are right."""
 
     def __init__(self, most: int) -> None: ...
 

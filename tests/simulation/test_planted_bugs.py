@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from decode_worker.attempt_blocks import AttemptBlocks
 from decode_worker.choices import Choice
 from decode_worker.request_manager import RequestManager
+from decode_worker.sequence import AttemptBlocks
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.sampling import Sampled
 from gateway.admission.queue import AdmissionQueue
@@ -20,7 +20,7 @@ from gateway.session.events import Emit
 from kvtransfer.protocol.receiver import Receiver
 from kvtransfer.protocol.transfer_table import TransferTable
 from kvtransfer.transports import tcp
-from prefill_worker.request_manager import RequestManager as PrefillAttempts
+from prefill_worker.request_manager import RequestManager as PrefillRequestManager
 from tests.simulation.run import simulate
 from tests.simulation.scenario import make_scenario
 
@@ -125,7 +125,7 @@ def retry_counts_output_as_prompt(patch: Patch) -> None:
 def attempts_outlive_their_gateway(patch: Patch) -> None:
     """Attempts of a lost gateway stay until their grants are requested."""
     patch.setattr(RequestManager, "gateway_lost", lambda self, gateway: gateway.close())
-    patch.setattr(PrefillAttempts, "gateway_lost", lambda self, gateway: gateway.close())
+    patch.setattr(PrefillRequestManager, "gateway_lost", lambda self, gateway: gateway.close())
 
 
 def shared_blocks_are_written(patch: Patch) -> None:
@@ -136,23 +136,23 @@ def shared_blocks_are_written(patch: Patch) -> None:
 def blocks_are_released_during_the_step(patch: Patch) -> None:
     """The blocks of a sequence that ends are free while a step still writes them."""
 
-    def leave(self: RequestManager, gang: Any, outcome: Any) -> None:
+    def finish(self: RequestManager, group: Any, outcome: Any) -> None:
         writes = self._step.writes
         self._step.writes = lambda owner: False  # type: ignore[method-assign]
-        real_release, gang.release = gang.release, lambda: None
+        real_release, group.release = group.release, lambda: None
         try:
-            if writes(gang):
-                self._pool.release(gang.rows[0].block_ids)
-                gang.rows[0].block_ids = list(gang.rows[0].block_ids)
-                self._gangs[gang.request].append(gang)
+            if writes(group):
+                self._pool.release(group.rows[0].block_ids)
+                group.rows[0].block_ids = list(group.rows[0].block_ids)
+                self._groups[group.request].append(group)
             else:
-                gang.release = real_release
-            real(self, gang, outcome)
+                group.release = real_release
+            real(self, group, outcome)
         finally:
             self._step.writes = writes  # type: ignore[method-assign]
 
-    real = RequestManager.leave
-    patch.setattr(RequestManager, "leave", leave)
+    real = RequestManager.finish
+    patch.setattr(RequestManager, "finish", finish)
 
 
 def quarantined_blocks_stay_in_the_cache(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""How a request reaches a server. A backend sends one request and stamps each message with output."""
+"""Backends: protocols of servers. A backend sends one request and stamps each message with output."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from diptych.bench.request import BenchRequest, Reply
 
 
 class Unreachable(Exception):
-    """No benchmark can begin: nobody answers, or the server names no model."""
+    """No benchmark can begin: no server answers, or it names no model."""
 
 
 class Backend(Protocol):
-    """Of one event loop. Requests may run at the same time."""
+    """Client of a server on one event loop. Requests may run at the same time."""
 
     @property
     def name(self) -> str: ...
 
     async def model(self) -> str:
-        """The model that requests ask for. Raises Unreachable."""
+        """Return the model that requests ask for. Raises Unreachable."""
 
     async def send(self, request: BenchRequest) -> Reply:
-        """Streams one answer. Raises RequestFailed when it does not end well."""
+        """Stream one answer. Raises RequestFailed when it does not end well."""
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The backend that the flags ask for."""
+"""Choice of the backend by flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diptych.client.credentials import Access
 
 
 def choose_backend(options: argparse.Namespace) -> Backend:
-    """Its client library is imported only now. Raises BadOptions."""
+    """Return the backend that the flags ask for; its client library is imported now. Raises BadOptions."""
     name, asking = flags.backend_name(options), flags.asking(options)
     tls = _tls_context()  # for gRPC as well: it says nothing of a file that is no PEM
     try:
@@ -45,7 +45,7 @@ def choose_backend(options: argparse.Namespace) -> Backend:
 
 
 def _tls_context() -> ssl.SSLContext | None:
-    """From the variables that `diptych.client.credentials` names; None where there are none. Raises BadOptions."""
+    """Return TLS from the variables that `diptych.client.credentials` names, or None. Raises BadOptions."""
     ca, cert, key = (os.environ.get(f"DIPTYCH_{name}_FILE") for name in ("CA", "CLIENT_CERT", "CLIENT_KEY"))
     if not (ca or cert):
         return None

@@ -35,7 +35,7 @@ class KServeBackend:
         self._model = asking.model
 
     async def model(self) -> str:
-        """The protocol lists no models, so Diptych's own is asked where no name is given."""
+        """Return the model's name. The protocol lists none: without --model, Diptych's own protocol does."""
         if self._model is None:
             listing = diptych_rpc.InferenceServiceStub(self._channel)
             try:
@@ -83,7 +83,7 @@ class KServeBackend:
 
 
 class _Answer:
-    """One stream as it comes."""
+    """Answer that a stream brings, message by message."""
 
     def __init__(self, asking: Asking) -> None:
         self._on_output = asking.on_output
@@ -93,7 +93,7 @@ class _Answer:
         self._last: oip.ModelInferResponse | None = None
 
     def add(self, message: oip.ModelStreamInferResponse, now: float) -> None:
-        """Raises RequestFailed for an error that the server sends in its stream."""
+        """Add a message. Raises RequestFailed for an error that the server sends in its stream."""
         if message.error_message:
             reason, _, told = message.error_message.partition(": ")
             raise RequestFailed(reason.rpartition(" ")[2] or "STREAM_ERROR", told)
@@ -109,7 +109,7 @@ class _Answer:
                     self._on_output(now)
 
     def reply(self) -> Reply:
-        """Raises RequestFailed for a stream without output or without an end."""
+        """Return the reply. Raises RequestFailed for a stream without output or without an end."""
         last = self._last
         if last is None or not self._arrivals:
             raise RequestFailed("NO_OUTPUT", "the stream ended without a token")

@@ -1,8 +1,8 @@
-"""Any server with OpenAI's HTTP API: `/v1/completions` or `/v1/chat/completions`, streamed.
+"""Backend of servers with OpenAI's HTTP API: `/v1/completions` or `/v1/chat/completions`, streamed.
 
 The HTTP client is aiohttp, the one that vLLM's and SGLang's own generators use: its parser is C, and a
 generator that shares cores with the server must be light. Completions take token ids, so that prompts
-have exactly the wanted length; a chat takes text, see `words`.
+have exactly the wanted length; a chat takes text, see `as_text`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import aiohttp
 from diptych.bench.backends import Unreachable
 from diptych.bench.backends.request_parameters import Asking
 from diptych.bench.backends.server_sent_events import EventReader
-from diptych.bench.random_text import as_text
+from diptych.bench.datasets.token_source import as_text
 from diptych.bench.request import BenchRequest, Reply, RequestFailed
 
 Endpoint = Literal["completions", "chat/completions"]
@@ -125,7 +125,7 @@ class OpenAIBackend:
 
 
 class _Answer:
-    """One stream as it comes."""
+    """Answer that a stream brings, piece by piece."""
 
     def __init__(self, endpoint: Endpoint, on_output: Callable[[float], None] | None) -> None:
         self._chat = endpoint == "chat/completions"
@@ -138,7 +138,7 @@ class _Answer:
         self._ended: float | None = None
 
     def feed(self, piece: bytes, now: float) -> None:
-        """Raises RequestFailed for an error that the server sends in its stream."""
+        """Add a message. Raises RequestFailed for an error that the server sends in its stream."""
         for data in self._reader.feed(piece):
             if data == b"[DONE]":
                 self._finished = True
@@ -151,7 +151,7 @@ class _Answer:
                 self._choice(choice, now)
 
     def reply(self, request: BenchRequest) -> Reply:
-        """Raises RequestFailed for a stream without output or without an end."""
+        """Return the reply. Raises RequestFailed for a stream without output or without an end."""
         if not self._arrivals and self._ended is not None and self._usage.get("completion_tokens"):
             # Tokens were made, and their bytes are no whole character: they came with the end.
             self._arrivals.append(self._ended)

@@ -1,4 +1,4 @@
-"""What every request of a benchmark asks for besides its prompt."""
+"""Parameters that all requests of a benchmark share, besides their prompts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Asking:
-    """`model` None asks for the server's first one. `ignore_eos` makes answers as long as they should be.
+    """Parameters of requests.
+
+    `model` None asks for the server's first one. `ignore_eos` makes answers as long as they should be.
 
     `extra_body` is merged into the JSON of an HTTP request; a key with None is taken out of it. `on_output`
-    is called with the moment of each message with output, for those who cannot wait for the end of an answer.
+    is called with the moment of each message with output, for callers that cannot wait for the end of an
+    answer.
     """
 
     model: str | None = None

@@ -1,17 +1,17 @@
-"""Server-sent events from the pieces in which the network delivers them (WHATWG HTML, section 9.2)."""
+"""Parser of server-sent events, from the pieces that the network delivers (WHATWG HTML, section 9.2)."""
 
 from __future__ import annotations
 
 
 class EventReader:
-    """Feed it bytes, it gives the data of each event that is now complete. Other fields are skipped."""
+    """Reader of events: bytes in, the data of each complete event out. Other fields are skipped."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of every event that ends in this piece; lines end with LF or CR LF."""
+        """Return the data of every event that ends in this piece; lines end with LF or CR LF."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         return [event for line in lines if (event := self._line(line.removesuffix(b"\r"))) is not None]

@@ -15,7 +15,7 @@ from diptych.bench.datasets.traces import Trace, TraceScale, read_azure_trace, r
 
 
 def choose_dataset(name: str, options: argparse.Namespace) -> Dataset:
-    """Reads the file where the dataset is one. Raises BadDataset."""
+    """Read the file where the dataset is one. Raises BadDataset."""
     tokens = TokenSource(*options.token_ids)
     lengths = RandomLengths(
         options.random_input_len, options.random_output_len, options.random_range_ratio, tokens

@@ -1,4 +1,4 @@
-"""What the fields of a file must be; each says by its name what is wrong with one that is not."""
+"""Parsers of the fields of a file; their errors name the field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def whole(value: Any, name: str) -> int:
-    """Also of a number's text, as in CSV. Raises ValueError."""
+    """Return a whole number, also from text, as in CSV. Raises ValueError."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -14,7 +14,7 @@ def whole(value: Any, name: str) -> int:
 
 
 def sendable(value: Any, name: str) -> str:
-    """Text that every protocol can carry. Raises ValueError."""
+    """Return text that every protocol can carry. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{name!r} must be text, not {value!r}")
     try:

@@ -39,7 +39,7 @@ def read_sharegpt(path: Path, output_len: int, tokenizer: Path | None) -> tuple[
 
 
 def _pairs(path: Path, records: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Of each conversation the first human turn and the one after it; many begin in the midst of one."""
+    """Yield each conversation's first human turn and the one after it; many begin in the midst of one."""
     for number, record in enumerate(records, start=1):
         try:
             yield from _first_pair(record["conversations"])
@@ -52,7 +52,7 @@ def _pairs(path: Path, records: Sequence[Any]) -> Iterator[tuple[str, str]]:
 def _first_pair(turns: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     for turn, answer in itertools.pairwise(turns):
         if turn["from"] not in _HUMAN or answer["from"] in _HUMAN:
-            continue  # whatever these say: nobody sends it
+            continue  # no request sends what these say
         asked, told = sendable(turn["value"], "value"), sendable(answer["value"], "value")
         if asked.strip() and told.strip():
             yield asked, told

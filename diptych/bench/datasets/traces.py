@@ -28,7 +28,7 @@ _ONCE = 1 << 32  # sets tokens of a prompt that shares nothing apart from those 
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One recorded request. `blocks` are the hash ids, none where the trace has no such thing."""
+    """Recorded request. `blocks` are the hash ids, none where the trace has no such thing."""
 
     arrival_s: float
     input_len: int
@@ -55,7 +55,7 @@ class TraceScale:
         return _cut(self.whole_len(length), self.max_output_len)
 
     def whole_len(self, length: int) -> int:
-        """Before anything is cut."""
+        """Return a length that is scaled and not cut."""
         return max(1, round(length * self.length))
 
 
@@ -105,7 +105,7 @@ class Trace:
 
 
 def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises BadDataset."""
+    """Read a trace with columns TIMESTAMP, ContextTokens, GeneratedTokens. Raises BadDataset."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
@@ -122,7 +122,10 @@ def read_azure_trace(path: Path) -> tuple[TraceRow, ...]:
 
 
 def read_mooncake_trace(path: Path) -> tuple[TraceRow, ...]:
-    """One object a line: timestamp (ms), input_length, output_length, hash_ids. Raises BadDataset."""
+    """Read a trace with an object a line: timestamp (ms), input_length, output_length, hash_ids.
+
+    Raises BadDataset.
+    """
     rows = []
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
@@ -166,14 +169,14 @@ def _mooncake_row(record: Any) -> TraceRow:
 
 
 def _possible(row: TraceRow) -> TraceRow:
-    """Raises ValueError."""
+    """Return a row whose values are possible. Raises ValueError."""
     if row.input_len < 1 or row.output_len < 0 or any(block < 0 for block in row.blocks):
         raise ValueError(f"impossible lengths in {row}")
     return row
 
 
 def _in_order(path: Path, rows: Sequence[TraceRow]) -> tuple[TraceRow, ...]:
-    """Of time. Raises BadDataset."""
+    """Return the rows in order of time. Raises BadDataset."""
     if not rows:
         raise BadDataset(f"{path}: no requests")
     return tuple(sorted(rows, key=lambda row: row.arrival_s))

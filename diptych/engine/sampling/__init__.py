@@ -9,7 +9,8 @@ A row passes these stations in this order; one that its request does not ask for
     frequency, presence    output only; as in vLLM (transformers has none)
     suppression            stop tokens, while min_tokens is not reached
     mask                   what a grammar lets come now
-    temperature, top-k, top-p, min-p, the draw
+    truncation             temperature, top-k and what else keeps the likely tokens only
+    the draw
 
 Forbidden is minus infinity, which no later station lifts. Log-probabilities (`TokenLogprob`) are those of the
 model itself, before any station.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from diptych.engine.sampling.allowed_tokens import AllowedTokens
@@ -12,31 +11,15 @@ from diptych.engine.sampling.frequency_presence import FrequencyPresence
 from diptych.engine.sampling.logit_bias import LogitBias
 from diptych.engine.sampling.logits_processor import LogitsProcessor
 from diptych.engine.sampling.repetition_penalty import RepetitionPenalty
+from diptych.parameters import GREEDY_BELOW, OFF, PARAMETERS, Sampling
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow float32 for ordinary logits."""
+_HOST_ONLY = tuple((name, off) for name, off in OFF.items() if not PARAMETERS[name].on_device)
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """Resolved values, every one of them validated already."""
+class SamplingParams(Sampling):
+    """Resolved values, every one of them validated already; see `diptych.parameters`."""
 
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty is all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of at least one token; the last of each cannot come right after the others."""
     logprobs: int | None = None
     """None: tokens come without scores. Else so many alternatives come in each score."""
 
@@ -44,6 +27,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True where the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether the samplers of devices have every parameter that is in use."""
+        return self.logprobs is None and all(getattr(self, name) == off for name, off in _HOST_ONLY)
 
     @cached_property
     def logits_processors(self) -> tuple[LogitsProcessor, ...]:

@@ -82,6 +82,8 @@ def distribution(scores: Scores, params: SamplingParams) -> tuple[npt.NDArray[np
     The weights are probabilities up to a common factor; the likeliest token's is 1. At least one score is
     above -inf.
     """
+    if params.top_n_sigma > 0.0:
+        scores = _within_sigmas(scores, params.top_n_sigma)
     highest, temperature = scores.max(), np.float32(params.temperature)
     ids = _possible(scores, float(highest), params)
     logs = scores if len(ids) == len(scores) else scores[ids]
@@ -95,6 +97,17 @@ def distribution(scores: Scores, params: SamplingParams) -> tuple[npt.NDArray[np
         likely = weights >= params.min_p
         ids, weights = ids[likely], weights[likely]
     return ids, weights
+
+
+def _within_sigmas(scores: Scores, sigmas: float) -> Scores:
+    """Return a copy of `scores` without what is more than `sigmas` standard deviations below the highest.
+
+    Tang et al. 2024, "Top-nσ: Not All Logits Are You Need". Forbidden tokens do not count for the deviation.
+    """
+    possible = scores[scores > -np.inf]
+    return np.where(
+        scores >= possible.max() - sigmas * possible.std(dtype=np.float64), scores, np.float32(-np.inf)
+    )
 
 
 def _possible(scores: Scores, highest: float, params: SamplingParams) -> npt.NDArray[np.int64]:

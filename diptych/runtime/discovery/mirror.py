@@ -53,15 +53,15 @@ class DirectoryMirror:
 
     @property
     def connected(self) -> bool:
-        """Whether the copy follows Redis at this moment; a frozen one is noticed within a second."""
+        """True while the copy follows Redis at this moment; a frozen one is noticed within a second."""
         return self._connected
 
     def workers(self) -> list[WorkerRecord]:
-        """Workers with a live lease; those last known while Redis is away."""
+        """Return the workers with a live lease; those last known while Redis is away."""
         return [lease.record for lease in self._leases.values()]
 
     def prefix_hits(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """For each worker that holds any: how many leading blocks of a prompt, given its block keys."""
+        """Count the leading blocks of a prompt, given its block keys, for each worker that holds any."""
         hits = {
             worker_id: self._index.leading_hits(worker_id, lease.record.identity, keys)
             for worker_id, lease in self._leases.items()
@@ -69,7 +69,7 @@ class DirectoryMirror:
         return {worker_id: count for worker_id, count in hits.items() if count}
 
     async def start(self) -> None:
-        """Starts following; returns when the first copy is complete, or after a second without Redis."""
+        """Start following; returns when the first copy is complete, or after a second without Redis."""
         self._task = asyncio.create_task(self._run(), name="directory-mirror")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_SYNC_S):
@@ -99,7 +99,7 @@ class DirectoryMirror:
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S)) - 1])
 
     async def _synchronise(self) -> None:
-        """The whole copy anew; a worker whose number did not move is not read again."""
+        """Read the whole copy anew; a worker whose number did not move is not read again."""
         self._grace_until = asyncio.get_running_loop().time() + _GRACE_S
         # First the stream's end, then the content: an update in between is seen twice, never missed.
         newest: Any = await self._redis.xrevrange(store.STREAM, count=1)
@@ -113,7 +113,7 @@ class DirectoryMirror:
         self._synced.set()
 
     async def _follow(self) -> None:
-        """Takes in updates and leases until Redis fails."""
+        """Take in updates and leases until Redis fails."""
         loop = asyncio.get_running_loop()
         next_poll = loop.time() + _POLL_S
         while True:
@@ -142,7 +142,7 @@ class DirectoryMirror:
                 await self._load(worker_id)
 
     async def _read_leases(self) -> bool:
-        """Takes in who lives. True when the store lost its data since the last time."""
+        """Take in who lives. True when the store lost its data since the last time."""
         members: Any = await self._redis.smembers(store.WORKERS)
         worker_ids = sorted(member.decode() for member in members)
         answers: Any = await self._redis.mget(
@@ -178,7 +178,7 @@ class DirectoryMirror:
                 self._unreadable.add(worker_id)
 
     async def _catch_up(self) -> None:
-        """Reads the blocks of workers that are new, or whose updates stopped short of what their lease says.
+        """Read the blocks of workers that are new, or whose updates stopped short of what their lease says.
 
         Leases are read apart from the stream, so a lease that is ahead means something only when no
         update came for a whole poll.
@@ -194,7 +194,7 @@ class DirectoryMirror:
                 self._behind[worker_id] = position
 
     async def _load(self, worker_id: str) -> None:
-        """Reads all of a worker's blocks, unless what we have is just that."""
+        """Read all of a worker's blocks, unless what we have is just that."""
         lease = self._leases.get(worker_id)
         if lease is None:
             return
@@ -216,5 +216,5 @@ class DirectoryMirror:
 
 
 def _entries(answer: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of the one stream in an XREAD's answer, which is empty when nothing came."""
+    """Return the entries of the one stream in an XREAD's answer, which is empty when nothing came."""
     return answer[0][1] if answer else []

@@ -1,4 +1,4 @@
-"""What the log hears of a directory that does not answer.
+"""Log of the outages of a directory.
 
 On a busy machine commands outlast our patience several times a minute, for a moment each. So a short outage
 is told once a minute at most, and its end only if it was told itself.
@@ -15,7 +15,7 @@ _LONG_S = 5.0  # such an outage is told however lately there was another one
 
 
 class OutageLog:
-    """Of one client of the directory. Times are seconds on a clock that does not go back."""
+    """Outages that one client of the directory sees. Times are seconds on a clock that does not go back."""
 
     def __init__(self, url: str) -> None:
         self._directory = f"the directory at {without_login(url)}"
@@ -57,6 +57,6 @@ class OutageLog:
 
 
 def without_login(url: str) -> str:
-    """The URL of a Redis-protocol server as logs may have it: no name, no password, no options."""
+    """Return the URL of a Redis-protocol server as logs may have it: no name, no password, no options."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,4 +1,4 @@
-"""Which worker holds which blocks: the pure state behind a mirror. Snapshots and events in, no I/O.
+"""Index of the blocks that workers hold: the pure state behind a mirror. Snapshots and events in, no I/O.
 
 Every worker numbers its updates 1, 2, …. An update that repeats is passed over, so senders may send
 again when unsure; a number that is missing means that something was lost, and the worker's whole
@@ -14,7 +14,7 @@ from diptych.runtime.discovery.records import Identity
 
 @dataclass(frozen=True)
 class PrefixEvent:
-    """One update: blocks that entered and left a worker's cache, as 16-byte keys."""
+    """Update: blocks that entered and left a worker's cache, as 16-byte keys."""
 
     worker_id: str
     identity: Identity
@@ -25,7 +25,7 @@ class PrefixEvent:
 
 @dataclass(frozen=True)
 class PrefixSnapshot:
-    """All blocks of a worker, at least up to update `seq`; later updates may be in it already."""
+    """Snapshot of all blocks of a worker, at least up to update `seq`; later updates may be in it already."""
 
     worker_id: str
     identity: Identity
@@ -45,11 +45,11 @@ class PrefixIndex:
         self._holdings: dict[str, _Holdings] = {}
 
     def load(self, snapshot: PrefixSnapshot) -> None:
-        """Replaces all that is known of the snapshot's worker."""
+        """Replace all that is known of the snapshot's worker."""
         self._holdings[snapshot.worker_id] = _Holdings(snapshot.identity, snapshot.seq, set(snapshot.keys))
 
     def apply(self, event: PrefixEvent) -> bool:
-        """Takes an update in. False: updates are missing before it, read the worker's snapshot."""
+        """Take an update in. False: updates are missing before it, read the worker's snapshot."""
         known = self._holdings.get(event.worker_id)
         if known is None or known.identity.incarnation != event.identity.incarnation:
             return False
@@ -66,7 +66,7 @@ class PrefixIndex:
         return True
 
     def drop(self, worker_id: str) -> None:
-        """Forgets a worker whose lease ended."""
+        """Forget a worker whose lease ended."""
         self._holdings.pop(worker_id, None)
 
     def position(self, worker_id: str) -> tuple[Identity, int] | None:
@@ -79,7 +79,7 @@ class PrefixIndex:
         return 0 if known is None else len(known.keys)
 
     def leading_hits(self, worker_id: str, identity: Identity, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt the worker holds, 0 unless its identity is this one.
+        """Count the leading blocks of a prompt that the worker holds, 0 unless its identity is this one.
 
         Workers evict leaf first, so what they hold of a prompt is always a prefix of it: a binary
         search finds its end in log2(len(keys)) probes.

@@ -74,29 +74,29 @@ class DirectoryPublisher:
 
     @property
     def replaced(self) -> bool:
-        """Whether another process has the worker's name, and this one takes no part any more."""
+        """True once another process has the worker's name, and this one takes no part any more."""
         return self._replaced
 
     @property
     def connected(self) -> bool:
-        """Whether the last exchange with Redis succeeded."""
+        """True if the last exchange with Redis succeeded."""
         return self._connected
 
     @property
     def record(self) -> WorkerRecord:
-        """As published; its epoch is 0 until Redis has given one."""
+        """Record as published; its epoch is 0 until Redis has given one."""
         return self._record.with_load(self._load)
 
     async def start(self) -> None:
-        """Starts publishing in the background and returns at once, whether Redis is there or not."""
+        """Start publishing in the background and returns at once, whether Redis is there or not."""
         self._task = asyncio.create_task(self._run(), name="directory-publisher")
 
     def set_load(self, *, running: int, waiting: int, waiting_tokens: int, free_blocks: int) -> None:
-        """Notes the load; it goes out with the next renewal of the lease."""
+        """Note the load; it goes out with the next renewal of the lease."""
         self._load = WorkerLoad(running, waiting, waiting_tokens, free_blocks)
 
     def prefix_changed(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Notes blocks that entered and left the prefix cache; they go out some 100 ms later, together."""
+        """Note blocks that entered and left the prefix cache; they go out some 100 ms later, together."""
         for key in removed:
             self._pending.pop(key, None)
             self._pending[key] = False
@@ -110,12 +110,12 @@ class DirectoryPublisher:
             self._wake.set()
 
     def cleared(self) -> None:
-        """The prefix cache was emptied: a new epoch voids all that was published before."""
+        """Begin a new epoch after the prefix cache was emptied: it voids all that was published before."""
         self._start_again()
         self._wake.set()
 
     async def close(self) -> None:
-        """Ends the lease, so that routers stop at once. Waits half a second at most."""
+        """End the lease, so that routers stop at once. Waits half a second at most."""
         await end_task(self._task)
         try:
             async with asyncio.timeout(_CLOSE_S):
@@ -166,7 +166,7 @@ class DirectoryPublisher:
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S)) - 1])
 
     async def _follow(self) -> None:
-        """Publishes until Redis fails."""
+        """Publish until Redis fails."""
         loop = asyncio.get_running_loop()
         while True:
             if self._published and await self._is_others():
@@ -189,7 +189,7 @@ class DirectoryPublisher:
                 self._wake.clear()
 
     async def _open(self) -> None:
-        """A new epoch, from the whole content of the cache."""
+        """Publish a new epoch, from the whole content of the cache."""
         worker_id, outdated = self._record.worker_id, self._owned
         counted = await self._count_epoch()
         self._record = dataclasses.replace(self._record, epoch=max(counted, self._record.epoch + 1))
@@ -210,7 +210,7 @@ class DirectoryPublisher:
             raise
 
     async def _count_epoch(self) -> int:
-        """The next epoch by the store's count; one that lost its data counts from 1 again."""
+        """Return the next epoch by the store's count; one that lost its data counts from 1 again."""
         key = store.epoch_key(self._record.worker_id)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.incr(key)
@@ -219,7 +219,7 @@ class DirectoryPublisher:
         return int(counted)
 
     async def _is_others(self) -> bool:
-        """Whether the lease is another process's."""
+        """Return whether the lease is another process's."""
         found = await self._redis.get(store.worker_key(self._record.worker_id))
         try:
             return found is not None and Lease.from_json(found).record.incarnation != self._record.incarnation
@@ -227,7 +227,7 @@ class DirectoryPublisher:
             return False  # garbage, which is written over
 
     async def _renew(self) -> None:
-        """Renews the lease; asks for a new epoch when the store is not where we left it."""
+        """Renew the lease; ask for a new epoch when the store is not where we left it."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(store.GENERATION, secrets.token_hex(8), nx=True)
             pipe.get(store.GENERATION)
@@ -241,7 +241,7 @@ class DirectoryPublisher:
         self._generation = generation
 
     async def _flush(self) -> None:
-        """Sends all noted changes in numbered batches."""
+        """Send all noted changes in numbered batches."""
         while self._pending or self._in_flight is not None:
             if self._in_flight is None:
                 batch = list(itertools.islice(self._pending.items(), _BATCH_KEYS))
@@ -257,7 +257,7 @@ class DirectoryPublisher:
             await self._send(self._in_flight)
 
     async def _send(self, event: PrefixEvent) -> None:
-        """Blocks, number, lease and announcement in one transaction."""
+        """Write blocks, number, lease and announcement in one transaction."""
         async with self._redis.pipeline(transaction=True) as pipe:
             if event.removed:
                 pipe.hdel(self._owned, *event.removed)

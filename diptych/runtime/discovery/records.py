@@ -1,4 +1,4 @@
-"""What a worker says about itself in the directory."""
+"""Records of workers in the directory."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ Role = Literal["prefill", "decode"]
 
 
 class Identity(NamedTuple):
-    """One life of one worker's cache. A restart changes the incarnation, a cache clear the epoch.
+    """Life of a worker's cache. A restart changes the incarnation, a cache clear the epoch.
 
     Prefix entries count only while their identity is the one in the worker's lease: a crash or a
     clear makes all older entries void at once, without a scan.
@@ -21,7 +21,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """How busy a worker is; refreshed once a second (links between processes carry it more often)."""
+    """Load of a worker; refreshed once a second (links between processes carry it more often)."""
 
     running: int = 0
     waiting: int = 0
@@ -82,7 +82,10 @@ class Lease:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Lease":
-        """Raises ValueError for what is no lease. Unknown fields, of newer workers, are passed over."""
+        """Parse a lease.
+
+        Raises ValueError for what is none. Unknown fields, of newer workers, are passed over.
+        """
         data = json.loads(text)
         try:
             return cls(_record(data["record"]), _checked(data["prefix_seq"], int, "prefix_seq"))

@@ -58,7 +58,9 @@ def owned_key(worker_id: str, identity: Identity) -> str:
 
 
 def connect(url: str) -> Redis:
-    """A client for background tasks; it connects at its first command. Raises ValueError for a bad URL.
+    """Return a client for background tasks; it connects at its first command.
+
+    Raises ValueError for a bad URL.
 
     redis-py's own defaults retry with growing pauses, about 12 s on a server that does not answer;
     our tasks have their own pace, so here nothing is retried and no command waits over half a second.
@@ -84,7 +86,7 @@ def encode_event(event: PrefixEvent) -> dict[FieldT, EncodableT]:
 
 
 def decode_event(fields: Mapping[bytes, bytes]) -> PrefixEvent:
-    """Raises ValueError for an entry that no worker of this version wrote."""
+    """Parse an entry. Raises ValueError for one that no worker of this version wrote."""
     try:
         return PrefixEvent(
             worker_id=fields[b"w"].decode(),
@@ -104,5 +106,5 @@ def _split_keys(data: bytes) -> tuple[bytes, ...]:
 
 
 def hash_fields(keys: Sequence[bytes]) -> list[bytes]:
-    """Fields with empty values, as HSET takes them."""
+    """Return fields with empty values, as HSET takes them."""
     return list(itertools.chain.from_iterable((key, b"") for key in keys))

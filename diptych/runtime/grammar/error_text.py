@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, in words that quote none of it."""
+"""Error texts of grammars, which quote none of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fault_of(error: str) -> str:
 
 
 def _placed(error: str) -> str | None:
-    """What and where it is, if that is said."""
+    """Return the fault and its place, where the error has one."""
     if (found := _IN_REGEX.search(error)) is not None:
         return f"is not valid: {found[2]}, at character {len(found[1]) + 1} of a regular expression"
     if (found := _MUST_BE.search(error)) is not None:

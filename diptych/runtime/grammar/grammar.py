@@ -1,4 +1,4 @@
-"""What an output must match, as text, and what is wrong with it if it cannot be used."""
+"""Grammar that an output must match, as text, and the error of one that cannot be used."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that nobody has looked into yet."""
+    """Grammar that is not compiled yet."""
 
     kind: Kind
     text: str = field(repr=False)
 
     @property
     def digest(self) -> bytes:
-        """Names the grammar in caches: 32 bytes."""
+        """Key of the grammar in caches: 32 bytes."""
         return hashlib.sha256(f"{self.kind.value}\n{self.text}".encode()).digest()
 
 

@@ -1,4 +1,4 @@
-"""From a grammar's text to llguidance's matcher, with a bound on everything it may use."""
+"""Compilation of a grammar's text to llguidance's matcher, with a bound on everything it may use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADER: Final = '%llguidance {"no_forcing": true}\n'
 
 
 def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher at the start of `grammar`, its first mask computed. Raises `BadGrammar`.
+    """Return a matcher at the start of `grammar`, its first mask computed. Raises `BadGrammar`.
 
     Releases the GIL while it works, milliseconds as a rule. Hostile grammars can take any time.
     """
@@ -50,7 +50,7 @@ def new_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def embedded_schema(schema: Mapping[str, object]) -> str:
-    """A JSON schema as a Lark grammar takes it after a rule's name, with bounded white space."""
+    """Return a JSON schema as a Lark grammar takes it after a rule's name, with bounded white space."""
     return f"%json {json.dumps(dict(schema) | _BOUNDED)}"
 
 

@@ -10,7 +10,7 @@ from diptych.runtime.tokenizer.tokenizer import Tokenizer
 
 
 def vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    """The trie over all tokens; about 0.25 s for 49,152 of them.
+    """Build the trie over all tokens; about 0.25 s for 49,152 of them.
 
     Control tokens spell nothing: no grammar lets one come, but for the ends of sequence once the output may
     end. Ids that only pad the embedding have no bytes and never come either. Raises ValueError for a model

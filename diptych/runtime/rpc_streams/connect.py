@@ -9,5 +9,5 @@ from diptych.runtime.rpc_streams.stream import ClientStream
 
 
 async def open_link(address: str, method: LinkMethod) -> ClientStream:
-    """A stream to the worker at host:port. Raises StreamLost, or the first read or write does."""
+    """Return a stream to the worker at host:port. Raises StreamLost, or the first read or write does."""
     return await local.connect(address, method) or GrpcCall(address, method)

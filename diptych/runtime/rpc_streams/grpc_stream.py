@@ -17,7 +17,7 @@ _ENDS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.Inv
 
 
 class _GrpcStream:
-    """What both ends have in common: grpc.aio's calls and contexts are read and written alike."""
+    """Base of both ends: grpc.aio's calls and contexts are read and written alike."""
 
     def __init__(self, rpc: Any) -> None:
         self._rpc = rpc
@@ -31,7 +31,7 @@ class _GrpcStream:
         await self._told(self._rpc.write(message))
 
     async def _told(self, operation: Awaitable[Any]) -> Any:
-        """What it gives, or StreamLost."""
+        """Await a call's result. Raises StreamLost."""
         try:
             return await operation
         except _ENDS as error:
@@ -46,7 +46,7 @@ class GrpcCall(_GrpcStream):
     """A stream that this process opened."""
 
     def __init__(self, address: str, method: LinkMethod) -> None:
-        """Begins to connect; whether that works is told by the first read or write."""
+        """Begin to connect; whether that works is told by the first read or write."""
         self._channel = make_channel(address)
         open_call = self._channel.stream_stream(
             method.path,
@@ -88,7 +88,7 @@ def _handler(service: LinkService) -> Any:
         except Refused as refusal:
             await context.abort(refusal.code, refusal.details)
         except StreamLost:
-            return  # there is nobody to tell
+            return  # the other end is gone
 
     return handle
 

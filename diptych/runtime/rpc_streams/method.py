@@ -15,7 +15,7 @@ _RPC = "Link"
 
 @dataclass(frozen=True, slots=True)
 class LinkMethod:
-    """One kind of link: who serves it, and what each end says."""
+    """Kind of a stream: its service, and the messages of each end."""
 
     service: str
     """The full name of the gRPC service."""
@@ -24,7 +24,7 @@ class LinkMethod:
 
     @classmethod
     def of(cls, file: FileDescriptor, service: str) -> LinkMethod:
-        """The one of a service that the file declares."""
+        """Return the stream of a service that the file declares."""
         declared = file.services_by_name[service]
         rpc = declared.methods_by_name[_RPC]
         return cls(declared.full_name, GetMessageClass(rpc.input_type), GetMessageClass(rpc.output_type))
@@ -35,7 +35,7 @@ class LinkMethod:
 
     @property
     def path(self) -> str:
-        """As gRPC names it on the wire."""
+        """Name of the method on gRPC's wire."""
         return f"/{self.service}/{_RPC}"
 
 

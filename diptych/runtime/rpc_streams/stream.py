@@ -1,4 +1,4 @@
-"""What a link is to those who speak over it, whatever carries it."""
+"""Streams of messages between processes, whatever carries them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StreamLost(Exception):
 
 
 class Refused(Exception):
-    """Raised by whoever serves a stream: ends it, and the other end reads StreamLost with this reason."""
+    """Refusal by the handler of a stream: ends it, and the other end reads StreamLost with this reason."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(details)
@@ -36,11 +36,11 @@ class Stream(Protocol):
     """
 
     async def read(self) -> Any:
-        """The next message; None when the other end has said all. Raises StreamLost."""
+        """Return the next message; None when the other end has sent all. Raises StreamLost."""
         ...
 
     async def write(self, message: Any) -> None:
-        """Returns when there is room for more. Raises StreamLost."""
+        """Return when there is room for more. Raises StreamLost."""
         ...
 
 
@@ -58,7 +58,7 @@ class ClientStream(Stream, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkService:
-    """One kind of link as a process serves it.
+    """Kind of a stream as a process serves it.
 
     `serve` runs for each stream, from hello to end. It may raise Refused; when the other end goes it is
     cancelled, or reads StreamLost.

@@ -1,4 +1,4 @@
-"""Where a worker serves links to processes beside it."""
+"""Server of a worker's streams for processes of the same host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 from diptych.runtime.rpc_streams.stream import LinkService, Refused, StreamLost
 from diptych.runtime.rpc_streams.unix_stream import (
     READ_AHEAD_BYTES,
-    Kind,
+    FrameKind,
     UnixStream,
     read_frame,
     same_user,
@@ -70,17 +70,19 @@ class UnixServer:
             writer.close()
 
     async def _wanted(self, reader: asyncio.StreamReader) -> LinkService | None:
-        """What the other end wants to speak to; None if it does not say so in time, or that is not here."""
+        """Return the service that the other end opens; None if it names none in time, or an unknown one."""
         try:
             async with asyncio.timeout(_OPEN_WITHIN_S):
                 frame = await read_frame(reader)
         except (StreamLost, TimeoutError):
             return None
-        return self._services.get(frame.body.decode(errors="replace")) if frame.kind == Kind.OPEN else None
+        return (
+            self._services.get(frame.body.decode(errors="replace")) if frame.kind == FrameKind.OPEN else None
+        )
 
 
 async def _serve(service: LinkService, stream: UnixStream) -> None:
-    """One stream from its first message to its end, which the other end is told of."""
+    """Serve a stream from its first message to its end, which is sent to the other end."""
     try:
         await service.serve(stream)
     except Refused as refusal:

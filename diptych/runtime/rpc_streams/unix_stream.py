@@ -39,8 +39,8 @@ _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 _log = logging.getLogger(__name__)
 
 
-class Kind(enum.IntEnum):
-    """What a frame holds."""
+class FrameKind(enum.IntEnum):
+    """Kind of a frame."""
 
     OPEN = 0  # the path of the method, UTF-8
     MESSAGE = 1  # a protobuf message
@@ -53,12 +53,12 @@ class Frame(NamedTuple):
 
 
 def socket_name(address: str) -> str:
-    """The abstract socket of the worker at host:port."""
+    """Return the abstract socket of the worker at host:port."""
     return f"\0diptych-links-{address}"
 
 
 class UnixStream:
-    """One end of a stream; `incoming` is what the other end says."""
+    """End of a stream; `incoming` are the other end's messages."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, incoming: type[Message]
@@ -68,12 +68,12 @@ class UnixStream:
 
     async def read(self) -> Any:
         frame = await read_frame(self._reader)
-        if frame.kind == Kind.END:
+        if frame.kind == FrameKind.END:
             code = _CODES.get(frame.body[0] if frame.body else -1, grpc.StatusCode.UNKNOWN)
             if code is grpc.StatusCode.OK:
                 return None
             raise StreamLost(code, frame.body[1:].decode(errors="replace"))
-        if frame.kind != Kind.MESSAGE:
+        if frame.kind != FrameKind.MESSAGE:
             raise StreamLost(grpc.StatusCode.INTERNAL, f"a frame of kind {frame.kind}")
         try:
             return self._incoming.FromString(frame.body)
@@ -81,16 +81,16 @@ class UnixStream:
             raise StreamLost(grpc.StatusCode.INTERNAL, f"a frame that is no message: {error}") from error
 
     async def write(self, message: Message) -> None:
-        await self._write(Kind.MESSAGE, message.SerializeToString())
+        await self._write(FrameKind.MESSAGE, message.SerializeToString())
 
     async def open(self, method: LinkMethod) -> None:
-        """The first frame of the end that connected."""
-        await self._write(Kind.OPEN, method.path.encode())
+        """Send the first frame of the end that connected."""
+        await self._write(FrameKind.OPEN, method.path.encode())
 
     def end(self, code: grpc.StatusCode, details: str = "") -> None:
         """Say why no more comes, and close once that is sent."""
         if not self._writer.is_closing():
-            self._writer.write(_framed(Kind.END, bytes([code.value[0]]) + details.encode()))
+            self._writer.write(_framed(FrameKind.END, bytes([code.value[0]]) + details.encode()))
         self._writer.close()
 
     def cancel(self) -> None:
@@ -101,7 +101,7 @@ class UnixStream:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    async def _write(self, kind: Kind, body: bytes) -> None:
+    async def _write(self, kind: FrameKind, body: bytes) -> None:
         if self._writer.is_closing():  # where an event loop's transport may raise anything
             raise StreamLost(_UNAVAILABLE, "the connection broke")
         if len(body) > MAX_MESSAGE_BYTES:  # which the other end would not read
@@ -114,12 +114,12 @@ class UnixStream:
             raise StreamLost(_UNAVAILABLE, f"the connection broke: {error}") from error
 
 
-def _framed(kind: Kind, body: bytes) -> bytes:
+def _framed(kind: FrameKind, body: bytes) -> bytes:
     return _HEADER.pack(len(body), kind) + body
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
-    """Raises StreamLost, also where the other end is gone without a word."""
+    """Raises StreamLost, also where the other end is gone without a reason."""
     try:
         length, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         if length > MAX_MESSAGE_BYTES:
@@ -130,7 +130,9 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
 
 
 async def connect(address: str, method: LinkMethod) -> UnixStream | None:
-    """A stream to the worker at host:port; None where none of this user listens there within this host."""
+    """Return a stream to the worker at host:port; None where none of this user listens there within this
+    host.
+    """
     try:
         connection = _connected(address)
     except OSError:
@@ -141,7 +143,7 @@ async def connect(address: str, method: LinkMethod) -> UnixStream | None:
         connection.close()
         raise StreamLost(_UNAVAILABLE, str(error)) from error
     except BaseException:
-        connection.close()  # as long as it is nobody's
+        connection.close()  # no stream owns it yet
         raise
     stream = UnixStream(reader, writer, method.response)
     await stream.open(method)
@@ -149,7 +151,7 @@ async def connect(address: str, method: LinkMethod) -> UnixStream | None:
 
 
 def _connected(address: str) -> socket.socket:
-    """At once, or not at all: a listener whose queue is full is as good as none. Raises OSError."""
+    """Connect at once, or not at all: a listener whose queue is full is as good as none. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         connection.connect(socket_name(address))
@@ -162,5 +164,5 @@ def _connected(address: str) -> socket.socket:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the other end of a connected socket runs as this process does."""
+    """Return whether the other end of a connected socket runs as this process does."""
     return peer_credentials(connection).uid == os.geteuid()

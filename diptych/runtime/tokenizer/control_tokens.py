@@ -1,4 +1,4 @@
-"""Which parts of a rendered chat template are control tokens, and which are a caller's words.
+"""Control tokens of a rendered chat template, told from a caller's words.
 
 A template pastes message contents between control tokens such as ``<|im_end|>``. A content that spells a
 control token must not become one, or its author could end the turn and speak as someone else. Cutting the
@@ -60,7 +60,7 @@ class ControlTokens:
         return "".join(chars)
 
     def restore(self, text: str) -> str:
-        """Undoes `defuse`."""
+        """Undo `defuse`."""
         return text.translate(self._original)
 
     def split(self, rendered: str) -> tuple[ControlToken | str, ...]:
@@ -79,7 +79,8 @@ class ControlTokens:
             yield self.restore(rendered[at:])
 
     def _border_lookalikes(self, content: str) -> Iterator[int]:
-        """Positions where the content could complete a token that the text around it begins or ends.
+        """Return the positions where the content could complete a token that the text around it begins or
+        ends.
 
         Looked at both with the outer white space and without, since templates trim.
         """

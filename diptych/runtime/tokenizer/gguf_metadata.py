@@ -51,7 +51,7 @@ class MalformedGguf(ValueError):
 
 
 def read_metadata(path: Path) -> dict[str, Value]:
-    """All metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
+    """Return all metadata entries of the GGUF file at ``path``. Raises `MalformedGguf` or `OSError`."""
     with path.open("rb") as file:
         if path.stat().st_size < len(MAGIC) + _U32.size + 2 * _U64.size:
             raise MalformedGguf(f"{path.name}: too short for a GGUF file")
@@ -130,7 +130,7 @@ class _Cursor:
         return [bool(value) for value in values] if kind == _BOOL else list(values)
 
     def _strings(self, length: int) -> list[Value]:
-        """The hot loop: a vocabulary is 50,000 to 250,000 of these, its merges as many again."""
+        """Read strings, the hot loop: a vocabulary has 50,000 to 250,000, its merges as many again."""
         view, end, at = self._view, self._end, self._at
         size_of, header = _U64.unpack_from, _U64.size
         strings: list[Value] = []

@@ -71,7 +71,7 @@ llama.cpp finds them by their texts, too.
 
 
 def read(path: Path) -> TokenizerSource:
-    """The tokenizer of the GGUF file at ``path``. Raises `UnusableTokenizer` or `OSError`."""
+    """Return the tokenizer of the GGUF file at ``path``. Raises `UnusableTokenizer` or `OSError`."""
     try:
         return _build(_Entries(read_metadata(path)))
     except MalformedGguf as error:

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def read(folder: Path) -> TokenizerSource:
-    """The tokenizer of the model in ``folder``. Raises `UnusableTokenizer` or `OSError`."""
+    """Return the tokenizer of the model in ``folder``. Raises `UnusableTokenizer` or `OSError`."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UnusableTokenizer(f"{folder} has no tokenizer.json")
@@ -94,7 +94,7 @@ def _added(entry: Json) -> AddedToken:
 
 
 def _steps(spec: Json, name: str) -> Iterator[Json]:
-    """The steps of a pipeline entry, whether it is one step or a sequence of them."""
+    """Return the steps of a pipeline entry, whether it is one step or a sequence of them."""
     entry = spec.get(name)
     if not isinstance(entry, dict):
         return
@@ -117,12 +117,13 @@ def _alphabet(spec: Json) -> Literal["byte_level", "byte_fallback"]:
 
 
 def _strips_first_space(backend: tokenizers.Tokenizer) -> bool:
-    """Asks the decoder: several of its steps can do it (Strip, Metaspace, Replace with a pattern)."""
+    """Ask the decoder: several of its steps can do it (Strip, Metaspace, Replace with a pattern)."""
     return bool(backend.decoder.decode(["\u2581a"]) == "a")
 
 
 def _continuation(spec: Json) -> tokenizers.Tokenizer | None:
-    """A twin that puts no space before its text, where the tokenizer puts one before the first text only.
+    """Return a twin that puts no space before its text, where the tokenizer puts one before the first text
+    only.
 
     Text is encoded in pieces between control tokens; such a tokenizer adds the space once per prompt.
     """
@@ -156,13 +157,13 @@ def _eos(
 
 
 def _token_text(entry: object) -> str | None:
-    """A token in tokenizer_config.json is a string or an object with its content."""
+    """Return a token of tokenizer_config.json, which is a string or an object with its content."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) else None
 
 
 def _template_names(tokenizer_config: Json) -> dict[str, str]:
-    """Those that transformers hands to templates, a model's own (``image_token``) among them."""
+    """Return the tokens that transformers hands to templates, a model's own (``image_token``) among them."""
     found = (
         (name, _token_text(entry)) for name, entry in tokenizer_config.items() if name.endswith("_token")
     )
@@ -170,7 +171,7 @@ def _template_names(tokenizer_config: Json) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path, tokenizer_config: Json) -> dict[str, str]:
-    """By name: files if there are any, else what the config holds."""
+    """Return the templates by name: files if there are any, else what the config holds."""
     files = {
         "default": folder / "chat_template.jinja",
         "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",

@@ -1,4 +1,4 @@
-"""What a model file says about its tokenizer, in one shape for both kinds of file."""
+"""Tokenizer of a model file, in one shape for both kinds of file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import tokenizers
 
-from diptych.runtime.startup_error import StartupError
+from diptych.runtime.settings import StartupError
 
 
 class UnusableTokenizer(StartupError, ValueError):

@@ -47,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """From a ``.gguf`` file or a Hugging Face folder. Raises `UnusableTokenizer` or `OSError`."""
+        """Load from a ``.gguf`` file or a Hugging Face folder. Raises `UnusableTokenizer` or `OSError`."""
         return cls(hf_tokenizer.read(path) if path.is_dir() else gguf_tokenizer.read(path))
 
     @property
@@ -70,12 +70,12 @@ class Tokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """What stands in for `chat_template` in conversations with tools, if there is such a one."""
+        """Template in place of `chat_template` in conversations with tools, if the model has one."""
         return self._source.tool_template
 
     @property
     def template_names(self) -> Mapping[str, str]:
-        """Names a chat template may use for special tokens: ``bos_token``, ``eos_token``, …"""
+        """Names that a chat template may use for special tokens: ``bos_token``, ``eos_token``, …"""
         return self._source.template_names
 
     @property
@@ -89,28 +89,35 @@ class Tokenizer:
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether decoded text loses one leading space (SentencePiece models)."""
+        """True where decoded text loses one leading space (SentencePiece models)."""
         return self._source.strips_first_space
 
     def is_special(self, token_id: int) -> bool:
-        """Whether ``token_id`` is a control token, which `decode` leaves out when asked to."""
+        """Return whether ``token_id`` is a control token, which `decode` leaves out when asked to."""
         return token_id in self._control_ids
 
     def fewest_tokens(self, num_bytes: int) -> int:
-        """A lower bound on the tokens of any text of ``num_bytes`` UTF-8 bytes, without tokenizing it."""
+        """Return a lower bound on the tokens of any text of ``num_bytes`` UTF-8 bytes."""
         return num_bytes // self._longest
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """Ids of ``text``, special-token text as plain text. ``add_special`` adds the model's own BOS/EOS."""
+        """Return the ids of ``text``, special-token text as plain text.
+
+        ``add_special`` adds the model's own BOS/EOS.
+        """
         return _ids(self._source.backend, text, add_special)
 
     def encode_with_offsets(self, text: str, add_special: bool = False) -> Encoding:
-        """As `encode`, with spelling and position of each token (an added BOS has position (0, 0))."""
+        """Encode as `encode` does, with spelling and position of each token (an added BOS has position (0,
+        0)).
+        """
         (found,) = self._source.backend.encode_batch([text], add_special_tokens=add_special)
         return Encoding(found.ids, found.tokens, found.offsets)
 
     def encode_parts(self, parts: Sequence[ControlToken | str]) -> list[int]:
-        """Ids of a rendered chat template: control tokens as such, text between them as plain text."""
+        """Return the ids of a rendered chat template: control tokens as such, text between them as plain
+        text.
+        """
         ids: list[int] = []
         backend = self._source.backend
         for part in parts:
@@ -132,16 +139,16 @@ class Tokenizer:
         return text[1:] if self._source.strips_first_space and text.startswith(" ") else text
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it, control tokens included."""
+        """Return the id of a token as the vocabulary spells it, control tokens included."""
         found: int | None = self._source.backend.token_to_id(token)
         return found
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for ids that only pad the embedding."""
+        """Return the token as the vocabulary spells it; empty for ids that only pad the embedding."""
         return self._source.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes one token stands for: a part of a character, a word, several words."""
+        """Return the bytes one token stands for: a part of a character, a word, several words."""
         if not 0 <= token_id < self._source.vocab_size:
             return b""
         piece = self._pieces[token_id]
@@ -170,7 +177,7 @@ class Tokenizer:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
-    """Without offsets, which would cost a third more."""
+    """Encode without offsets, which would cost a third more."""
     (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
     ids: list[int] = found.ids
     return ids

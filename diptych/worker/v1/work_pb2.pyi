@@ -23,11 +23,11 @@ class FailureReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_REASON_KV_TRANSFER_FAILED: _ClassVar[FailureReason]
     FAILURE_REASON_PEER_LOST: _ClassVar[FailureReason]
     FAILURE_REASON_DRAINING: _ClassVar[FailureReason]
-    FAILURE_REASON_NEVER_FITS: _ClassVar[FailureReason]
+    FAILURE_REASON_EXCEEDS_KV_CAPACITY: _ClassVar[FailureReason]
     FAILURE_REASON_DEADLINE: _ClassVar[FailureReason]
     FAILURE_REASON_INCOMPATIBLE: _ClassVar[FailureReason]
-    FAILURE_REASON_NOTHING_ALLOWED: _ClassVar[FailureReason]
-    FAILURE_REASON_ROW_FAILED: _ClassVar[FailureReason]
+    FAILURE_REASON_NO_VALID_TOKEN: _ClassVar[FailureReason]
+    FAILURE_REASON_COMPUTE_FAILED: _ClassVar[FailureReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -36,11 +36,11 @@ FAILURE_REASON_INTERNAL: FailureReason
 FAILURE_REASON_KV_TRANSFER_FAILED: FailureReason
 FAILURE_REASON_PEER_LOST: FailureReason
 FAILURE_REASON_DRAINING: FailureReason
-FAILURE_REASON_NEVER_FITS: FailureReason
+FAILURE_REASON_EXCEEDS_KV_CAPACITY: FailureReason
 FAILURE_REASON_DEADLINE: FailureReason
 FAILURE_REASON_INCOMPATIBLE: FailureReason
-FAILURE_REASON_NOTHING_ALLOWED: FailureReason
-FAILURE_REASON_ROW_FAILED: FailureReason
+FAILURE_REASON_NO_VALID_TOKEN: FailureReason
+FAILURE_REASON_COMPUTE_FAILED: FailureReason
 
 class AttemptId(_message.Message):
     __slots__ = ("request_id", "attempt")
@@ -51,7 +51,7 @@ class AttemptId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "beam_width", "grammar")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "beam_width", "grammar", "top_n_sigma")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Sampling(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_SIGMA_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -87,7 +88,8 @@ class Sampling(_message.Message):
     logprobs: int
     beam_width: int
     grammar: Grammar
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., logprobs: _Optional[int] = ..., beam_width: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    top_n_sigma: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., logprobs: _Optional[int] = ..., beam_width: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., top_n_sigma: _Optional[float] = ...) -> None: ...
 
 class TokenSequence(_message.Message):
     __slots__ = ("ids",)

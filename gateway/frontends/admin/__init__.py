@@ -1,1 +1,1 @@
-"""What operators see and do: the workers, their load, drain, flush."""
+"""`diptych.v1.AdminService`: the workers, their load, drain and flush, for operators."""

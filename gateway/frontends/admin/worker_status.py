@@ -1,6 +1,6 @@
-"""The workers as an operator sees them: who is usable, who is not and why, and how loaded each is.
+"""State of the workers for operators: which are usable, why others are not, and the load of each.
 
-Pure: the fleet's own records in, protobuf out.
+Pure: records of the worker pool in, protobuf out.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from gateway.worker_pool.registry import Worker
 _ROLES = {"prefill": pb.WORKER_ROLE_PREFILL, "decode": pb.WORKER_ROLE_DECODE}
 
 
-def survey(
+def worker_status(
     workers: Iterable[Worker],
-    strangers: Iterable[WorkerRecord],
+    other_models: Iterable[WorkerRecord],
     now: float,
     slow: Callable[[str], str] = lambda _: "",
 ) -> list[pb.WorkerInfo]:
-    """One entry a worker, prefill first, then by id.
+    """Return one entry a worker, prefill first, then by id.
 
     Args:
         workers: those that the gateway wants to work with.
-        strangers: those of the directory that it leaves alone, for they serve another model.
+        other_models: those of the directory that serve another model.
         now: on the event loop's clock, as `Link.last_seen`.
         slow: why a worker is ejected or on probation, or an empty text.
     """
-    everybody = list(workers)
-    infos = [_info(worker, everybody, now, slow) for worker in everybody]
-    infos += [_stranger(record) for record in strangers]
+    known = list(workers)
+    infos = [_info(worker, known, now, slow) for worker in known]
+    infos += [_other_model(record) for record in other_models]
     return sorted(infos, key=lambda info: (info.role, info.worker_id))
 
 
@@ -60,14 +60,14 @@ def _state(worker: Worker, others: Sequence[Worker]) -> tuple[pb.WorkerState, st
     if not worker.leased:
         return pb.WORKER_STATE_DRAINING, "it has left the directory: it gets nothing new"
     if worker.link.suspected:
-        return pb.WORKER_STATE_CONNECTING, "it is silent, or its step is late: it gets nothing new"
+        return pb.WORKER_STATE_CONNECTING, "heartbeat or step overdue; not routed"
     partners = [other for other in others if other.record.role != worker.record.role]
     if partners and all(partner.kv_format != worker.kv_format for partner in partners):
         return pb.WORKER_STATE_INCOMPATIBLE, "no worker of the other role can exchange blocks with it"
     return pb.WORKER_STATE_READY, ""
 
 
-def _stranger(record: WorkerRecord) -> pb.WorkerInfo:
+def _other_model(record: WorkerRecord) -> pb.WorkerInfo:
     return pb.WorkerInfo(
         worker_id=record.worker_id,
         role=_ROLES.get(record.role, pb.WORKER_ROLE_UNSPECIFIED),

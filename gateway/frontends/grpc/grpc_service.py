@@ -1,25 +1,85 @@
-"""Any gRPC service of the gateway: its RPCs as plain functions, with everything around them.
+"""gRPC services of the gateway: RPCs as plain functions, their calls, and the handlers around them.
 
 Requests arrive as bytes and are parsed inside the handlers: what gRPC's own deserializers answer to garbage
 is UNKNOWN with an exception's text. Handlers write to the context instead of yielding, which costs a task
 less and puts the outermost catch in one place.
+
+Nothing that a handler raises reaches gRPC itself, which would send its text to the client. A client's cancel
+and its deadline both arrive as CancelledError; the clock tells them apart, and both are re-raised.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from diptych.runtime import trace_context
+from diptych.runtime.errors import DiptychError
+from diptych.runtime.status import REQUEST_ID_TRAILER
+from diptych.v1 import inference_pb2 as pb
 from gateway.access.access import Caller, anonymous
-from gateway.call import Calls
-from gateway.frontends.grpc.grpc_call import GrpcCall, serve
-from gateway.frontends.grpc.stream_end import Context
+from gateway.call import Call, Calls
+from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.request.validation import parse_message
+
+T = TypeVar("T")
+AUTHORIZATION = "authorization"
+
+
+class GrpcCall(Call):
+    """Call of an RPC; ``method`` is its full name: service, slash, RPC."""
+
+    def __init__(
+        self, method: str, context: Context, received_at: float, caller: Caller | None = None
+    ) -> None:
+        self.context = context
+        metadata = context.invocation_metadata() or ()
+        headers = dict(metadata)
+        header = headers.get(REQUEST_ID_TRAILER, "")
+        authorization = headers.get(AUTHORIZATION, "")
+        super().__init__(
+            method,
+            received_at=received_at,
+            header_request_id=header if isinstance(header, str) else "",
+            time_left_s=context.time_remaining(),
+            trace=trace_context.from_metadata(metadata),
+            authorization=authorization if isinstance(authorization, str) else "",
+            caller=caller,
+        )
+
+    async def write(self, message: pb.GenerateResponse) -> None:
+        await write(self.context, message)
+
+    def on_request_id(self, request_id: str) -> None:
+        """Set trailing metadata: leading metadata would commit the RPC before its first message."""
+        self.context.set_trailing_metadata(((REQUEST_ID_TRAILER, request_id),))
+
+
+async def write(context: Context, message: Message) -> None:
+    """Write a message of a stream. Raises CancelledError when the RPC has ended."""
+    try:
+        await context.write(message)
+    except grpc.aio.BaseError as error:
+        # By the client's cancel or its deadline: a write may fail before the handler is cancelled.
+        raise asyncio.CancelledError("the RPC has ended") from error
+
+
+async def serve(calls: Calls, call: GrpcCall, body: Callable[[], Awaitable[T]]) -> T:
+    """Return the body's result, or abort the RPC with the status of what it raised."""
+    try:
+        with calls.account(call):
+            result = await body()
+    except DiptychError as error:
+        await end_with(call.context, error, call.request_id, calls.heap)
+    limit_end(call.context, call.request_id, calls.write_timeout_s, calls.heap)
+    return result
+
 
 Body = Callable[[Any, GrpcCall], Awaitable[Message | None]]
 """One RPC: takes its parsed request, returns the answer; a streaming one writes, and returns nothing."""
@@ -29,7 +89,7 @@ Stream = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
 
 
 def plain(body: Callable[[Any], Awaitable[Message]]) -> Body:
-    """For what needs to know nothing of its call."""
+    """Make an RPC of a function that takes the request only."""
     return lambda request, _: body(request)
 
 
@@ -42,7 +102,7 @@ def add_service(
     streams: Mapping[str, Stream] | None = None,
     without_key: frozenset[str] = frozenset(),
 ) -> None:
-    """Register RPCs by their names; those of ``without_key`` are open to everybody.
+    """Register RPCs by their names; those of ``without_key`` need no API key.
 
     Raises RuntimeError unless there is a function for each.
     """

@@ -1,8 +1,8 @@
-"""The KServe Open Inference Protocol v2, with Triton's streaming: another door to the same core.
+"""KServe Open Inference Protocol v2 with Triton's streaming: a frontend of the same core.
 
 tensors.py      tensors in, plain lists out, and the reverse
 parameters.py   everything that is not the prompt, whichever way it came → ``pb.GenerateRequest``
 request.py      a whole ``ModelInferRequest``
 answer.py       ``pb.GenerateResponse`` → ``ModelInferResponse``
-door.py         the RPCs
+servicer.py     the RPCs
 """

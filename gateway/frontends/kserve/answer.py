@@ -28,7 +28,7 @@ _REASONS: Final = {
 
 
 def whole(message: pb.GenerateResponse, asked: InferGenerateRequest) -> oip.ModelInferResponse:
-    """All choices in one response."""
+    """Return all choices in one response."""
     response = _response(message.outputs, asked, message.request_id)
     _add_usage(response, message)
     return response
@@ -37,7 +37,7 @@ def whole(message: pb.GenerateResponse, asked: InferGenerateRequest) -> oip.Mode
 def pieces(
     message: pb.GenerateResponse, asked: InferGenerateRequest, request_id: str
 ) -> Iterator[oip.ModelInferResponse]:
-    """One response for each choice with something new."""
+    """Yield a response for each choice with new output."""
     last = len(message.outputs) - 1
     for position, output in enumerate(message.outputs):
         response = _response([output], asked, request_id)

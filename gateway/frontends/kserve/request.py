@@ -17,7 +17,7 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.frontends.kserve.parameters import boolean, gather, one_text, put_all, unquoted
 from gateway.frontends.kserve.tensors import Tensor, read_inputs, refuse_parameters
-from gateway.request.json_members import integer, token_ids
+from gateway.request.json_values import integer, token_ids
 
 VERSION: Final = "1"
 OUTPUTS: Final = {"text_output": "BYTES", "token_ids": "INT64", "finish_reason": "BYTES"}
@@ -28,7 +28,7 @@ _PATHS: Final = {"model": "model_name", "request_id": "id"}
 
 @dataclass(frozen=True, slots=True)
 class InferGenerateRequest:
-    """What one request wants.
+    """Request of the core, and the form of its answer.
 
     Args:
         request: for the core.
@@ -36,7 +36,7 @@ class InferGenerateRequest:
         outputs: the tensors to send.
         timeout_s: from the arrival; None without one.
         raw: send them as raw contents, as the inputs came.
-        names: path of the core's field → where the client wrote it.
+        names: path of the core's field → path in the client's message.
     """
 
     request: pb.GenerateRequest
@@ -48,7 +48,12 @@ class InferGenerateRequest:
 
 
 def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> InferGenerateRequest:
-    """``streaming``: whether the RPC can carry pieces. Raises DiptychError that names the client's field."""
+    """Build the request. Raises DiptychError that names the client's field.
+
+    Args:
+        message: as it came.
+        streaming: whether the RPC can carry pieces.
+    """
     check_version(message.model_name, message.model_version)
     inputs = read_inputs(message)
     request = pb.GenerateRequest(model=message.model_name, request_id=message.id)
@@ -78,22 +83,22 @@ def read_request(message: oip.ModelInferRequest, *, streaming: bool) -> InferGen
 
 
 def check_version(name: str, version: str) -> None:
-    """There is one version of a model."""
+    """Raise UnknownModel for any version but the one that there is."""
     if version not in ("", VERSION):
         raise UnknownModel(name)
 
 
-def in_the_clients_words(error: DiptychError, names: dict[str, str]) -> DiptychError:
-    """The same error, with the field as the client wrote it."""
+def with_client_field(error: DiptychError, names: dict[str, str]) -> DiptychError:
+    """Return the error with the field as the client wrote it."""
     if not error.violations:
         return error
     field, description = error.violations[0].field, error.violations[0].description
-    around = (said for known, said in names.items() if f"{field}.".startswith((f"{known}.", f"{known}[")))
-    if (said := next(around, None)) is None:
+    around = (path for known, path in names.items() if f"{field}.".startswith((f"{known}.", f"{known}[")))
+    if (path := next(around, None)) is None:
         return error
     if isinstance(error, InvalidParameter | UnsupportedFeature):  # whose message has the field too
-        return type(error)(said, description)
-    error.violations = (FieldViolation(said, description),)
+        return type(error)(path, description)
+    error.violations = (FieldViolation(path, description),)
     return error
 
 

@@ -1,4 +1,4 @@
-"""``inference.GRPCInferenceService``: the RPCs, over the same core as every door.
+"""``inference.GRPCInferenceService``: the RPCs, over the same core as every frontend.
 
 ModelStreamInfer runs the requests of a stream side by side, as Triton does for models that answer more than
 once. An error of one of them is an ``error_message`` with its id and leaves the others alone; the stream ends
@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
 
+from diptych import __version__
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError, InvalidParameter, SlowReader
 from diptych.runtime.task_cancellation import end_task
 from diptych.v1 import inference_pb2 as pb
 from gateway.call import Calls
-from gateway.frontends.grpc.grpc_call import GrpcCall, write
-from gateway.frontends.grpc.grpc_service import Body, add_service
+from gateway.frontends.grpc.grpc_service import Body, GrpcCall, add_service, write
 from gateway.frontends.grpc.stream_end import Context, end_with, limit_end
 from gateway.frontends.kserve import answer
 from gateway.frontends.kserve.request import (
@@ -29,12 +28,12 @@ from gateway.frontends.kserve.request import (
     VERSION,
     InferGenerateRequest,
     check_version,
-    in_the_clients_words,
     read_request,
+    with_client_field,
 )
 from gateway.generate import Generator
 from gateway.model.served_model import ModelCard
-from gateway.request import validate_names
+from gateway.request import field_checks
 from gateway.request.validation import parse_message
 
 DESCRIPTOR = oip.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -45,7 +44,11 @@ _INPUTS: Final = (("text_input", "BYTES", 1), ("token_ids", "INT64", -1), ("samp
 
 
 class KServeServicer:
-    """One object serves all calls. ``ready`` tells whether a request that comes now has workers."""
+    """RPCs of the protocol; one object serves all calls.
+
+    Args:
+        ready: returns whether a request that comes now has workers.
+    """
 
     def __init__(
         self, calls: Calls, generator: Generator, card: ModelCard, ready: Callable[[], bool]
@@ -85,7 +88,7 @@ class KServeServicer:
         return oip.ModelReadyResponse(ready=self._ready())
 
     async def _server_metadata(self, _: Message, __: GrpcCall) -> Message:
-        return oip.ServerMetadataResponse(name="diptych", version=version("diptych"))
+        return oip.ServerMetadataResponse(name="diptych", version=__version__)
 
     async def _model_metadata(self, request: oip.ModelMetadataRequest, _: GrpcCall) -> Message:
         self._check(request.name, request.version)
@@ -102,17 +105,20 @@ class KServeServicer:
         try:
             return answer.whole(await self._generator.collect(asked.request, call), asked)
         except DiptychError as error:
-            raise in_the_clients_words(error, asked.names) from error
+            raise with_client_field(error, asked.names) from error
 
     def _check(self, name: str, wanted: str) -> None:
         if not name:
             raise InvalidParameter("name", "is required")
-        validate_names.model_name(name, self._card)
+        field_checks.model_name(name, self._card)
         check_version(name, wanted)
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Read requests and answer each in a task of its own, all through one writer."""
-        shared = SharedStream(context, asyncio.current_task())
+        handler = asyncio.current_task()
+        if handler is None:
+            raise RuntimeError("an RPC without a task")
+        shared = SharedStream(context, handler)
         places = asyncio.Semaphore(MAX_RUNNING)
         running: set[asyncio.Task[None]] = set()
         try:
@@ -127,15 +133,17 @@ class KServeServicer:
         except asyncio.CancelledError:
             if shared.unread is None:
                 raise
+            shared.handler.uncancel()
         finally:
             for task in list(running):
                 await end_task(task)
+            shared.close()
         if (error := shared.unread or shared.overdue) is not None:
             await end_with(context, error, "", self._calls.heap)
         limit_end(context, "", self._calls.write_timeout_s, self._calls.heap)
 
     async def _one(self, data: bytes, shared: SharedStream) -> None:
-        """One request of a stream, from its bytes to its last response."""
+        """Serve a request of a stream, from its bytes to its last response."""
         call = StreamedCall(shared, self._calls.clock())
         names: dict[str, str] = {}
         try:
@@ -152,30 +160,30 @@ class KServeServicer:
         except SlowReader as error:
             shared.end_unread(error)
         except DiptychError as error:
-            await call.fail(in_the_clients_words(error, names))
+            await call.fail(with_client_field(error, names))
 
 
 def _limit_time(call: GrpcCall, asked: InferGenerateRequest) -> None:
-    """The request's own timeout, where it is shorter than what the RPC has left."""
+    """Apply the request's own timeout, where it is shorter than what the RPC has left."""
     if asked.timeout_s is not None:
         deadline = call.received_at + asked.timeout_s
         call.deadline = deadline if call.deadline is None else min(call.deadline, deadline)
 
 
 class SharedStream:
-    """What the requests of a stream share.
+    """Writer and end of a stream, shared by its requests.
 
     Attributes:
-        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may say so before
+        overdue: how one of them ended for lack of the RPC's own time. The gateway's clock may show it before
             gRPC's does, and such a stream must not end as if all had been answered.
         unread: how one of them ended because the client does not read. All end with it.
     """
 
-    def __init__(self, context: Context, handler: asyncio.Task[None] | None) -> None:
+    def __init__(self, context: Context, handler: asyncio.Task[Any]) -> None:
         self.context = context
         self.overdue: DiptychError | None = None
         self.unread: SlowReader | None = None
-        self._handler = handler
+        self.handler = handler
         self._turn = asyncio.Lock()
         self._write: asyncio.Task[None] | None = None
 
@@ -191,8 +199,7 @@ class SharedStream:
         """End the whole stream: what one request could not write, none can."""
         if self.unread is None:
             self.unread = error
-            if self._handler is not None:
-                self._handler.cancel()
+            self.handler.cancel()
 
     def close(self) -> None:
         """Abandon the response that is being written."""
@@ -201,7 +208,7 @@ class SharedStream:
 
 
 class StreamedCall(GrpcCall):
-    """One request of a stream: shares its context, its deadline and its writer with the others."""
+    """Request of a stream; context, deadline and writer are the stream's."""
 
     def __init__(self, shared: SharedStream, received_at: float) -> None:
         super().__init__(STREAM_INFER, shared.context, received_at)
@@ -212,7 +219,7 @@ class StreamedCall(GrpcCall):
         self._rpc_deadline = self.deadline
 
     def on_request_id(self, request_id: str) -> None:
-        """Every response carries it: trailers belong to the stream."""
+        """Do nothing: every response carries the id, and trailers belong to the stream."""
 
     def why_cancelled(self, now: float) -> grpc.StatusCode:
         unread = self._shared.unread
@@ -225,7 +232,7 @@ class StreamedCall(GrpcCall):
             await self._shared.send(oip.ModelStreamInferResponse(infer_response=response))
 
     async def fail(self, error: DiptychError) -> None:
-        """Tell the client, unless the RPC's deadline does."""
+        """Send the error, unless the RPC's deadline ends the stream."""
         own = self.deadline != self._rpc_deadline
         if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not own:
             self._shared.overdue = error

@@ -14,8 +14,8 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature, printable
 from gateway import limits
 
-# What bounds the loops below: nobody's tokens move while a request is read.
-MAX_INPUTS: Final = 64  # the prompt, and knobs as tensors
+# Bounds of the loops below: no tokens of other requests move while one is read.
+MAX_INPUTS: Final = 64  # the prompt, and parameters as tensors
 MAX_DIMENSIONS: Final = 8
 MAX_ELEMENTS: Final = limits.MAX_JSON_IDS  # of numbers: token ids
 MAX_TEXTS: Final = limits.MAX_JSON_LIST  # of a BYTES tensor
@@ -53,7 +53,7 @@ Element = bool | int | float | bytes
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input by its name; ``path`` is where it stands in the request."""
+    """Input of a request; ``path`` is its place there."""
 
     path: str
     datatype: str
@@ -61,7 +61,7 @@ class Tensor:
 
 
 def read_inputs(request: oip.ModelInferRequest) -> dict[str, Tensor]:
-    """All inputs of a request by name. Raises InvalidParameter with the path of what is wrong."""
+    """Return all inputs of a request by name. Raises InvalidParameter with the path of the fault."""
     raw = request.raw_input_contents
     if len(request.inputs) > MAX_INPUTS:
         raise InvalidParameter("inputs", f"must have at most {MAX_INPUTS} elements")
@@ -81,7 +81,7 @@ def refuse_parameters(
     path: str,
     tensor: oip.ModelInferRequest.InferInputTensor | oip.ModelInferRequest.InferRequestedOutputTensor,
 ) -> None:
-    """Raises UnsupportedFeature for a tensor that is elsewhere (shared memory) or wanted otherwise."""
+    """Raise UnsupportedFeature for a tensor in shared memory, or with any other parameter."""
     for name in tensor.parameters:
         raise UnsupportedFeature(f"{path}.parameters[{printable(name)}]")
 
@@ -103,7 +103,7 @@ def _read(tensor: oip.ModelInferRequest.InferInputTensor, path: str, raw: bytes 
 
 
 def _elements(tensor: oip.ModelInferRequest.InferInputTensor, path: str) -> int:
-    """How many the shape says."""
+    """Return the number of elements by the shape. Raises InvalidParameter."""
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise InvalidParameter(f"{path}.shape", f"must have at most {MAX_DIMENSIONS} dimensions")
     most = MAX_TEXTS if tensor.datatype == "BYTES" else MAX_ELEMENTS

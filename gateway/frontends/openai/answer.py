@@ -1,24 +1,66 @@
-"""What both kinds of answers share: the envelope, the numbering of choices, usage, and why a choice ended.
+"""Base of both kinds of answers: envelope, numbers of choices, usage, finish reasons, and JSON in pieces.
 
 Choices are numbered over all prompts: choice ``c`` of prompt ``p`` is ``p * n + c``. An event is put together
 from strings that are made once for a stream and the JSON of what is new, because this is done for each token.
 JSON comes in pieces, since choices share what is large: their prompt and its scores.
+
+Large JSON is put together from text, in turns with other work of the event loop: `json.dumps` of all at once
+would keep other requests' tokens for as long as it takes. All of it is ASCII, so that characters are bytes.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.json_text import inside
+from gateway.cooperative_yield import PORTION, Yielder, slices
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
+BLOCK: Final = 64 * 1024  # bytes that go out in one write, as long as pieces are small
+_IDS_AS_ITEMS: Final = 16  # a token id is written in 60 ns
+
+
+def inside(value: object) -> str:
+    """Return the JSON of a string, a list or an object, without what encloses it."""
+    return json.dumps(value)[1:-1]
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Join the insides of lists to the inside of one list."""
+    return ",".join(filter(None, parts))
+
+
+async def ids_inside(ids: Sequence[int], turns: Yielder) -> str:
+    """Return the inside of a list of token ids."""
+    parts = []
+    for some in slices(ids, PORTION * _IDS_AS_ITEMS):
+        parts.append(inside(list(some)))
+        await turns.done(len(some) // _IDS_AS_ITEMS)
+    return joined(parts)
+
+
+def blocks(wholes: Iterable[Sequence[str]]) -> Iterator[bytes]:
+    """Yield what to write one by one: small texts together, large ones for themselves.
+
+    None of ``wholes``, each of which is given in pieces, is in two of the blocks.
+    """
+    held: list[str] = []
+    size = 0
+    for pieces in wholes:
+        held += pieces
+        size += sum(map(len, pieces))
+        if size >= BLOCK:
+            yield "".join(held).encode()
+            held, size = [], 0
+    if held:
+        yield "".join(held).encode()
+
+
 DONE: Final = "data: [DONE]\n\n"
-# OpenAI has the first two and tool_calls; the others are the words of its neighbours.
+# OpenAI has the first two and tool_calls; the others are spelled as in vLLM and SGLang.
 _FINISH: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -30,7 +72,7 @@ _FINISH: Final = {
 
 
 class Answer(ABC):
-    """The answer to one HTTP request.
+    """Answer to one HTTP request.
 
     Args:
         model: the served name, which the client may have called otherwise.
@@ -50,10 +92,10 @@ class Answer(ABC):
         self._usage = pb.Usage()
         self._head = self._tail = ""
         # The same for all prompts.
-        self._stop_token_ids = frozenset(asked.drafts[0].request.stopping.stop_token_ids)
+        self._stop_token_ids = frozenset(asked.builders[0].request.stopping.stop_token_ids)
 
     async def events(self, prompt: int, message: pb.GenerateResponse) -> list[list[str]]:
-        """The server-sent events of one message that belongs to the ``prompt``-th prompt; may be none.
+        """Return the server-sent events of a message of the ``prompt``-th prompt; may be none.
 
         An event is a list of its pieces.
         """
@@ -76,13 +118,13 @@ class Answer(ABC):
         self._tail = '],"usage":null}\n\n' if self._asked.with_usage else "]}\n\n"
 
     def last_events(self) -> str:
-        """After all choices of all prompts."""
+        """Return the events after all choices of all prompts."""
         if not self._asked.with_usage:
             return DONE
         return f'{self._head}],"usage":{json.dumps(usage(self._usage))}}}\n\n{DONE}'
 
     async def whole(self, request_id: str, messages: Sequence[pb.GenerateResponse]) -> list[str]:
-        """The one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
+        """Return the one JSON object, in pieces; ``messages`` are whole answers, one for each prompt."""
         turns = Yielder()
         pieces = [f'{{{inside(self._envelope(self.whole_object, request_id))}, "choices": [']
         between = ""
@@ -98,20 +140,20 @@ class Answer(ABC):
 
     @abstractmethod
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
-        """JSON of what comes ahead of a prompt's first output, by choice and in pieces."""
+        """Return the JSON ahead of a prompt's first output, by choice and in pieces."""
 
     @abstractmethod
     async def event_choice(self, number: int, output: pb.OutputDelta, turns: Yielder) -> str:
-        """JSON of one choice in an event: what is new of it."""
+        """Return the JSON of one choice in an event: its new output."""
 
     @abstractmethod
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
-        """JSON of one choice of a whole answer, in pieces."""
+        """Return the JSON of one choice of a whole answer, in pieces."""
 
     def _ending(self, output: pb.OutputDelta) -> dict[str, Any]:
-        """Why a choice ended. ``stop_reason`` is vLLM's: what ended it of the client's strings and token ids.
+        """Return why a choice ended. ``stop_reason`` is vLLM's: the client's string or token id.
 
         An end of sequence that the client did not name is the model's own end, and null.
         """
@@ -121,7 +163,7 @@ class Answer(ABC):
         return {"finish_reason": _FINISH[output.finish_reason], "stop_reason": reason}
 
     def _event_ending(self, output: pb.OutputDelta) -> str:
-        """The same as members of an event; nearly every event ends nothing."""
+        """Return `_ending` as members of an event; nearly every event ends nothing."""
         return inside(self._ending(output)) if output.finish_reason else '"finish_reason":null'
 
     def _number(self, prompt: int, index: int) -> int:

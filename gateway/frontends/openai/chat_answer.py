@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer
-from gateway.frontends.openai.json_text import ids_inside, inside
+from gateway.frontends.openai.answer import Answer, ids_inside, inside
 from gateway.frontends.openai.logprobs import chat_logprobs_json
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 
 
 class ChatAnswer(Answer):
-    """The first piece of each choice says whose turn it is."""
+    """Answer whose first piece of each choice has the role."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
     whole_object: ClassVar[str] = "chat.completion"
@@ -22,7 +21,7 @@ class ChatAnswer(Answer):
 
     def __init__(self, asked: HttpGenerateRequest, *, model: str, fingerprint: str, created: int) -> None:
         super().__init__(asked, model=model, fingerprint=fingerprint, created=created)
-        self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry says that it was opened
+        self._calls: dict[int, int] = {}  # tool calls so far, by choice; an entry means that it was opened
         self._prompt_ids = ""  # as JSON, without the brackets
 
     async def opening(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> list[list[str]]:
@@ -45,7 +44,7 @@ class ChatAnswer(Answer):
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
     ) -> list[str]:
-        # With calls and no words of its own the content is null, as OpenAI has it.
+        # With calls and no text the content is null, as OpenAI has it.
         content = output.text if output.text or not output.tool_calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if output.tool_calls:

@@ -1,88 +1,117 @@
-"""The body of ``POST /v1/chat/completions`` → one request of the core."""
+"""Body of ``POST /v1/chat/completions`` → one request of the core."""
 
 from __future__ import annotations
 
-from typing import Final
-
-from google.protobuf.struct_pb2 import Struct
+from typing import Any, Final
 
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
-from gateway.frontends.openai.chat_messages import read_messages, read_tools
-from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder
-from gateway.frontends.openai.response_format import read_structure
-from gateway.frontends.openai.sampling_fields import read_knobs, read_output_limit, read_stream
-from gateway.request.json_members import UINT32, Members, string
+from gateway.frontends.openai.bodies import ChatBody, ChatMembers, ChatTurn, NamedTool, OfferedTool
+from gateway.frontends.openai.body_model import validate_members
+from gateway.frontends.openai.request_builder import HttpGenerateRequest, RequestBuilder, read_stream
+from gateway.frontends.openai.response_format import dump_schema, put_constraint
+from gateway.request.json_values import string
 
-# Of OpenAI's API, and beyond a server of text. A value that asks for nothing passes.
-_ABSENT: Final[dict[str, tuple[object, ...]]] = {
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": (),
-    "verbosity": (),
-    "echo": (False,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
+_TOOL_CHOICES: Final = {
+    "none": pb.ToolChoice.MODE_NONE,
+    "auto": pb.ToolChoice.MODE_AUTO,
+    "required": pb.ToolChoice.MODE_REQUIRED,
 }
 
 
-def read_chat(members: dict[str, object]) -> HttpGenerateRequest:
-    """Raises `InvalidParameter` or `UnsupportedFeature`, with OpenAI's name of the field."""
-    body = Members(members)
-    draft = RequestBuilder(pb.GenerateRequest())
-    request = draft.request
-    read_knobs(body, draft)
-    read_structure(body, draft)
+def read_chat(members: dict[str, Any]) -> HttpGenerateRequest:
+    """Build the request. Raises InvalidParameter or UnsupportedFeature, with OpenAI's name of the field."""
+    body = validate_members(ChatBody, members)
+    builder = RequestBuilder.from_body(body)
+    request = builder.request
+    put_constraint(body, builder)
     stream, with_usage = read_stream(body)
-    max_tokens = read_output_limit(body, draft, "max_completion_tokens", "max_tokens")
-    if max_tokens is not None:
-        request.stopping.max_tokens = max_tokens
-    logprobs = _logprobs(body, draft)
+    _put_output_limit(body, builder)
+    logprobs = _put_logprobs(body, builder)
     request.chat.SetInParent()  # also without a message
-    read_messages(body, request.chat)
-    read_tools(body, request.chat)
-    _template(body, draft)
-    token_ids = bool(body.flag("return_token_ids"))
-    if token_ids:
+    for index, turn in enumerate(body.messages):
+        _put_turn(f"messages[{index}]", turn, request.chat.messages.add())
+    for index, tool in enumerate(body.tools or ()):
+        _put_tool(f"tools[{index}]", tool, request.chat)
+    _put_tool_choice(body, request.chat)
+    _put_template_options(body, builder)
+    if body.return_token_ids:
         request.response.token_ids = True
         request.response.echo_prompt = True
-    for name, harmless in _ABSENT.items():
-        body.only(name, *harmless)
-    body.finish()
-    return HttpGenerateRequest((draft,), stream, with_usage, logprobs, token_ids=token_ids)
+    return HttpGenerateRequest(
+        (builder,), stream, with_usage, logprobs, token_ids=bool(body.return_token_ids)
+    )
 
 
-def _logprobs(body: Members, draft: RequestBuilder) -> bool:
-    wanted = bool(body.flag("logprobs"))
-    top = body.integer("top_logprobs", UINT32)
-    if top is not None and not wanted:
-        if top:
-            raise InvalidParameter("top_logprobs", "needs logprobs")
-        return False
-    if wanted:
-        draft.request.response.logprobs = top or 0
-        draft.names["response.logprobs"] = "top_logprobs"
-    return wanted
+def _put_output_limit(body: ChatMembers, builder: RequestBuilder) -> None:
+    """Read ``max_tokens`` under the names it goes by, which must agree."""
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise InvalidParameter("max_tokens", "contradicts max_completion_tokens")
+    given = newer if older is None else older
+    if given is not None:
+        builder.request.stopping.max_tokens = given
+        builder.names["stopping.max_tokens"] = "max_completion_tokens" if older is None else "max_tokens"
 
 
-def _template(body: Members, draft: RequestBuilder) -> None:
-    """What the model's chat template is told besides the messages."""
-    chat = draft.request.chat
-    if (add := body.flag("add_generation_prompt")) is not None:
-        chat.add_generation_prompt = add
-    for name, value in (body.raw("chat_template_kwargs") or {}).items():
-        _template_value(chat.template_kwargs, name, value)
-    effort = body.string("reasoning_effort")
-    if effort is not None:
-        chat.template_kwargs["reasoning_effort"] = effort
-        draft.names["chat.template_kwargs.reasoning_effort"] = "reasoning_effort"
+def _put_logprobs(body: ChatMembers, builder: RequestBuilder) -> bool:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidParameter("top_logprobs", "needs logprobs")
+    if body.logprobs:
+        builder.request.response.logprobs = body.top_logprobs or 0
+        builder.names["response.logprobs"] = "top_logprobs"
+    return bool(body.logprobs)
 
 
-def _template_value(kwargs: Struct, name: str, value: object) -> None:
+def _put_turn(path: str, turn: ChatTurn, message: pb.ChatMessage) -> None:
+    message.role = turn.role
+    message.name = turn.name or ""
+    message.tool_call_id = turn.tool_call_id or ""
+    for call in turn.tool_calls or ():
+        message.tool_calls.add(
+            id=call.id or "", name=call.function.name, arguments_json=call.function.arguments or "{}"
+        )
+    content = turn.content
+    if isinstance(content, str):
+        message.content = content
+    elif content is not None:
+        message.content = "".join(part.text for part in content)
+    elif not message.tool_calls:
+        # Calls may stand alone. Any other turn without content is a mistake, which OpenAI refuses too.
+        raise InvalidParameter(f"{path}.content", "is required")
+
+
+def _put_tool(path: str, tool: OfferedTool, chat: pb.ChatPrompt) -> None:
+    made = chat.tools.add(name=tool.function.name, description=tool.function.description or "")
+    if tool.function.parameters is not None:
+        schema = dump_schema(f"{path}.function.parameters", tool.function.parameters)
+        made.parameters_json_schema = schema
+
+
+def _put_tool_choice(body: ChatMembers, chat: pb.ChatPrompt) -> None:
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        chat.tool_choice.mode = pb.ToolChoice.MODE_NAMED
+        chat.tool_choice.name = choice.function.name
+    elif choice is not None and choice not in _TOOL_CHOICES:
+        raise InvalidParameter("tool_choice", f"must be {', '.join(_TOOL_CHOICES)} or name a function")
+    elif choice is not None and (choice != "auto" or chat.tools):
+        chat.tool_choice.mode = _TOOL_CHOICES[choice]
+    if body.parallel_tool_calls is False and chat.tools:
+        chat.tool_choice.parallel = False
+
+
+def _put_template_options(body: ChatMembers, builder: RequestBuilder) -> None:
+    """Set what the model's chat template reads besides the messages."""
+    chat = builder.request.chat
+    if body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
     path = "chat_template_kwargs"
-    if not isinstance(value, bool | str):
-        raise InvalidParameter(path, "may hold only flags and strings")
-    kwargs[string(path, name)] = string(path, value) if isinstance(value, str) else value
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if not isinstance(value, bool | str):
+            raise InvalidParameter(path, "may hold only flags and strings")
+        plain = string(path, value) if isinstance(value, str) else value
+        chat.template_kwargs[string(path, name)] = plain
+    if body.reasoning_effort is not None:
+        chat.template_kwargs["reasoning_effort"] = body.reasoning_effort
+        builder.names["chat.template_kwargs.reasoning_effort"] = "reasoning_effort"

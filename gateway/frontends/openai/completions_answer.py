@@ -9,18 +9,16 @@ from typing import ClassVar
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder
-from gateway.frontends.openai.answer import Answer
-from gateway.frontends.openai.json_text import ids_inside, inside
-from gateway.frontends.openai.logprobs import LISTS, completion_lists, prompt_offsets
+from gateway.frontends.openai.answer import Answer, ids_inside, inside
+from gateway.frontends.openai.logprobs import LISTS, TextOffsets, completion_lists, prompt_offsets
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
-from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.detokenizer import Utf8Text
 from gateway.request.validation import skips_special
 
 
 @dataclass(slots=True)
 class _Echo:
-    """What comes back of a prompt, as JSON without what encloses it; empty where it was not asked for.
+    """Prompt as it comes back, in JSON without what encloses it; empty where it was not asked for.
 
     ``offsets``: where the output begins, after the text that ``lists``, its scores, are about.
     """
@@ -86,8 +84,8 @@ class CompletionsAnswer(Answer):
         ids = ""
         if self._asked.token_ids:
             ids = f',"token_ids":[{await ids_inside(output.token_ids, turns)}]'
-        said = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
-        return f'{{"index":{number},{said},{self._event_ending(output)}{ids}}}'
+        members = f'"text":{json.dumps(output.text)},"logprobs":{logprobs}'
+        return f'{{"index":{number},{members},{self._event_ending(output)}{ids}}}'
 
     async def whole_choice(
         self, number: int, prompt: int, info: pb.PromptInfo, output: pb.OutputDelta, turns: Yielder
@@ -108,13 +106,13 @@ class CompletionsAnswer(Answer):
         return [*pieces, "}"]
 
     def _shown(self, output: pb.OutputDelta) -> pb.OutputDelta:
-        """What the client sees of an output: where only the prompt was wanted, that it is over."""
+        """Return the output as the client sees it: where only the prompt was wanted, that it is over."""
         if not self._asked.prompt_only:
             return output
         return pb.OutputDelta(finish_reason=pb.FINISH_REASON_LENGTH if output.finish_reason else None)
 
     async def _echo(self, prompt: int, info: pb.PromptInfo, turns: Yielder) -> _Echo:
-        """To be made once for all choices of a prompt."""
+        """Make what comes back of a prompt, once for all its choices."""
         asked, echo = self._asked, _Echo()
         if asked.echo:
             echo.text = inside(self._prompt_text(prompt))
@@ -128,32 +126,32 @@ class CompletionsAnswer(Answer):
         return echo
 
     def _prompt_text(self, prompt: int) -> str:
-        """Up to where the output's text begins; all of it where none is shown."""
+        """Return the text up to where the output's begins; all of it where no output is shown."""
         ids = self._prompt_ids(prompt)
-        text = self._decode(ids) if ids else self._asked.drafts[prompt].request.text
+        text = self._decode(ids) if ids else self._asked.builders[prompt].request.text
         belongs_to_output = self._output_text(prompt).unfinished and not self._asked.prompt_only
         return text[:-1] if belongs_to_output else text  # without the U+FFFD for it
 
     def _prompt_offsets(self, prompt: int, info: pb.PromptInfo) -> TextOffsets:
         if self._prompt_ids(prompt):
             return TextOffsets(self._text_after(()))
-        return prompt_offsets(self._asked.drafts[prompt].request.text, info.logprobs, self._special)
+        return prompt_offsets(self._asked.builders[prompt].request.text, info.logprobs, self._special)
 
     def _output_text(self, prompt: int) -> Utf8Text:
         ids = self._prompt_ids(prompt)
         return self._text_after(ids) if ids else Utf8Text()
 
     def _skips(self, prompt: int) -> bool:
-        """Whether the output's text leaves control tokens out."""
-        return skips_special(self._asked.drafts[prompt].request.response)
+        """Return whether the output's text leaves control tokens out."""
+        return skips_special(self._asked.builders[prompt].request.response)
 
     def _prompt_ids(self, prompt: int) -> Sequence[int]:
-        """None of a prompt that came as text: that has whole characters only."""
-        return self._asked.drafts[prompt].request.token_ids.ids
+        """Return the ids of a prompt that came as ids; a text has whole characters only."""
+        return self._asked.builders[prompt].request.token_ids.ids
 
 
 def _logprobs(lists: Iterable[Iterable[str]]) -> list[str]:
-    """The JSON object in pieces; each of its lists is given in parts, some of them possibly empty."""
+    """Return the JSON object in pieces; each of its lists is given in parts, some possibly empty."""
     pieces: list[str] = []
     for name, parts in zip(LISTS, lists, strict=True):
         pieces.append(f'{"," if pieces else "{"}"{name}":[')

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's words: a status, ``{"error": {message, type, param, code}}``, and when to try again.
+"""Errors in OpenAI's shape: a status, ``{"error": {message, type, param, code}}``, and when to try again.
 
 ``code`` is the reason of our own errors in lower case, but for the one that OpenAI's clients know by name.
 """
@@ -46,7 +46,7 @@ _CODES: Final[Mapping[str, str]] = {"UNKNOWN_MODEL": "model_not_found"}
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """What goes out. ``body`` is the object with the one member ``error``."""
+    """Response to a request that failed. ``body`` is the object with the one member ``error``."""
 
     status: int
     body: bytes
@@ -58,8 +58,10 @@ def status_of(code: grpc.StatusCode) -> int:
 
 
 def http_error(error: DiptychError, names: Mapping[str, str]) -> HttpError:
-    """
+    """Build the response.
+
     Args:
+        error: of the core.
         names: what the client called the fields of the core; see `param_of`.
     """
     status = status_of(error.code)
@@ -86,6 +88,6 @@ def error_object(error: DiptychError, names: Mapping[str, str]) -> dict[str, Any
 
 
 def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """For what the core knows nothing of: paths, methods, sizes."""
+    """Build an error that the core has no part in: of paths, methods, sizes."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

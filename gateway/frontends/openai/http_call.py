@@ -1,4 +1,4 @@
-"""One HTTP request as the core sees it, and the event stream that its messages go into.
+"""HTTP request as the core sees it, and the event stream that its messages go into.
 
 Nothing is sent before the first message: until then an error still gets a status of its own. Later it is an
 event, and the stream ends without ``[DONE]``.
@@ -23,9 +23,9 @@ from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.access.quota import Charge
 from gateway.call import Call
-from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.answer import Answer, blocks
 from gateway.frontends.openai.errors import error_object, http_error, status_of
-from gateway.frontends.openai.json_text import blocks
+from gateway.request.field_checks import MAX_REQUEST_ID_CHARS
 
 REQUEST_ID: Final = "x-request-id"
 TIMEOUT_MS: Final = "x-request-timeout-ms"
@@ -39,8 +39,10 @@ _EVENT_HEADERS: Final = {
 
 
 class EventStream:
-    """The response as server-sent events. One message is one write as a rule, whatever the number of its
-    events; of several prompts' messages, those of one may come between large events of another.
+    """Response as server-sent events.
+
+    A message is one write as a rule, whatever the number of its events; of several prompts' messages, those
+    of one may come between large events of another.
     """
 
     def __init__(self, request: web.BaseRequest, answer: Answer) -> None:
@@ -53,21 +55,21 @@ class EventStream:
         return self._response.prepared
 
     def name(self, request_id: str) -> None:
-        """Before the first message."""
+        """Set the id, before the first message."""
         self._answer.begin(request_id)
         self._response.headers[REQUEST_ID] = request_id
 
     async def send(self, prompt: int, message: pb.GenerateResponse) -> None:
-        """A message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
+        """Send a message of the ``prompt``-th prompt. Raises CancelledError when the client is gone."""
         for block in blocks(await self._answer.events(prompt, message)):
             await self._write(block)
 
     async def end(self) -> web.StreamResponse:
-        """After the last message of the last prompt."""
+        """End the stream after the last message of the last prompt."""
         return await self._finish(self._answer.last_events())
 
     async def fail(self, error: DiptychError, names: Mapping[str, str]) -> web.StreamResponse:
-        """After output went out. A client that does not take it is disconnected."""
+        """End the stream with an error, after output went out; disconnect a client that does not take it."""
         event = f"data: {json.dumps(error_object(error, names))}\n\n"
         try:
             async with asyncio.timeout(LAST_EVENT_S):
@@ -96,7 +98,10 @@ class EventStream:
 async def send_whole(
     request: web.BaseRequest, pieces: Sequence[str], headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    """JSON in one response; a large one block by block. Raises CancelledError when the client is gone."""
+    """Send JSON in one response, a large one block by block.
+
+    Raises CancelledError when the client is gone.
+    """
     response = web.StreamResponse(headers=headers)
     response.content_type = "application/json"
     response.content_length = sum(map(len, pieces))
@@ -130,7 +135,7 @@ class HttpCall(Call):
         self.names: Mapping[str, str] = {}
 
     def start_deadline(self) -> None:
-        """As the header asks for. Raises `InvalidParameter`."""
+        """Set the deadline that the header asks for. Raises InvalidParameter."""
         value = self._timeout_ms
         if value is None:
             return
@@ -149,7 +154,7 @@ class HttpCall(Call):
             self.stream.name(request_id)
 
     async def fail(self, error: DiptychError) -> web.StreamResponse:
-        """The error as a response, or as the last event of one."""
+        """Send the error as a response, or as the last event of one."""
         if self.stream is not None and self.stream.started:
             return await self.stream.fail(error, self.names)
         failed = http_error(error, self.names)
@@ -180,16 +185,16 @@ class HttpCall(Call):
 
 
 def part_id(request_id: str, prompt: int) -> str:
-    """The id of one prompt's request. A long one is cut; a digest then stands for what is lost."""
+    """Return the id of one prompt's request. A long one is cut; a digest then stands for the rest."""
     end = f"-{prompt}"
-    if len(request_id) + len(end) > limits.MAX_REQUEST_ID_CHARS:
+    if len(request_id) + len(end) > MAX_REQUEST_ID_CHARS:
         end = f"-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}{end}"
-        request_id = request_id[: limits.MAX_REQUEST_ID_CHARS - len(end)]
+        request_id = request_id[: MAX_REQUEST_ID_CHARS - len(end)]
     return request_id + end
 
 
 class PromptCall(Call):
-    """One of several prompts of an HTTP request, a request of its own to the core."""
+    """Prompt of several in an HTTP request, a request of its own to the core."""
 
     counts: ClassVar[bool] = False
 

@@ -1,7 +1,11 @@
-"""Log-probabilities of tokens in OpenAI's two shapes: parallel lists for completions, records for chats.
+"""Log-probabilities of tokens in OpenAI's two shapes, and the offsets of tokens in a text.
 
-A token that is no whole UTF-8 is called ``bytes:\\xe2\\x96``, as OpenAI calls it: its replacement character
-would be the name of many tokens at once.
+Completions have parallel lists, chats have records. A token that is no whole UTF-8 is called
+``bytes:\\xe2\\x96``, as OpenAI calls it: its replacement character would be the name of many tokens at once.
+
+A byte-level token may begin or end within a character, so that the characters of a text are not those of its
+tokens one by one: for ``text_offset`` their bytes are read as one text, as it is shown. Tokens that it does
+not show take none of it.
 """
 
 from __future__ import annotations
@@ -11,9 +15,40 @@ from typing import Any, Final
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import Yielder, slices
-from gateway.frontends.openai.json_text import inside, joined
-from gateway.frontends.openai.text_offsets import TextOffsets
+from gateway.frontends.openai.answer import inside, joined
 from gateway.output.detokenizer import Utf8Text
+
+
+class TextOffsets:
+    """Count of characters while tokens come.
+
+    Args:
+        text: where it begins (see `gateway.output.detokenizer.text_after`).
+        hidden: whether the text does not show a token; None = it shows all.
+    """
+
+    def __init__(self, text: Utf8Text | None = None, hidden: Callable[[int], bool] | None = None) -> None:
+        self._text = text or Utf8Text()
+        self._hidden = hidden
+        self._characters = 0
+
+    def take(self, token_id: int, data: bytes) -> int:
+        """Count characters before this token; one that begins within a character begins where that does."""
+        offset = self._characters
+        if self._hidden is None or not self._hidden(token_id):
+            self._characters += len(self._text.push(data))
+        return offset
+
+    def go_on(self, text: Utf8Text, hidden: Callable[[int], bool] | None = None) -> None:
+        """Begin an output behind its prompt. Arguments as at the beginning."""
+        self._text, self._hidden = text, hidden
+
+    def copy(self) -> TextOffsets:
+        """Return a copy, for a text that goes on in several ways."""
+        same = TextOffsets(self._text.copy(), self._hidden)
+        same._characters = self._characters
+        return same
+
 
 _LOWEST: Final = -9999.0  # JSON has no infinity
 
@@ -25,7 +60,7 @@ _SLICE: Final = 64  # tokens, with up to 20 others each
 async def completion_lists(
     items: Sequence[pb.TokenLogprob], offsets: TextOffsets, turns: Yielder
 ) -> list[str]:
-    """`completion_logprobs` as JSON: the inside of each of the `LISTS`."""
+    """Return `completion_logprobs` as JSON: the inside of each of the `LISTS`."""
     parts: list[list[str]] = [[] for _ in LISTS]
     for some in slices(items, _SLICE):
         found = completion_logprobs(some, offsets)
@@ -44,7 +79,8 @@ async def chat_logprobs_json(items: Sequence[pb.TokenLogprob], turns: Yielder) -
 
 
 def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) -> dict[str, Any]:
-    """
+    """Return the logprobs of tokens as parallel lists.
+
     Args:
         items: of consecutive tokens.
         offsets: at the first of them; after the last one when this returns.
@@ -65,7 +101,7 @@ def completion_logprobs(items: Sequence[pb.TokenLogprob], offsets: TextOffsets) 
 def prompt_offsets(
     text: str, items: Iterable[pb.TokenLogprob], special: Callable[[int], bool]
 ) -> TextOffsets:
-    """At the first of ``items``, the tokens of a prompt that came as ``text``.
+    """Return the offset of the first of ``items``, the tokens of a prompt that came as ``text``.
 
     Control tokens among them are none of it, nor is a space that the tokenizer put in front.
     """
@@ -85,7 +121,7 @@ def _leading_spaces(pieces: Iterable[bytes]) -> int:
 
 
 def chat_logprobs(items: Iterable[pb.TokenLogprob]) -> dict[str, Any]:
-    """``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
+    """Return ``content``: a record for each token, with the likeliest ones in ``top_logprobs``."""
     content = [{**_record(item), "top_logprobs": [_record(top) for top in item.top]} for item in items]
     return {"content": content, "refusal": None}
 
@@ -109,7 +145,7 @@ def _data(item: pb.TokenLogprob) -> bytes:
 
 
 def _broken(item: pb.TokenLogprob) -> bool:
-    """Whether the token's bytes are no text of their own."""
+    """Return whether the token's bytes are no text of their own."""
     if not item.utf8:
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a body asks for, in the core's words, and how the client named each thing."""
+"""Requests of the core while they are made of a body, and the client's name of each field."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from diptych.parameters import PARAMETERS
+from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
+from gateway.frontends.openai.bodies import ROWS, CommonMembers
 
-# Where a field of the core is called otherwise here, whatever the request. The rest keeps its last name.
+# Fields that are called otherwise here, whatever the request. The rest keeps its last name.
 _RENAMED: Final[Mapping[str, str]] = {
     "text": "prompt",
     "token_ids.ids": "prompt",
     "token_ids": "prompt",
-    "stopping.include_stop_in_output": "include_stop_str_in_output",
-    "response.prompt_logprobs": "logprobs",
-    "response.echo_prompt": "echo",
-    "response.token_ids": "return_token_ids",
     "chat.template_kwargs": "chat_template_kwargs",
-    "cache.salt": "cache_salt",
-    "session_id": "prompt_cache_key",
     "request": "body",
+    **{row.wire: row.http for row in PARAMETERS.values() if row.http},
 }
 _GROUPS: Final = ("sampling.", "stopping.", "response.", "chat.")
 _PARTS: Final[Mapping[str, str]] = {
@@ -31,27 +29,51 @@ _PARTS: Final[Mapping[str, str]] = {
 
 @dataclass(slots=True)
 class RequestBuilder:
-    """One ``pb.GenerateRequest`` on its way, and ``names``: path of a field there → what the client wrote."""
+    """Request of the core, and ``names``: path of a field there → what the client wrote."""
 
     request: pb.GenerateRequest
     names: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def from_body(cls, body: CommonMembers) -> RequestBuilder:
+        """Start with everything but prompt, output limit, logprobs and constraint."""
+        request = pb.GenerateRequest(model=body.model)
+        builder = cls(request)
+        for name, row in ROWS.items():
+            if (value := getattr(body, name)) is not None:
+                row.put(request, -value if row.inverted else value)
+        if body.use_beam_search:
+            builder._search_beams()
+        request.response.timings = False
+        request.response.token_ids = False
+        return builder
+
+    def _search_beams(self) -> None:
+        """Ask as vLLM's clients do: the width is best_of, or else n."""
+        sampling = self.request.sampling
+        width = sampling.best_of if sampling.HasField("best_of") else sampling.n
+        sampling.beam_width = width or 1
+        sampling.ClearField("best_of")
+        self.names["sampling.beam_width"] = "use_beam_search"
+        if sampling.temperature == 0.0:
+            sampling.ClearField("temperature")
+
 
 @dataclass(frozen=True, slots=True)
 class HttpGenerateRequest:
-    """A whole HTTP request after parsing.
+    """HTTP request after parsing.
 
     Args:
-        drafts: one for each prompt, in the client's order.
+        builders: one for each prompt, in the client's order.
         stream: answer with server-sent events.
         with_usage: a last event with the usage (``stream_options.include_usage``).
         logprobs: show them.
         echo: the prompt comes before the output.
-        prompt_only: nothing was to be generated (``max_tokens`` of 0): the token that was is not shown.
+        prompt_only: no output was asked for (``max_tokens`` of 0): the token that was made is not shown.
         token_ids: show them too (an extension of vLLM's).
     """
 
-    drafts: tuple[RequestBuilder, ...]
+    builders: tuple[RequestBuilder, ...]
     stream: bool
     with_usage: bool
     logprobs: bool
@@ -62,12 +84,20 @@ class HttpGenerateRequest:
     @property
     def choices(self) -> int:
         """Choices for each prompt."""
-        sampling = self.drafts[0].request.sampling
+        sampling = self.builders[0].request.sampling
         return sampling.n if sampling.HasField("n") else 1
 
 
+def read_stream(body: CommonMembers) -> tuple[bool, bool]:
+    """Return (stream, with a last event for the usage)."""
+    stream, options = bool(body.stream), body.stream_options
+    if options is not None and not stream:
+        raise InvalidParameter("stream_options", "needs stream")
+    return stream, options is not None and bool(options.include_usage)
+
+
 def param_of(path: str, names: Mapping[str, str]) -> str:
-    """The client's name of a field that the core calls ``path`` (``sampling.top_p`` → ``top_p``)."""
+    """Return the client's name of a field that the core calls ``path`` (``sampling.top_p`` → ``top_p``)."""
     for known, param in (*names.items(), *_RENAMED.items()):
         if path == known or path.startswith((f"{known}.", f"{known}[")):
             return param + path[len(known) :]

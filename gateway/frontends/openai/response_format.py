@@ -13,72 +13,71 @@ from typing import Final
 from diptych.runtime.errors import InvalidParameter, UnsupportedFeature
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
+from gateway.frontends.openai.bodies import CommonMembers, ResponseFormat, StructuredOutputs
 from gateway.frontends.openai.request_builder import RequestBuilder
-from gateway.request.json_members import Members, array, string
+from gateway.request.json_values import array, string
 
 Put = Callable[[pb.StructuredOutput, str, object], None]
 
 
-def read_structure(body: Members, draft: RequestBuilder) -> None:
-    """At most one constraint. Raises `InvalidParameter` for two."""
+def put_constraint(body: CommonMembers, builder: RequestBuilder) -> None:
+    """Set at most one constraint. Raises InvalidParameter for two."""
     found: list[str] = []
-    _response_format(body, draft, found)
-    for name, (field, put) in _FIELDS.items():
-        _field(body, name, field, put, draft, found)
-    outer = body.nested("structured_outputs")
-    if outer is not None:
-        for name, (field, put) in _STRUCTURED_OUTPUTS.items():
-            _field(outer, name, field, put, draft, found)
-        outer.finish()
+    if body.response_format is not None and _put_format(body.response_format, builder):
+        found.append("response_format")
+    for name, (field, put) in _MEMBERS.items():
+        _put_member(getattr(body, name), name, field, put, builder, found)
+    if isinstance(outer := body.structured_outputs, StructuredOutputs):
+        for name, (field, put) in _CONSTRAINTS.items():
+            value = outer.json_ if name == "json" else getattr(outer, name)
+            _put_member(value, f"structured_outputs.{name}", field, put, builder, found)
     if len(found) > 1:
         raise InvalidParameter(found[1], f"excludes {found[0]}")
 
 
-def _response_format(body: Members, draft: RequestBuilder, found: list[str]) -> None:
-    wanted = body.nested("response_format")
-    if wanted is None:
-        return
-    output = draft.request.structured_output
-    kind = wanted.required("type", wanted.string("type"))
-    if kind == "json_object":
+def dump_schema(path: str, schema: dict[str, object]) -> str:
+    """Return a JSON schema as text. Raises InvalidParameter for one that is nested beyond Python's stack."""
+    try:
+        # ASCII: half a surrogate pair stays the escape that it came as.
+        return json.dumps(schema)
+    except RecursionError as error:
+        raise InvalidParameter(path, "is nested too deeply") from error
+
+
+def _put_format(wanted: ResponseFormat, builder: RequestBuilder) -> bool:
+    """Set OpenAI's form; return whether it constrains anything."""
+    output, path = builder.request.structured_output, "response_format.json_schema"
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        raise UnsupportedFeature("response_format.type", "must be text, json_object or json_schema")
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise InvalidParameter(path, "is required")
+        output.json_schema = dump_schema(f"{path}.schema", wanted.json_schema.schema_)
+        builder.names["structured_output.json_schema"] = f"{path}.schema"
+    elif wanted.json_schema is not None:
+        raise InvalidParameter(path, "goes with the type json_schema only")
+    elif wanted.type == "json_object":
         output.json_object = True
-        draft.names["structured_output.json_object"] = "response_format"
-    elif kind == "json_schema":
-        given = wanted.required("json_schema", wanted.nested("json_schema"))
-        given.string("name")
-        given.string("description")
-        given.flag("strict")  # a schema always holds
-        path = given.path("schema")
-        _put_json(output, path, given.required("schema", given.raw("schema")))
-        given.finish()
-        draft.names["structured_output.json_schema"] = path
-    elif kind != "text":
-        raise UnsupportedFeature(wanted.path("type"), "must be text, json_object or json_schema")
-    wanted.finish()
-    if kind != "text":
-        found.append("response_format")
+        builder.names["structured_output.json_object"] = "response_format"
+    return wanted.type != "text"
 
 
-def _field(body: Members, name: str, field: str, put: Put, draft: RequestBuilder, found: list[str]) -> None:
-    value = body.take(name)
+def _put_member(
+    value: object, path: str, field: str, put: Put, builder: RequestBuilder, found: list[str]
+) -> None:
     if value is None or value is False:
         return
-    path = body.path(name)
-    put(draft.request.structured_output, path, value)
-    draft.names[f"structured_output.{field}"] = path
+    put(builder.request.structured_output, path, value)
+    builder.names[f"structured_output.{field}"] = path
     found.append(path)
 
 
 def _put_json(output: pb.StructuredOutput, path: str, value: object) -> None:
-    """A schema, as an object or as its text."""
+    """Set a schema that is given as an object or as its text."""
     if isinstance(value, str):
         output.json_schema = string(path, value)
     elif isinstance(value, dict):
-        try:
-            # ASCII: half a surrogate pair stays the escape that it came as.
-            output.json_schema = json.dumps(value)
-        except RecursionError as error:
-            raise InvalidParameter(path, "is nested too deeply") from error
+        output.json_schema = dump_schema(path, value)
     else:
         raise InvalidParameter(path, "must be a JSON schema")
 
@@ -102,15 +101,15 @@ def _put_choice(output: pb.StructuredOutput, path: str, value: object) -> None:
     output.choice.values.extend(string(f"{path}[{index}]", text) for index, text in enumerate(values))
 
 
-_STRUCTURED_OUTPUTS: Final[dict[str, tuple[str, Put]]] = {
+_CONSTRAINTS: Final[dict[str, tuple[str, Put]]] = {
     "json": ("json_schema", _put_json),
     "json_object": ("json_object", _put_json_object),
     "regex": ("regex", _put_regex),
     "choice": ("choice.values", _put_choice),
     "grammar": ("ebnf_grammar", _put_grammar),
 }
-_FIELDS: Final[dict[str, tuple[str, Put]]] = {
-    **{f"guided_{name}": made for name, made in _STRUCTURED_OUTPUTS.items()},
+_MEMBERS: Final[dict[str, tuple[str, Put]]] = {
+    **{f"guided_{name}": made for name, made in _CONSTRAINTS.items()},
     "json_schema": ("json_schema", _put_json),
     "regex": ("regex", _put_regex),
     "ebnf": ("ebnf_grammar", _put_grammar),

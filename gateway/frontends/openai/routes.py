@@ -1,7 +1,7 @@
-"""The routes of the OpenAI-compatible API, and what happens to a request on each.
+"""Routes of the OpenAI-compatible API.
 
-Body in, checked and parsed; the core runs it; JSON or events out. What the client did wrong on the way to the
-core (path, method, size, type of the body) is answered here, everything else is a `DiptychError`.
+Body in, checked and parsed; the core runs it; JSON or events out. Faults ahead of the core (path, method,
+size, type of the body) are answered here, everything else is a `DiptychError`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.errors import plain_error
 from gateway.frontends.openai.http_call import EventStream, HttpCall, PromptCall, send_whole
+from gateway.frontends.openai.openapi import openapi_pages
 from gateway.frontends.openai.request_builder import HttpGenerateRequest
 from gateway.generate import Generator
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import text_after
-from gateway.request.json_body import parse_body
-from gateway.request.validate_names import request_id
+from gateway.request.field_checks import request_id
+from gateway.request.json_values import parse_body
 from gateway.tokenizer_service import TokenizerService
 
 _BODY_S: Final = 30.0  # a body of the largest size over 1 Mbit/s
@@ -47,14 +48,14 @@ Respond = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the two ways to generate."""
+    """Kind of generation: how its body is read and its answer made."""
 
     read: Callable[[dict[str, object]], HttpGenerateRequest]
     answer: Callable[[HttpGenerateRequest], Answer]
 
 
 class OpenAIRoutes:
-    """Handles what is no operator's path. One object serves all requests.
+    """Handlers of all paths but the operators'. One object serves all requests.
 
     Args:
         digest: of the model, for ``system_fingerprint``.
@@ -76,6 +77,7 @@ class OpenAIRoutes:
             "/v1/chat/completions": {"POST": lambda request: self._generate(request, chat)},
             "/v1/embeddings": {"POST": _no_embeddings},
             _MODELS: {"GET": self._models, "HEAD": self._models},
+            **{path: {"GET": page, "HEAD": page} for path, page in _pages().items()},
         }
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -97,7 +99,7 @@ class OpenAIRoutes:
 
     async def _generate(self, request: web.BaseRequest, kind: _Kind) -> web.StreamResponse:
         call = HttpCall(request.path, request, self._calls.clock())
-        # Who will be refused need not send a body.
+        # A caller that is refused need not send a body.
         data = await _body(request) if self._calls.admits(call) else b""
         if isinstance(data, web.Response):
             return data
@@ -114,23 +116,23 @@ class OpenAIRoutes:
     ) -> web.StreamResponse:
         if asked.stream:
             call.stream = EventStream(request, answer)
-        messages = await (self._one(call, asked) if len(asked.drafts) == 1 else self._several(call, asked))
+        messages = await (self._one(call, asked) if len(asked.builders) == 1 else self._several(call, asked))
         if call.stream is not None:
             return await call.stream.end()
         return await send_whole(request, await answer.whole(call.request_id, messages), call.id_header())
 
     async def _one(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """The whole answer; empty for a stream, as with several."""
-        draft = asked.drafts[0]
-        call.names = draft.names
+        """Generate one answer and return it; nothing is returned for a stream, as in `_several`."""
+        builder = asked.builders[0]
+        call.names = builder.names
         if asked.stream:
-            await self._generator.stream(draft.request, call)
+            await self._generator.stream(builder.request, call)
             return []
-        return [await self._generator.collect(draft.request, call)]
+        return [await self._generator.collect(builder.request, call)]
 
     async def _several(self, call: HttpCall, asked: HttpGenerateRequest) -> list[pb.GenerateResponse]:
-        """All prompts at once; the first that fails ends the others. Empty for a stream."""
-        meter = self._meter(call.caller.quota_usage, len(asked.drafts))
+        """Generate for all prompts at once; the first that fails ends the others."""
+        meter = self._meter(call.caller.quota_usage, len(asked.builders))
         served = True
         try:
             return await self._parts(call, asked, meter)
@@ -146,27 +148,30 @@ class OpenAIRoutes:
         call.set_request_id(request_id("", call.header_request_id, lambda: secrets.token_hex(16)))
 
         async def one(prompt: int) -> pb.GenerateResponse | None:
-            draft = asked.drafts[prompt]
+            builder = asked.builders[prompt]
             part = PromptCall(call, prompt, meter, self._calls.clock())
             try:
                 with self._calls.account(part):
                     if asked.stream:
-                        await self._generator.stream(draft.request, part)
+                        await self._generator.stream(builder.request, part)
                         return None
-                    return await self._generator.collect(draft.request, part)
+                    return await self._generator.collect(builder.request, part)
             except DiptychError:
-                call.names = draft.names
+                call.names = builder.names
                 raise
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.drafts))]
+                tasks = [group.create_task(one(prompt)) for prompt in range(len(asked.builders))]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [message for task in tasks if (message := task.result()) is not None]
 
     def _meter(self, meter: QuotaUsage, prompts: int) -> BatchQuota:
-        """Before the first of them costs anything. Raises `InvalidParameter`, `QuotaExceeded`."""
+        """Reserve the quota before the first of them costs anything.
+
+        Raises InvalidParameter or QuotaExceeded.
+        """
         most = meter.quota.most_together
         if most is not None and prompts > most:
             why = "each is a request, and this API key may begin no more at once"
@@ -219,7 +224,7 @@ class OpenAIRoutes:
 
 
 async def _body(request: web.BaseRequest) -> bytes | web.Response:
-    """The body, or why it is not read."""
+    """Return the body, or the response that says why it is not read."""
     if request.content_type != "application/json":
         return _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type must be application/json", "not_json")
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity":
@@ -235,6 +240,19 @@ async def _body(request: web.BaseRequest) -> bytes | web.Response:
         return _refuse(HTTPStatus.BAD_REQUEST, "the body is malformed", "malformed_body")
     except TimeoutError:
         return _refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole body within {_BODY_S:g} s", "body_too_slow")
+
+
+def _pages() -> dict[str, Respond]:
+    """Return the handlers of the pages that describe this API. They need no key and name no model."""
+
+    def handler(content_type: str, body: bytes) -> Respond:
+        async def respond(_: web.BaseRequest) -> web.StreamResponse:
+            charset = "utf-8" if content_type == "text/html" else None
+            return web.Response(body=body, content_type=content_type, charset=charset)
+
+        return respond
+
+    return {path: handler(*page) for path, page in openapi_pages().items()}
 
 
 async def _no_embeddings(request: web.BaseRequest) -> web.StreamResponse:

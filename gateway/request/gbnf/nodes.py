@@ -14,28 +14,28 @@ class BadGbnf(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of these inclusive ranges of code points; never empty."""
+    """Character out of inclusive ranges of code points; never empty."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What the rule of this name matches."""
+    """Reference to the rule of this name."""
 
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One after the other; nothing at all if empty."""
+    """Sequence of nodes; the empty text if there are none."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of these, at least one."""
+    """Alternatives, at least one."""
 
     options: tuple[Node, ...]
 
@@ -53,7 +53,7 @@ Node = Chars | Name | Sequence | Choice | Repeat
 
 
 def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """All characters outside `ranges`."""
+    """Return all characters outside `ranges`."""
     outside: list[tuple[int, int]] = []
     begin = 0
     for low, high in sorted([*ranges, SURROGATES]):
@@ -66,7 +66,7 @@ def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def names_in(node: Node) -> frozenset[str]:
-    """The rules that `node` refers to itself."""
+    """Return the rules that `node` refers to itself."""
     found: set[str] = set()
     left = [node]
     while left:

@@ -37,7 +37,7 @@ _SIGNS: Final = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 def parse(text: str) -> dict[str, Node]:
-    """The rules by name. Raises `BadGbnf`, which says where."""
+    """Return the rules by name. Raises BadGbnf with the place of the fault."""
     return _Parser(text).rules()
 
 
@@ -72,7 +72,7 @@ class _Parser:
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
     def _item(self, depth: int) -> Node | None:
-        """The next item of a sequence, or None at its end."""
+        """Read the next item of a sequence; None at its end."""
         if self._accept("("):
             inner = self._choice(depth + 1)
             if not self._accept(")"):
@@ -136,7 +136,7 @@ class _Parser:
         return Chars(found)
 
     def _char(self) -> int:
-        """One character of a literal or class, as its code point."""
+        """Read a character of a literal or class as its code point."""
         char = self._peek()
         if char != "\\":
             if not char:

@@ -39,7 +39,7 @@ def translate(text: str) -> Grammar:
 
 
 def _leaves_first(uses: Mapping[str, frozenset[str]]) -> list[str] | None:
-    """The rules that the root needs, each after those that it uses; None if one needs itself."""
+    """Return the rules that the root needs, each after those that it uses; None if one needs itself."""
     order: list[str] = []
     done: set[str] = set()
     path: dict[str, list[str]] = {ROOT: sorted(uses[ROOT])}  # rules being looked at, and what is left of each
@@ -61,7 +61,7 @@ class _TooLong(Exception):
 
 
 def _as_regex(rules: Mapping[str, Node], order: list[str]) -> str | None:
-    """One regular expression, or None if it would be too long."""
+    """Return one regular expression, or None if it would be too long."""
     written: dict[str, str] = {}
     left = MAX_WRITTEN_CHARS
     for name in order:
@@ -129,7 +129,7 @@ def _lark(node: Node, numbers: Mapping[str, str]) -> str:
 
 
 def _class(ranges: tuple[tuple[int, int], ...]) -> str:
-    """In escapes alone, so that no character means anything else to anybody on the way."""
+    """Write a class in escapes alone, which mean the same to every parser on the way."""
     return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"
 
 

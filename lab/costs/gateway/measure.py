@@ -15,7 +15,7 @@ from diptych.bench.backends.kserve import KServeBackend
 from diptych.bench.backends.openai_http import OpenAIBackend
 from diptych.bench.backends.request_parameters import Asking
 from diptych.bench.cpu_time import cpu_s
-from diptych.bench.percentile import percentile
+from diptych.bench.figures import percentile
 from diptych.bench.request import BenchRequest
 from lab.costs.gateway.systems import Target
 

@@ -51,7 +51,7 @@ class BareEngine:
 
     def _drawn(self, steps: Sequence[SequenceStep]) -> list[int]:
         draws = [SampleRow(GREEDY, (), ()) for _ in steps]
-        drawn = self._runner.step_and_draw(steps, draws)
+        drawn = self._runner.step_and_sample(steps, draws)
         if not any(token is not None for token in drawn.tokens):
             return [int(token) for token in drawn.logits.argmax(1)]
         return [token.token_id for token in drawn.tokens if isinstance(token, Sampled)]

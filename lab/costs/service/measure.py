@@ -141,6 +141,7 @@ def _cpu_of(pid: int) -> dict[Part, float]:
 def name_of(pid: int, proc: Path = Path("/proc")) -> str:
     """Return the Python module that a process runs, else its program."""
     words = (proc / str(pid) / "cmdline").read_text().split("\0")
-    if "-m" in words:
-        return words[words.index("-m") + 1]
+    for mark in ("-m", module_command("")[2]):
+        if mark in words:
+            return words[words.index(mark) + 1]
     return Path(words[0]).name.split(" ")[0]  # some write more into it than their name

@@ -7,7 +7,7 @@ from diptych.bench import combinations
 from diptych.bench import options as flags
 from diptych.bench.datasets import BadDataset
 from diptych.bench.datasets.choose import choose_dataset
-from diptych.bench.goodput import ServiceLevel
+from diptych.bench.figures import ServiceLevel
 from diptych.bench.load import INFINITE, Load
 from tests.diptych.bench.test_traces import AZURE, MOONCAKE
 
@@ -144,14 +144,19 @@ def test_says_what_is_wrong_with_a_value(flag: str, told: str, capsys: pytest.Ca
     assert told in capsys.readouterr().err
 
 
-def test_help_names_the_defaults() -> None:
-    told = " ".join(flags.parser().format_help().split())
+def test_help_names_the_defaults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_info:
+        flags.parser().parse_args(["--help"])
+    assert exit_info.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
     for flag, words in {
-        "--num-prompts N": "four a client", "--rounds N": "(1)", "--num-warmups N": "(2)", "--seed N": "(0)",
-        "--shared-prefix-len N": "1024", "--shared-prefix-groups N": "(1)", "--temperature T": "greedy",
-        "--request-timeout S": "(600", "--time-scale F": "(1", "--random-range-ratio R": "(0",
+        "--num-prompts": "four a client", "--rounds": "[default: 1]", "--num-warmups": "[default: 2]",
+        "--seed": "[default: 0]", "--shared-prefix-len": "1024", "--shared-prefix-groups": "[default: 1]",
+        "--temperature": "greedy", "--request-timeout": "[default: 600", "--time-scale": "[default: 1",
+        "--random-range-ratio": "[default: 0", "--token-ids": "[default: 100:40000]",
     }.items():  # fmt: skip
-        after = told.split(flag)[-1].split(" --")[0]
+        after = said.split(f"{flag} ")[-1].split(" --")[0]
         assert words in after, flag
 
 

@@ -105,7 +105,7 @@ async def test_gives_up_at_its_time_limit() -> None:
     assert time.monotonic() - started < 10
 
 
-async def test_says_that_nobody_is_there() -> None:
+async def test_model_raises_unreachable_without_a_server() -> None:
     backend = GrpcBackend("127.0.0.1:1", Asking())
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
         await backend.model()

@@ -71,7 +71,7 @@ async def asked(service: Scripted, request: BenchRequest, asking: Asking) -> Rep
             await backend.close()
 
 
-async def test_an_answer_in_pieces() -> None:
+async def test_send_joins_the_pieces_of_an_answer() -> None:
     seen: list[float] = []
     service = Scripted(piece(b"a\xc3", [1, 2]), piece(b"\xa9", [3]), piece(b"", [], final=True))
     reply = await asked(service, REQUEST, Asking(model="m", on_output=seen.append))
@@ -113,7 +113,7 @@ async def test_what_does_not_end_well_is_a_failure(
         await asked(Scripted(*answer), REQUEST, Asking(model="m"))
 
 
-async def test_says_that_nobody_is_there() -> None:
+async def test_model_raises_unreachable_without_a_server() -> None:
     backend = KServeBackend("127.0.0.1:1", Asking())
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1"):
         await backend.model()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.bench.drive import Run
-from diptych.bench.goodput import ServiceLevel
+from diptych.bench.figures import ServiceLevel
 from diptych.bench.measurement import latencies, measure, most_at_once
 from diptych.bench.request import Outcome, ServerTimes
 from diptych.bench.self_watch import Strain

@@ -152,7 +152,7 @@ async def test_asks_chats_with_words() -> None:
     assert "ignore_eos" not in body
 
 
-async def test_says_that_nobody_is_there() -> None:
+async def test_model_raises_unreachable_without_a_server() -> None:
     backend = OpenAIBackend("http://127.0.0.1:1", "completions", Asking())
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
         await backend.model()

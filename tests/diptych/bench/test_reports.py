@@ -12,10 +12,10 @@ from rich.console import Console
 from diptych.bench import report, result_file
 from diptych.bench.campaign import LoadResult
 from diptych.bench.drive import Run
-from diptych.bench.goodput import ServiceLevel
+from diptych.bench.figures import ServiceLevel
 from diptych.bench.load import Load
 from diptych.bench.measurement import measure
-from diptych.bench.plot import find_knee, in_order, save_plot
+from diptych.bench.plot import in_order, knee_of, save_plot
 from diptych.bench.request import Outcome, ServerTimes
 from diptych.bench.self_watch import Strain
 from tests.diptych.bench.outcomes import answered, failed
@@ -158,7 +158,7 @@ def test_options_that_are_no_number_in_json_are_written_as_text(tmp_path: Path) 
 
 def test_the_plot_is_a_picture_and_marks_the_knee(tmp_path: Path) -> None:
     results = [at(1, 1.0, 10), at(4, 1.1, 40), at(16, 4.0, 44), at(64, 16.0, 44)]
-    assert find_knee(results) == 1
+    assert knee_of(results) == 1
     path = tmp_path / "plot.png"
     save_plot(path, [results[2], results[0], results[3], results[1]], "$5^$ a token")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -180,8 +180,8 @@ def test_no_knee_is_found_among_loads_that_differ_in_two_ways() -> None:
         one_load(load, [[answered([0.1, latency])] * 4])
         for load, latency in zip(loads, (0.2, 0.3, 0.4, 0.5), strict=True)
     ]
-    assert find_knee(results) is None
-    assert find_knee([*results[:2], one_load(Load(1.0, 16), [[answered([0.1, 0.9])] * 4])]) == 0
+    assert knee_of(results) is None
+    assert knee_of([*results[:2], one_load(Load(1.0, 16), [[answered([0.1, 0.9])] * 4])]) == 0
 
 
 def test_the_plot_copes_with_a_load_that_failed(tmp_path: Path) -> None:

@@ -58,14 +58,14 @@ def test_answers_are_as_long_as_theirs_and_outliers_are_left_out(tmp_path: Path)
      '[{"conversations": [{"from": "human"}, {"from": "gpt"}]}]',
      '[{"conversations": [{"from": "human", "value": 5}, {"from": "gpt", "value": "a"}]}]'],
 )  # fmt: skip
-def test_says_that_a_file_is_none(content: str, tmp_path: Path) -> None:
+def test_read_refuses_a_file_that_is_no_sharegpt(content: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(BadDataset, match=r"x\.json[:,] "):
         read_sharegpt(path, 9, None)
 
 
-def test_a_turn_that_nobody_sends_may_say_what_nobody_could_send(tmp_path: Path) -> None:
+def test_a_turn_that_is_not_sent_may_be_unsendable(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     turns = [("gpt", "cut off \ud83d"), ("human", "Why?"), ("gpt", "So.")]
     path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in turns]}]))
@@ -89,7 +89,7 @@ def test_says_which_conversation_is_wrong(turn: dict[str, str | None], told: str
         read_sharegpt(path, 9, None)
 
 
-def test_says_that_a_tokenizer_is_none(tmp_path: Path) -> None:
+def test_read_refuses_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     path = written(tmp_path, [("human", "Why?"), ("gpt", "So.")])
     with pytest.raises(BadDataset, match=r"nowhere\.json"):
         read_sharegpt(path, 9, tmp_path / "nowhere.json")

@@ -2,8 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych.bench.datasets.synthetic import RandomLengths, SharedPrefix
-from diptych.bench.datasets.token_source import TokenSource
-from diptych.bench.random_text import as_text
+from diptych.bench.datasets.token_source import TokenSource, as_text
 
 TOKENS = TokenSource(1000, 50_000)
 

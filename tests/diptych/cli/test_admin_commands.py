@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from diptych.cli.admin_commands import reasons, worker_table
 from diptych.cli.app import app
 from diptych.v1 import admin_pb2 as pb
-from gateway.frontends.admin.operations import MAX_GRACE_S
+from gateway.frontends.admin.servicer import MAX_GRACE_S
 
 WORKERS = [
     pb.WorkerInfo(
@@ -33,13 +33,13 @@ def shown(width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_an_id_is_whole_on_a_narrow_terminal(width: int) -> None:
+def test_worker_table_keeps_ids_whole_on_a_narrow_terminal(width: int) -> None:
     firsts = [line.split()[0] for line in shown(width) if not line.startswith(" ")]
     assert [word for word in firsts if word != "worker"] == ["prefill-0-0123abcd", "decode-0-0123abcd"]
     assert all(len(line) <= width for line in shown(width))
 
 
-def test_a_wide_one_has_a_line_a_worker() -> None:
+def test_worker_table_has_a_line_a_worker_on_a_wide_terminal() -> None:
     head, *rows = shown(200)
     assert head.split()[0] == "worker"
     assert len(rows) == 2
@@ -47,7 +47,7 @@ def test_a_wide_one_has_a_line_a_worker() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["workers"], ["flush"], ["drain", "decode-0-0123abcd"]])
-def test_who_asks_another_port_learns_where_the_admin_port_is(arguments: list[str]) -> None:
+def test_list_workers_at_another_port_names_the_admin_port(arguments: list[str]) -> None:
     with ThreadPoolExecutor(1) as threads:
         public = grpc.server(threads)
         address = f"127.0.0.1:{public.add_insecure_port('127.0.0.1:0')}"
@@ -61,7 +61,7 @@ def test_who_asks_another_port_learns_where_the_admin_port_is(arguments: list[st
 
 
 @pytest.mark.parametrize("grace", ["inf", "1e300", str(MAX_GRACE_S + 1)])
-def test_a_grace_beyond_what_a_gateway_takes_is_refused(grace: str) -> None:
+def test_drain_refuses_a_grace_beyond_a_day(grace: str) -> None:
     refused = CliRunner().invoke(
         app, ["drain", "decode-0-0123abcd", "--grace", grace, "--address", "127.0.0.1:1"]
     )
@@ -69,6 +69,6 @@ def test_a_grace_beyond_what_a_gateway_takes_is_refused(grace: str) -> None:
     assert "--grace" in refused.stderr
 
 
-def test_only_who_gets_less_has_a_reason() -> None:
+def test_reasons_are_of_workers_that_are_not_routed_only() -> None:
     fine = pb.WorkerInfo(worker_id="decode-1-0123abcd", state=pb.WORKER_STATE_READY)
     assert list(reasons([*WORKERS[:1], fine])) == [f"prefill-0-0123abcd: {WORKERS[0].detail}"]

@@ -12,7 +12,7 @@ from gateway.access.access import Access
 from gateway.access.key_file import Scope
 
 
-def test_the_line_knows_the_key(tmp_path: Path) -> None:
+def test_key_new_prints_a_line_that_matches_the_key(tmp_path: Path) -> None:
     flags = ["--tenant", "billing", "--scope", "admin", "--scope", "inference", "--concurrent-requests", "3"]
     made = CliRunner().invoke(app, ["key", "new", *flags])
     assert made.exit_code == 0
@@ -28,7 +28,7 @@ def test_the_line_knows_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"), [(["--tenant", "a b"], "tenant"), (["--tenant", "a", "--scope", "root"], "scopes")]
 )
-def test_what_no_gateway_would_read_is_not_made(flags: list[str], told: str) -> None:
+def test_key_new_refuses_what_no_gateway_reads(flags: list[str], told: str) -> None:
     made = CliRunner().invoke(app, ["key", "new", *flags])
     assert made.exit_code == 2
     assert told in made.stderr

@@ -3,17 +3,17 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from diptych.cli.app import app
-from diptych.cli.stack_options import StackOptions, takes_stack_options
+from diptych.cli.stack_command import StackCommand
+from diptych.cli.stack_options import FLAG_FIELDS, StackOptions, takes_stack_options
 from tests.diptych.cli.specs import ROOT
 
-_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_s")
+_NUMBERS = ("_port", "_threads", "_size", "_chunk", "_mib", "_blocks", "_utilization", "_timeout")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -22,13 +22,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_lists_every_command() -> None:
+def test_help_lists_every_command() -> None:
     said = CliRunner().invoke(app, ["--help"]).stdout
     for command in ("up", "gateway", "prefill", "decode", "generate", "demo", "doctor", "version"):
         assert f" {command} " in said
 
 
-def test_prints_its_version() -> None:
+def test_version_prints_the_version() -> None:
     try:
         expected = version("diptych")
     except PackageNotFoundError:
@@ -37,19 +37,29 @@ def test_prints_its_version() -> None:
         assert CliRunner().invoke(app, [said]).stdout.strip() == expected
 
 
-def test_a_folder_that_is_called_like_a_program_is_not_started(tmp_path: Path) -> None:
-    (tmp_path / "gateway").mkdir()
-    (tmp_path / "gateway" / "__main__.py").write_text("raise SystemExit('somebody else')")
+@pytest.mark.parametrize("command", ["version", "gateway --help", "decode --help", "bench --help"])
+def test_modules_of_a_user_named_as_ours_are_not_imported(command: str, tmp_path: Path) -> None:
+    for name in ("worker", "engine", "runtime", "gateway", "kernels", "launcher", "decode_worker"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the user')")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "diptych", "gateway", "--help"],
+        [sys.executable, "-P", "-m", "diptych", *command.split()],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--max-inflight" in done.stdout
+
+
+def test_a_command_whose_packages_are_missing_names_the_extra() -> None:
+    hidden = "import sys; sys.modules['typer'] = None; import diptych.__main__ as program; program.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("diptych: the package 'typer' is not installed; this command needs it: ")
+    assert done.stderr.endswith("pip install 'diptych[server]'\n")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_up_says_how_a_program_gets_its_flag(
     assert told in refused.stderr
 
 
-def test_a_mistyped_variable_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_variable_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_MAX_BACTH", "8")
     done = run("up", "--grpc-port=0", "--http-port=0", "--model=/nowhere")
     assert done.stderr.count("DIPTYCH_MAX_BACTH") == 1
@@ -122,7 +132,7 @@ def test_up_refuses_wrong_options_before_it_starts_anything(arguments: list[str]
             "--tls-client-ca (DIPTYCH_TLS_CLIENT_CA): goes with --tls-cert and --tls-key",
         ),
         ("--set=decode.threads=1025", "--threads (DIPTYCH_THREADS): Input should be less than or equal to"),
-        ("--set=decode.max-batches=8", "unrecognized arguments: --max-batches 8"),
+        ("--set=decode.max-batches=8", "--max-batches: no such flag (--max-batch?)"),
         ("--ready-file=/nope/x.json", "--ready-file: cannot write /nope/x.json: there is no folder /nope"),
         ("--ready-file=/proc/x", "--ready-file: cannot write /proc/x: /proc takes no new file"),
         ("--ready-file=/tmp", "--ready-file: cannot write /tmp: it is a folder"),
@@ -157,16 +167,11 @@ def test_up_reads_the_variables_of_the_programs(
 def test_every_flag_of_up_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     small = typer.Typer()
     seen: list[StackOptions] = []
-    small.command()(takes_stack_options()(lambda options: seen.append(options)))
+    small.command(cls=StackCommand)(takes_stack_options()(lambda options: seen.append(options)))
     CliRunner().invoke(small, [], catch_exceptions=False)
-    flags = [
-        name for name, hint in get_type_hints(StackOptions, include_extras=True).items() if get_args(hint)
-    ]
     asked = {}
-    for name in flags:
+    for name in FLAG_FIELDS:
         now = getattr(seen[0], name)
-        if name in ("secret", "overrides"):
-            continue
         text = "1" if isinstance(now, bool | int) or name.endswith(_NUMBERS) else "some"
         monkeypatch.setenv(f"DIPTYCH_{name.upper()}", text)
         asked[name] = text
@@ -179,7 +184,7 @@ def test_every_flag_of_up_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None
 def test_threads_have_one_variable_for_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     small = typer.Typer()
     seen: list[StackOptions] = []
-    small.command()(takes_stack_options()(lambda options: seen.append(options)))
+    small.command(cls=StackCommand)(takes_stack_options()(lambda options: seen.append(options)))
     monkeypatch.setenv("DIPTYCH_THREADS", "3")
     monkeypatch.setenv("DIPTYCH_DECODE_THREADS", "2")
     CliRunner().invoke(small, [], catch_exceptions=False)
@@ -228,7 +233,7 @@ def test_generate_names_the_server_that_it_cannot_reach() -> None:
         (["bench", "--base-url", "http://127.0.0.1:1"], 2),
     ],
 )
-def test_a_key_that_no_header_can_carry_is_told_in_a_line(
+def test_an_api_key_that_is_not_ascii_is_refused_in_a_line(
     arguments: list[str], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `up` shows where the key goes."""

@@ -31,7 +31,7 @@ def shown(*, lines: bool, terminal: bool = False) -> str:
     return out.getvalue()
 
 
-def test_tells_what_happened_one_line_each() -> None:
+def test_progress_prints_a_line_for_each_event() -> None:
     assert shown(lines=True).splitlines() == [
         "  decode-0 │ a [bold]line[/] in brackets",
         "● decode-0 is ready (1.2 s)",
@@ -43,11 +43,11 @@ def test_tells_what_happened_one_line_each() -> None:
     ]
 
 
-def test_is_silent_about_what_processes_write_unless_asked() -> None:
+def test_progress_prints_output_of_processes_only_with_lines() -> None:
     assert "brackets" not in shown(lines=False)
 
 
-def test_a_terminal_sees_what_is_loading() -> None:
+def test_progress_shows_what_is_loading_on_a_terminal() -> None:
     assert "loading decode-0" in shown(lines=False, terminal=True)
 
 
@@ -66,7 +66,7 @@ print("still here")
 """
 
 
-def test_goes_on_when_nobody_reads_it_any_more() -> None:
+def test_progress_survives_a_closed_terminal() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", READER_LEAVES],
         cwd=ROOT,

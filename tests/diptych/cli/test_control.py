@@ -17,7 +17,7 @@ from diptych.cli.admin_commands import restart_processes
 from diptych.cli.control import ask_restart, control_socket, socket_name
 
 
-async def test_a_second_system_with_the_port_does_without() -> None:
+async def test_control_socket_warns_when_its_name_is_taken() -> None:
     asked: list[Sequence[str]] = []
     warnings: list[str] = []
 
@@ -36,7 +36,7 @@ async def test_a_second_system_with_the_port_does_without() -> None:
     assert asked == [["decode-0"]]
 
 
-async def test_who_asked_hears_that_up_ended_meanwhile() -> None:
+async def test_ask_restart_reports_that_up_ended_meanwhile() -> None:
     begun = asyncio.Event()
     said: list[str] = []
 
@@ -60,7 +60,7 @@ async def test_who_asked_hears_that_up_ended_meanwhile() -> None:
     assert said == ["decode-0 restarted in 1.0 s", "failed: `diptych up` ended before the restart did"]
 
 
-async def test_another_user_is_told_who_may(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_control_socket_refuses_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     async def restart(names: Sequence[str], say: Callable[[str], None]) -> None:
@@ -73,7 +73,7 @@ async def test_another_user_is_told_who_may(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(said) == {"failed: another user runs this system"}
 
 
-def test_who_ends_without_having_read_the_command_is_no_error_of_ours() -> None:
+def test_ask_restart_survives_an_end_before_the_command_is_read() -> None:
     said: list[str] = []
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(socket_name(51))
@@ -87,7 +87,7 @@ def test_who_ends_without_having_read_the_command_is_no_error_of_ours() -> None:
     assert said == ["failed: `diptych up` ended before the restart did"]
 
 
-def test_that_a_reader_left_is_not_taken_for_a_system_that_is_not_there() -> None:
+def test_ask_restart_tells_a_closed_output_from_a_missing_system() -> None:
     async def listen() -> None:
         async def restart(names: Sequence[str], say: Callable[[str], None]) -> None:
             say("decode-0 restarted in 1.0 s")

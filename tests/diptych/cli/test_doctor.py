@@ -1,5 +1,5 @@
 import socket
-import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,29 @@ def test_a_taken_port_is_worth_a_note() -> None:
     assert doctor.free_port(port).state == "ok"
 
 
-def test_a_regular_package_named_kernels_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("origins", "state", "text"),
+    [
+        ({"kernels": None, "kernels.cpu": "/ours"}, "ok", "namespace package"),
+        ({"kernels": "/theirs", "kernels.cpu": "/ours"}, "ok", "/theirs"),
+        ({"kernels": "/theirs"}, "missing", "hides ours: /theirs"),
+        ({}, "missing", "not installed"),
+    ],
+)
+def test_a_package_that_hides_kernels_is_missing_and_one_beside_it_is_not(
+    origins: dict[str, str | None], state: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert doctor.kernels_package().state == "missing"
+    def find_spec(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None, origin=origins[name]) if name in origins else None
+
+    monkeypatch.setattr(doctor, "find_spec", find_spec)
+    found = doctor.kernels_package()
+    assert (found.state, text in found.text) == (state, True)
+
+
+def test_shadowed_names_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor.shadowed_names().state == "ok"
+    (tmp_path / "gateway.py").touch()
+    (tmp_path / "worker.py").touch()
+    assert doctor.shadowed_names() == doctor.Finding("note", f"passed over: {tmp_path / 'gateway.py'}")

@@ -39,7 +39,7 @@ def rows(usage: Usage | None, spent: Timings = SPENT) -> dict[str, str]:
     return {cell[1]: " ".join(cell[2:4]).strip() for cell in cells}
 
 
-def test_shows_every_phase_in_milliseconds() -> None:
+def test_timing_table_shows_every_phase_in_milliseconds() -> None:
     shown = rows(Usage(prompt_tokens=40, completion_tokens=11, cached_prompt_tokens=32))
     assert shown["queue"] == "1.00"
     assert shown["prefill"] == "42.50 32 of 40 prompt tokens cached"
@@ -50,7 +50,7 @@ def test_shows_every_phase_in_milliseconds() -> None:
     assert "retries" not in shown
 
 
-def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
+def test_timing_table_of_a_retried_request_has_its_clients_pace() -> None:
     spent = replace(SPENT, retries=1, total=2.05)  # the last attempt decoded for half a second of it
     shown = rows(Usage(prompt_tokens=40, completion_tokens=101, cached_prompt_tokens=0), spent)
     assert shown["decode"] == "500.00 50.0 tokens/s"
@@ -58,7 +58,7 @@ def test_a_recovered_request_has_the_pace_that_its_client_saw() -> None:
 
 
 @pytest.mark.parametrize("usage", [None, Usage(prompt_tokens=4, completion_tokens=1, cached_prompt_tokens=0)])
-def test_claims_no_pace_without_two_tokens(usage: Usage | None) -> None:
+def test_timing_table_has_no_pace_without_two_tokens(usage: Usage | None) -> None:
     assert rows(usage)["decode"] == "500.00"
 
 
@@ -90,7 +90,7 @@ class Breaking(rpc.InferenceServiceServicer):
         context.abort(grpc.StatusCode.ABORTED, "it broke")
 
 
-def test_what_went_wrong_does_not_stick_to_the_last_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_an_error_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     question = Question("hello", raw=True, system=None, model="small", timeout_s=30, options={})
     with served(Breaking(), calls=1) as address:
         assert ask(address, question, stream=True, timings=False) == 1

@@ -2,18 +2,18 @@ import os
 import subprocess
 import sys
 
-from diptych.cli.valkey import TETHER
+from diptych.cli.valkey import PARENT_DEATH
 
 
 def start(death_fd: int, *command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", str(TETHER), str(death_fd), *command],
+        [sys.executable, "-I", str(PARENT_DEATH), str(death_fd), *command],
         pass_fds=(death_fd,),
         stdout=subprocess.PIPE,
     )
 
 
-def test_becomes_the_program() -> None:
+def test_parent_death_executes_the_program() -> None:
     read, write = os.pipe()
     try:
         with start(read, "/bin/sh", "-c", "echo $$; exit 7") as process:
@@ -25,7 +25,7 @@ def test_becomes_the_program() -> None:
         os.close(write)
 
 
-def test_does_not_start_the_program_when_the_parent_is_gone() -> None:
+def test_parent_death_starts_nothing_when_the_parent_is_gone() -> None:
     read, write = os.pipe()
     os.close(write)  # what the death of the parent does
     try:

@@ -25,11 +25,11 @@ def with_login(url: str, login: str) -> str:
     return f"redis://{login}@{url.removeprefix('redis://')}"
 
 
-async def test_one_that_answers_will_do(url: str) -> None:
+async def test_check_directory_accepts_a_server_that_answers(url: str) -> None:
     await check_directory(url)
 
 
-async def test_a_login_that_may_not_ask_finds_it_there(url: str) -> None:
+async def test_check_directory_accepts_a_login_that_may_not_ping(url: str) -> None:
     with redis.Redis.from_url(url) as client:
         client.acl_setuser(
             "quiet", enabled=True, passwords=["+word"], categories=["+@all"], commands=["-ping"]
@@ -37,13 +37,13 @@ async def test_a_login_that_may_not_ask_finds_it_there(url: str) -> None:
     await check_directory(with_login(url, "quiet:word"))
 
 
-async def test_a_login_that_is_refused_is_told_from_silence(url: str) -> None:
+async def test_check_directory_names_a_refused_login(url: str) -> None:
     with pytest.raises(BadOptions, match="refuses this login") as refused:
         await check_directory(with_login(url, "nobody:s3cret"))
     assert "s3cret" not in str(refused.value)
 
 
-def test_options_are_read_alike_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_options_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a working tree the programs' commands have one word more."""
     for folder in (ROOT, tmp_path):
         monkeypatch.chdir(folder)
@@ -60,7 +60,7 @@ def test_options_are_read_alike_in_every_folder(tmp_path: Path, monkeypatch: pyt
         ("admin_port", "--admin-port choose others, 0 = any free one"),
     ],
 )
-def test_who_finds_a_port_taken_learns_how_to_choose_another(field: str, told: str) -> None:
+def test_check_options_names_the_flags_of_a_taken_port(field: str, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ports = {"grpc_port": 0, "http_port": 0, "admin_port": 0, field: port}

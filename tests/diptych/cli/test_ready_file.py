@@ -19,7 +19,7 @@ def unheard_of(path: Path) -> ReadyFile:
     return ReadyFile(path, observe)
 
 
-def test_tells_ports_and_pids_by_role_to_its_owner_alone(tmp_path: Path) -> None:
+def test_ready_file_has_ports_and_pids_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "ready.json"
     down = Running("decode-0", "decode", None, None, 1)
 
@@ -35,7 +35,7 @@ def test_tells_ports_and_pids_by_role_to_its_owner_alone(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_is_gone_after_remove_and_does_not_come_back(tmp_path: Path) -> None:
+def test_ready_file_stays_removed(tmp_path: Path) -> None:
     path = tmp_path / "ready.json"
     file = unheard_of(path)
     file.write(SHARED, [GATEWAY])
@@ -44,7 +44,7 @@ def test_is_gone_after_remove_and_does_not_come_back(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_went_away_is_told_in_one_event_each_time(tmp_path: Path) -> None:
+def test_ready_file_reports_a_folder_that_went_away(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     heard: list[Event] = []
@@ -60,7 +60,7 @@ def test_a_folder_that_went_away_is_told_in_one_event_each_time(tmp_path: Path) 
         file.write(SHARED, [GATEWAY])
 
 
-def test_where_no_file_can_be_written_is_said_before_it_is_needed(tmp_path: Path) -> None:
+def test_why_unwritable_names_the_reason(tmp_path: Path) -> None:
     assert why_unwritable(tmp_path) == "it is a folder"
     assert why_unwritable(tmp_path / "no" / "x") == f"there is no folder {tmp_path / 'no'}"
     assert why_unwritable(Path("/proc/x")) == "/proc takes no new file: No such file or directory"

@@ -54,7 +54,7 @@ def asked(address: str, *, stream: bool = False, timeout_s: float | None = None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_says_that_it_waits_and_comes_back(
+def test_call_with_retries_announces_a_wait(
     server: tuple[Refusing, str], stream: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert asked(server[1], stream=stream) == 0
@@ -65,7 +65,7 @@ def test_says_that_it_waits_and_comes_back(
 
 
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.CANCELLED])
-def test_a_server_that_is_being_replaced_is_asked_again(
+def test_call_with_retries_repeats_while_a_server_is_replaced(
     server: tuple[Refusing, str], code: grpc.StatusCode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server[0].code, server[0].hint = code, None
@@ -76,7 +76,7 @@ def test_a_server_that_is_being_replaced_is_asked_again(
 @pytest.mark.parametrize(
     ("code", "hint"), [(Code.RESOURCE_EXHAUSTED, None), (Code.INVALID_ARGUMENT, None), (Code.INTERNAL, "1")]
 )
-def test_what_would_fail_again_is_asked_once(
+def test_call_with_retries_raises_what_would_fail_again(
     server: tuple[Refusing, str], code: grpc.StatusCode, hint: str | None
 ) -> None:
     server[0].code, server[0].hint = code, hint
@@ -84,7 +84,7 @@ def test_what_would_fail_again_is_asked_once(
     assert server[0].calls == 1
 
 
-def test_waits_for_nothing_that_comes_after_the_deadline(
+def test_call_with_retries_waits_for_nothing_after_the_deadline(
     server: tuple[Refusing, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server[0].hint = "30000"
@@ -93,7 +93,7 @@ def test_waits_for_nothing_that_comes_after_the_deadline(
     assert "waiting" not in capsys.readouterr().err
 
 
-def test_gives_up_after_as_many_attempts_as_a_client(server: tuple[Refusing, str]) -> None:
+def test_call_with_retries_gives_up_after_as_many_attempts_as_a_client(server: tuple[Refusing, str]) -> None:
     server[0].refusals, server[0].hint = 10, "1"
     assert asked(server[1]) == 1
     assert server[0].calls == 4

@@ -31,7 +31,8 @@ def test_programs_are_not_looked_for_in_the_current_directory(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for spec in specs(StackOptions()).values():
-        assert spec.argv[:3] == (sys.executable, "-P", "-m")
+        assert spec.argv[:2] == (sys.executable, "-P")
+        assert Path(str(spec.argv[2])).is_absolute()
 
 
 def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
@@ -52,7 +53,7 @@ def test_only_the_gateway_gets_the_public_address_and_keeps_its_ports() -> None:
     assert flag(again, "grpc-port") == Slot("grpc_port")
 
 
-def test_a_worker_is_told_whom_it_replaces() -> None:
+def test_worker_spec_names_the_dead_it_replaces() -> None:
     spec = specs(StackOptions())["decode-0"]
     assert flag(spec, "replaces") == Slot("replaces")
     for number in range(10):
@@ -101,10 +102,10 @@ def test_an_override_reaches_its_role_only_and_wins() -> None:
 
 
 def test_an_override_turns_switches_on_and_off() -> None:
-    overrides = (parse_override("gateway.share-ports=false"), parse_override("decode.insecure=TRUE"))
+    overrides = (parse_override("gateway.reuse-port=false"), parse_override("decode.insecure=TRUE"))
     made = specs(StackOptions(model_name="true", overrides=overrides))
-    assert "--no-share-ports" in made["gateway"].argv
-    assert "--share-ports" not in made["gateway"].argv
+    assert "--no-reuse-port" in made["gateway"].argv
+    assert "--reuse-port" not in made["gateway"].argv
     assert "--insecure" in made["decode-0"].argv
     assert {flag(spec, "model-name") for spec in made.values()} == {"true"}
 
@@ -112,12 +113,12 @@ def test_an_override_turns_switches_on_and_off() -> None:
 @pytest.mark.parametrize(
     "text", ["max-batch=8", "decode.max-batch", "router.x=1", "decode.=1", "gateway.grpc-port=1", ""]
 )
-def test_refuses_an_override_that_is_none(text: str) -> None:
+def test_parse_override_refuses_what_is_none(text: str) -> None:
     with pytest.raises(BadOverride):
         parse_override(text)
 
 
-def test_workers_lend_cores_unless_somebody_says_how_many_threads_they_have() -> None:
+def test_workers_lend_cores_unless_threads_are_chosen() -> None:
     made = specs(StackOptions(), cores=4)
     assert [flag(made[name], "home-cores") for name in ("prefill-0", "decode-0")] == ["0,1", "2,3"]
     assert {flag(made[name], "machine-cores") for name in ("prefill-0", "decode-0")} == {"4"}

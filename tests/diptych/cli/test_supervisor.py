@@ -12,15 +12,14 @@ import pytest
 
 from diptych.cli.child import Announcement, ChildFailed
 from diptych.cli.http_probe import http_status
-from diptych.cli.liveness import Patience
 from diptych.cli.process_events import Ended, Event, Serving, Wrote
-from diptych.cli.restart_policy import RestartPolicy
+from diptych.cli.restart_policy import LivenessProbe, RestartPolicy
 from diptych.cli.supervisor import Running, Supervisor
 from tests.diptych.cli.specs import ROOT, alive, program_spec, wait_until
 
 GRACE_S = 20.0
 QUICK = RestartPolicy(first_s=0.05, cap_s=0.2)
-IMPATIENT = Patience(every_s=0.1, questions=3)
+QUICK_PROBE = LivenessProbe(every_s=0.1, max_failures=3)
 
 
 class Watched:
@@ -30,7 +29,7 @@ class Watched:
         self.events: list[Event] = []
         self._told = asyncio.Event()
         self.supervisor = Supervisor(
-            self._observe, policy=QUICK, patience=IMPATIENT, ready_timeout_s=60, grace_s=GRACE_S
+            self._observe, policy=QUICK, liveness=QUICK_PROBE, ready_timeout_s=60, grace_s=GRACE_S
         )
 
     def _observe(self, event: Event) -> None:
@@ -61,7 +60,7 @@ async def watched() -> AsyncIterator[Watched]:
     assert not any(alive(pid) for pid in pids)
 
 
-async def test_starts_processes_together_and_tells_what_they_announced(watched: Watched) -> None:
+async def test_start_returns_the_announcements(watched: Watched) -> None:
     announced = await watched.supervisor.start([program_spec("one"), program_spec("two")])
 
     assert [one.announced for one in watched.supervisor.running()] == announced
@@ -130,7 +129,7 @@ async def test_a_process_that_does_not_start_is_named_and_gone(
         assert "the reason of the failure" in failed.value.last_lines
 
 
-async def test_a_silent_process_is_given_up_and_killed() -> None:
+async def test_start_kills_a_process_that_is_not_ready_in_time() -> None:
     supervisor = Supervisor(lambda event: None, ready_timeout_s=0.5)
     with pytest.raises(ChildFailed, match="was not ready after"):
         await supervisor.start([program_spec("mute", "silent")])
@@ -201,7 +200,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed() -> None:
         assert wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
-async def test_a_successor_serves_before_the_old_one_is_told_to_end(watched: Watched) -> None:
+async def test_a_successor_serves_before_the_old_process_ends(watched: Watched) -> None:
     await watched.supervisor.start([program_spec("one")])
     old = watched.process("one").pid
     seen: list[tuple[int | None, int]] = []

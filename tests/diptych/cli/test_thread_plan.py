@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.cli.thread_plan import ThreadPlan, split_cores
+from diptych.cli.stack import ThreadPlan, split_cores
 
 
-def test_two_cores_are_one_each() -> None:
+def test_split_cores_gives_one_each_of_two() -> None:
     assert split_cores(2, 1, 1) == ThreadPlan((1,), (1,))
 
 
-def test_the_odd_core_goes_to_prefill() -> None:
+def test_split_cores_gives_the_odd_core_to_prefill() -> None:
     assert split_cores(7, 1, 2) == ThreadPlan((3,), (2, 2))
 
 

@@ -5,18 +5,22 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from diptych.client import CallFailed, Client, chat
+from diptych.v1 import admin_pb2, admin_pb2_grpc
 from tests.diptych.cli.specs import ROOT, alive, wait_until
 
 QUESTION = chat("What is the capital of France?")
 START_S = 120
+FLAGS = ("--grpc-port=0", "--http-port=0", "--kv-memory-mib=256")
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,7 @@ def start(folder: Path) -> System:
     ready_file = folder / "ready.json"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            diptych(
-                "up", "--grpc-port=0", "--http-port=0", "--kv-memory-mib=256", f"--ready-file={ready_file}"
-            ),
+            diptych("up", *FLAGS, f"--ready-file={ready_file}"),
             cwd=ROOT,
             stdout=log,
             stderr=log,
@@ -96,8 +98,24 @@ def answers(address: str) -> bool:
         return False
 
 
-def test_answers(system: System) -> None:
+def test_up_answers_a_request(system: System) -> None:
     assert answers(system.address)
+
+
+def test_digest_of_config_is_that_of_version_and_server_info(system: System) -> None:
+    done = subprocess.run(
+        diptych("config", "--json", *FLAGS), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    digest = json.loads(done.stdout)["digest"]
+    gateway = system.account["gateway"]
+    for one in (gateway, *system.account["decode"]):
+        with urllib.request.urlopen(f"http://127.0.0.1:{one['http_port']}/version", timeout=60) as answer:
+            assert json.load(answer)["config_digest"] == digest
+    with grpc.insecure_channel(f"127.0.0.1:{gateway['admin_port']}") as channel:
+        info = admin_pb2_grpc.AdminServiceStub(channel).GetServerInfo(
+            admin_pb2.GetServerInfoRequest(), timeout=60
+        )
+    assert info.config_digest == digest
 
 
 def test_generate_streams_the_answer_to_stdout_and_the_times_to_stderr(system: System) -> None:

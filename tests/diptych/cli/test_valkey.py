@@ -17,7 +17,7 @@ def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-async def test_serves_with_the_password_only_and_returns_at_the_same_address_after_a_crash() -> None:
+async def test_valkey_wants_its_password_and_restarts_at_the_same_address() -> None:
     served = asyncio.Queue[str]()
 
     def observe(event: Event) -> None:

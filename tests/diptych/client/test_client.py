@@ -112,7 +112,7 @@ async def aio(address: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def test_a_whole_answer(client: Client, service: Inference) -> None:
+def test_generate_returns_a_whole_answer(client: Client, service: Inference) -> None:
     answer = client.generate(
         chat("Where?", system="Be brief."), max_tokens=4, temperature=0.0, seed=0, stop=["."]
     )
@@ -159,7 +159,7 @@ def test_leaving_a_stream_cancels_it(client: Client, service: Inference) -> None
     assert service.cancelled.wait(5)
 
 
-def test_a_refusal_is_typed(client: Client) -> None:
+def test_generate_raises_a_typed_failure(client: Client) -> None:
     with pytest.raises(CallFailed) as caught:
         client.generate("refuse")
     failure = caught.value
@@ -222,7 +222,7 @@ def test_an_unknown_option_never_leaves_the_client(client: Client, service: Infe
     assert service.requests == []
 
 
-async def test_the_asynchronous_client_gives_the_same(aio: AsyncClient, service: Inference) -> None:
+async def test_async_client_gives_the_same_results(aio: AsyncClient, service: Inference) -> None:
     answer = await aio.generate(chat("Where?"), max_tokens=4)
     texts = [chunk.text async for chunk in aio.stream(chat("Where?"))]
     assert "".join(texts) == answer.text == "".join(WORDS)

@@ -154,7 +154,7 @@ def test_tool_choices(mode: str, expected: int) -> None:
         (chat("Hi"), {"tool_choice": "maybe"}, "tool_choice"),
     ],
 )
-def test_what_cannot_be_said_never_leaves(prompt: Any, options: dict[str, Any], what: str) -> None:
+def test_contradicting_options_are_refused(prompt: Any, options: dict[str, Any], what: str) -> None:
     with pytest.raises(TypeError, match=what):
         made(prompt, **options)
 
@@ -183,7 +183,7 @@ def test_token_ids_come_in_any_sequence() -> None:
         assert list(made(ids).token_ids.ids) == [1, 2]
 
 
-def test_what_is_tokenized() -> None:
+def test_tokenize_request_is_built() -> None:
     text = tokenize_request("Once", "small", add_special_tokens=False, return_offsets=True)
     assert text == pb.TokenizeRequest(
         model="small", text="Once", add_special_tokens=False, return_offsets=True

@@ -128,7 +128,7 @@ def by_the_async_client(
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
 @pytest.mark.parametrize("code", [Code.ABORTED, Code.UNAVAILABLE, Code.CANCELLED])
-def test_it_goes_on_at_the_next_server(
+def test_stream_resumes_at_the_next_server(
     serving: Callable[[Server], str], ask: Callable[..., Completion], code: Code
 ) -> None:
     broken, whole = Server(code, delivers=3), Server()
@@ -153,7 +153,7 @@ def test_a_break_after_the_last_message_loses_nothing(
 
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
-def test_it_goes_on_as_often_as_that_helps(
+def test_stream_resumes_as_often_as_that_helps(
     serving: Callable[[Server], str], ask: Callable[..., Completion]
 ) -> None:
     """Each call brings one token, and the newest token is used; what never began is asked as it was."""
@@ -254,7 +254,7 @@ def test_other_failures_are_told_at_once(
 
 
 @pytest.mark.parametrize("ask", [by_the_sync_client, by_the_async_client])
-def test_a_stream_that_nobody_goes_on_with_was_aborted(
+def test_stream_without_a_server_to_resume_at_is_aborted(
     serving: Callable[[Server], str], ask: Callable[..., Completion]
 ) -> None:
     """The plan sees UNAVAILABLE and tries elsewhere; its caller has output and sees ABORTED."""

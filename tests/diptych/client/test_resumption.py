@@ -33,7 +33,7 @@ def plan_of(
     )
 
 
-def test_it_gives_up_when_nothing_helps_or_the_time_is_over() -> None:
+def test_resumption_gives_up_without_progress_or_time() -> None:
     failure = CallFailed(Code.UNAVAILABLE, "away")
     plan = plan_of(servers=2)
     waits = [plan.wait_s(failure) for _ in range(MAX_FRUITLESS - 1)]

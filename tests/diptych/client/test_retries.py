@@ -88,7 +88,7 @@ async def test_the_asynchronous_client_repeats_as_well(server: tuple[Failing, st
     assert len(service.calls) == 2
 
 
-def test_the_server_says_when(server: tuple[Failing, str]) -> None:
+def test_retry_waits_as_the_server_asks(server: tuple[Failing, str]) -> None:
     service, address = server
     service.failures, service.pushback = 1, str(PUSHBACK_MS)
     with Client(address, model="small") as client:
@@ -97,7 +97,7 @@ def test_the_server_says_when(server: tuple[Failing, str]) -> None:
     assert second - first >= PUSHBACK_MS / 1000 * 0.9
 
 
-def test_the_server_may_forbid_it(server: tuple[Failing, str]) -> None:
+def test_retry_is_not_made_when_the_server_forbids_it(server: tuple[Failing, str]) -> None:
     service, address = server
     service.failures, service.pushback = 1, "-1"
     with Client(address, model="small") as client, pytest.raises(CallFailed) as caught:
@@ -162,7 +162,7 @@ def test_a_message_about_the_prompt_is_no_output(server: tuple[Failing, str]) ->
     assert (caught.value.code, len(service.calls)) == (Code.UNAVAILABLE, 1)
 
 
-def test_nothing_came() -> None:
+def test_failure_before_any_output_is_unavailable() -> None:
     with Client("127.0.0.1:1", model="small", retries=0) as client:
         stream = client.stream("x")
         assert stream.received.completion().choices == ()

@@ -1,4 +1,4 @@
-"""Help is taken where it makes steps of one stream faster, and tried again when things may have changed."""
+"""The fastest share is found by trials, which are repeated."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ TRIAL = TRIES * len(SHARES)
 
 
 def serve(
-    help_worth: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
+    tuner: CoreLendingTuner, steps: int, seconds: Callable[[float], float], lag: int = 1
 ) -> list[float]:
-    """From where on each step was helped; each is told of when `lag` others have been asked for."""
+    """Return the share of each step; a step is recorded once `lag` later shares have been chosen."""
     ways: list[float] = []
     for number in range(steps):
-        ways.append(help_worth.wanted())
+        ways.append(tuner.next_share())
         if number >= lag:
             way = ways[number - lag]
-            help_worth.lasted(way, seconds(way))
+            tuner.record(way, seconds(way))
     return ways
 
 
 @pytest.mark.parametrize("fastest", SHARES)
-def test_the_fastest_way_is_taken_between_trials(fastest: float) -> None:
+def test_the_fastest_share_is_used_between_trials(fastest: float) -> None:
     ways = serve(CoreLendingTuner(), 3 * PERIOD, lambda way: 2.0 + abs(way - fastest))
     assert ways.count(fastest) >= 3 * (PERIOD - TRIAL + TRIES - 1)
     for share in SHARES:
         assert ways.count(share) >= 3 * (TRIES - 1)
 
 
-def test_what_becomes_slower_is_left_after_the_next_trial() -> None:
-    help_worth = CoreLendingTuner()
-    serve(help_worth, PERIOD, lambda way: 3.0 - way)
-    ways = serve(help_worth, PERIOD, lambda way: 3.0 + way)
+def test_a_share_that_becomes_slower_is_replaced_after_the_next_trial() -> None:
+    tuner = CoreLendingTuner()
+    serve(tuner, PERIOD, lambda way: 3.0 - way)
+    ways = serve(tuner, PERIOD, lambda way: 3.0 + way)
     assert set(ways[TRIAL + TRIES :]) == {0.0}
 
 

@@ -157,7 +157,7 @@ def test_an_abort_takes_effect_at_the_next_layer_and_spares_the_others(torch_mod
     torch.testing.assert_close(logits[1], alone(torch_model, kept), atol=1e-5, rtol=0)
 
 
-def test_a_step_that_nobody_wants_ends_early(torch_model: Model) -> None:
+def test_a_step_whose_rows_are_all_aborted_ends_early(torch_model: Model) -> None:
     memory = KVMemory(torch_model.kv_layout(16), 4)
     memory.data.fill_(9.0)
     step = SequenceStep(memory, [2], 0, ids(16, 8), True)
@@ -228,11 +228,11 @@ def test_threads_are_set_in_the_thread_that_steps(torch_model: Model) -> None:
         Runner(torch_model, -1)
 
 
-def test_an_empty_step(model: Model) -> None:
+def test_an_empty_step_gives_no_logits(model: Model) -> None:
     assert Runner(model, 1).step([]).shape == (0, 67)
 
 
-def test_a_path_is_no_gguf(tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match="gguf"):
         load_model(tmp_path / "model.bin", torch.float32, backend="torch")

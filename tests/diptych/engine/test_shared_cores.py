@@ -1,4 +1,4 @@
-"""Lending cores between processes: what one says, the other sees at once."""
+"""Cores lent between processes: each sees the other's changes at once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kernels.cpu.library import CORE_CLAIMED
 CORES = 3
 NEIGHBOUR = """
 import sys
-from diptych.engine.shared_cores import CoreShare
+from diptych.engine.shared_cores import SharedCores
 share = SharedCores(int(sys.argv[1]), home=[1, 2], cores=3)
 print("here", flush=True)
 for line in sys.stdin:
     match line.strip():
-        case "own": share.own(); print("ok", flush=True)
-        case "rest": share.rest(); print("ok", flush=True)
+        case "claim": share.claim(); print("ok", flush=True)
+        case "yield": share.yield_(); print("ok", flush=True)
         case "wait": share.set_backlog(0.25); print("ok", flush=True)
-        case "free": print(share.free(), share.others_waited_s(), flush=True)
+        case "free": print(share.num_idle(), share.others_backlog_s(), flush=True)
 """
 
 
@@ -71,45 +71,45 @@ def neighbour(fd: int) -> Iterator[Neighbour]:
     other.end()
 
 
-def test_who_works_owns_its_cores_and_who_rests_lends_them(fd: int, neighbour: Neighbour) -> None:
+def test_claimed_cores_are_not_idle_and_yielded_ones_are(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
-    assert (ours.home, ours.others) == (1, [1, 2])
-    assert ours.free() == 2
-    neighbour.do("own")
-    assert ours.free() == 0
+    assert (ours.num_home, ours.others) == (1, [1, 2])
+    assert ours.num_idle() == 2
+    neighbour.do("claim")
+    assert ours.num_idle() == 0
     assert neighbour.do("free") == "1 None"
-    ours.own()
+    ours.claim()
     assert neighbour.do("free") == "0 None"
-    neighbour.do("rest")
-    assert ours.free() == 2
+    neighbour.do("yield")
+    assert ours.num_idle() == 2
 
 
-def test_resting_once_more_turns_no_borrower_out(fd: int) -> None:
+def test_yielding_again_keeps_borrowers(fd: int) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     claimed = (ctypes.c_uint8 * CORES).from_address(ours.address)
     claimed[0] = CORE_CLAIMED
-    ours.rest()
-    assert (claimed[0], theirs.free()) == (CORE_CLAIMED, 0)
-    ours.own()
-    ours.rest()
-    assert theirs.free() == 1
+    ours.yield_()
+    assert (claimed[0], theirs.num_idle()) == (CORE_CLAIMED, 0)
+    ours.claim()
+    ours.yield_()
+    assert theirs.num_idle() == 1
 
 
-def test_a_core_is_to_spare_unless_its_owner_works_on_it(fd: int) -> None:
+def test_a_core_is_spare_unless_its_owner_has_claimed_it(fd: int) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
-    assert ours.spare()
-    theirs.own()
-    assert not ours.spare()
-    assert theirs.spare()
+    assert ours.has_spare()
+    theirs.claim()
+    assert not ours.has_spare()
+    assert theirs.has_spare()
     (ctypes.c_uint8 * CORES).from_address(ours.address)[2] = CORE_CLAIMED  # borrowed, and not needed
-    assert ours.spare()
+    assert ours.has_spare()
 
 
-def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
+def test_others_see_a_backlog(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
-    assert ours.others_waited_s() is None
+    assert ours.others_backlog_s() is None
     neighbour.do("wait")
-    assert ours.others_waited_s() == 0.25
+    assert ours.others_backlog_s() == 0.25
     assert neighbour.do("free") == "1 None"  # of its own word it takes no notice
     ours.set_backlog(0.0)
     assert neighbour.do("free") == "1 0.0"
@@ -120,29 +120,29 @@ def test_others_hear_that_work_waits(fd: int, neighbour: Neighbour) -> None:
 @pytest.mark.parametrize(
     ("waited", "heard"), [(0.0, 0.0), (0.01, 0.0), (0.04, 0.03125), (1.0, 1.0), (1000.0, 7.9375)]
 )
-def test_how_long_work_has_waited_is_told_in_one_byte(fd: int, waited: float, heard: float) -> None:
+def test_a_backlog_is_encoded_in_one_byte(fd: int, waited: float, heard: float) -> None:
     ours, theirs = SharedCores(fd, home=[0], cores=CORES), SharedCores(fd, home=[1, 2], cores=CORES)
     theirs.set_backlog(waited)
-    assert ours.others_waited_s() == heard
+    assert ours.others_backlog_s() == heard
 
 
-def test_the_longest_wait_counts(fd: int) -> None:
+def test_the_longest_backlog_counts(fd: int) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
     SharedCores(fd, home=[1], cores=CORES).set_backlog(0.5)
     SharedCores(fd, home=[2], cores=CORES).set_backlog(0.25)
-    assert ours.others_waited_s() == 0.5
+    assert ours.others_backlog_s() == 0.5
 
 
-def test_a_successor_sets_right_what_a_killed_worker_left(fd: int, neighbour: Neighbour) -> None:
+def test_a_successor_resets_the_state_of_a_killed_worker(fd: int, neighbour: Neighbour) -> None:
     ours = SharedCores(fd, home=[0], cores=CORES)
-    neighbour.do("own")
+    neighbour.do("claim")
     neighbour.do("wait")
     neighbour.end()
-    assert ours.free() == 0
+    assert ours.num_idle() == 0
     successor = Neighbour(fd)
     try:
-        assert ours.free() == 2
-        assert ours.others_waited_s() is None
+        assert ours.num_idle() == 2
+        assert ours.others_backlog_s() is None
     finally:
         successor.end()
 

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "cgroup"
 
 
-def test_a_container_that_sees_its_group_as_the_root(own_groups: Path, root: Path) -> None:
+def test_limits_are_read_where_the_own_group_is_the_root(own_groups: Path, root: Path) -> None:
     write(own_groups, "0::/\n")
     write(root / "cpu.max", "350000 100000\n")
     assert cpu_limit(own_groups, root) == 3.5
@@ -41,14 +41,14 @@ def test_the_tightest_group_around_the_process_counts(own_groups: Path, root: Pa
     assert cpu_limit(own_groups, root) == 4
 
 
-def test_a_group_whose_path_is_that_of_the_machine_outside(own_groups: Path, root: Path) -> None:
+def test_limits_are_read_where_the_path_is_that_of_the_host(own_groups: Path, root: Path) -> None:
     write(own_groups, "5:memory:/docker/0f\n4:cpu,cpuacct:/docker/0f\n0::/\n")
     write(root / "cpu/cpu.cfs_quota_us", "200000\n")
     write(root / "cpu/cpu.cfs_period_us", "100000\n")
     assert cpu_limit(own_groups, root) == 2
 
 
-def test_no_limit(own_groups: Path, root: Path) -> None:
+def test_absent_limits_give_none(own_groups: Path, root: Path) -> None:
     assert cpu_limit(own_groups, root) is None, "no groups at all"
     write(own_groups, "4:cpu:/\n0::/\n")
     write(root / "cpu/cpu.cfs_quota_us", "-1\n")

@@ -4,7 +4,7 @@ from diptych.runtime.bind_address import UnsafeBindError, is_loopback, join_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
-def test_loopback(host: str) -> None:
+def test_is_loopback_knows_addresses_of_this_machine(host: str) -> None:
     assert is_loopback(host)
     require_safe_bind(host, encrypted=False, insecure=False)
 

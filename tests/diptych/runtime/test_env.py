@@ -2,12 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
 from decode_worker.config import DecodeSettings
-from diptych.cli.stack_options import StackOptions
+from diptych.cli.stack_options import FLAG_FIELDS
 from diptych.runtime.env import KNOWN, SETTINGS, unknown_variables
 from diptych.runtime.settings import ProgramSettings
 from gateway.config import GatewaySettings
@@ -21,8 +20,7 @@ NOT_OURS = {"tests", "build", ".venv"}
 def test_every_setting_is_known() -> None:
     programs = (GatewaySettings, PrefillSettings, DecodeSettings)
     fields = {field for settings in programs for field in settings.model_fields}
-    hints = get_type_hints(StackOptions, include_extras=True)
-    fields |= {name for name, hint in hints.items() if get_args(hint) and name != "overrides"}
+    fields |= set(FLAG_FIELDS)
     assert {f"DIPTYCH_{field.upper()}" for field in fields} == SETTINGS
 
 
@@ -45,7 +43,7 @@ def test_every_variable_that_is_named_anywhere_is_known() -> None:
         ("DIPTYCH_NONSENSE", "DIPTYCH_NONSENSE"),
     ],
 )
-def test_a_mistyped_one_is_named_without_its_value(name: str, told: str) -> None:
+def test_unknown_variables_names_a_mistyped_one_without_its_value(name: str, told: str) -> None:
     assert unknown_variables({name: "s3cret", "PATH": "/"}) == f"variables that nothing reads: {told}"
 
 
@@ -60,11 +58,11 @@ def test_a_mistyped_one_is_named_without_its_value(name: str, told: str) -> None
         ("DIPTYCH_GATEWAY_PORT_50051_TCP_ADDR", "10.0.0.1"),
     ],
 )
-def test_what_is_read_or_comes_from_the_platform_is_not_told(name: str, value: str) -> None:
+def test_unknown_variables_skips_known_ones_and_the_platforms(name: str, value: str) -> None:
     assert unknown_variables({name: value}) is None
 
 
-def test_a_program_says_it_once_and_what_a_launcher_started_leaves_it_to_that(
+def test_from_argv_warns_of_unknown_variables_unless_launched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DIPTYCH_MAX_BACTH", "8")

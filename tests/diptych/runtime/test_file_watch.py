@@ -34,7 +34,7 @@ def test_each_change_is_seen_once(tmp_path: Path) -> None:
     assert watch.changed()
 
 
-def test_who_may_read_it_is_a_change(tmp_path: Path) -> None:
+def test_changed_sees_a_change_of_permissions(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.touch(0o644)
     watch = FileWatch(path, every_s=0.0)
@@ -67,7 +67,7 @@ def test_what_could_not_be_used_is_tried_again_and_said_once_a_minute(tmp_path: 
     assert watch.failed("it is gone")  # anew
 
 
-def test_who_may_read(tmp_path: Path) -> None:
+def test_readable_by_all_reads_the_mode(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.touch()
     for mode, found in ((0o600, False), (0o640, False), (0o644, True), (0o604, True)):

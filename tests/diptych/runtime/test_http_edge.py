@@ -43,7 +43,7 @@ async def edge() -> AsyncIterator[Edge]:
     await http.close()
 
 
-async def test_a_program_that_is_stuck_says_so() -> None:
+async def test_health_reports_a_stuck_program() -> None:
     alive = True
     ask = {"registry": CollectorRegistry(), "ready": lambda: True, "alive": lambda: alive}
     http = await HttpEdge.start("127.0.0.1", 0, **ask)
@@ -55,7 +55,7 @@ async def test_a_program_that_is_stuck_says_so() -> None:
         await http.close()
 
 
-async def test_who_is_not_ready_says_why() -> None:
+async def test_ready_reports_the_reason() -> None:
     why = "no decode worker is linked"
     http = await HttpEdge.start(
         "127.0.0.1",
@@ -107,7 +107,7 @@ async def test_other_requests_get_a_plain_refusal(edge: Edge, request_line: str,
 @pytest.mark.parametrize(
     "said", [b"\x00\xff secret\r\n\r\n", b"GET / HTTP/1.1\r\nsecret\r\n\r\n", b"GET\r\n\r\n"]
 )
-async def test_who_speaks_no_http_costs_a_line_at_most(
+async def test_a_client_without_http_costs_a_log_line_at_most(
     edge: Edge, said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -170,16 +170,21 @@ async def test_more_connections_than_the_limit_are_dropped(monkeypatch: pytest.M
 
 @pytest_asyncio.fixture
 async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
-    """A client has the only connection, and two are to spare. Whoever asks its door gets 418."""
+    """A client has the only connection, and two are to spare. A request to its API gets 418."""
     monkeypatch.setattr("diptych.runtime.http_edge._MAX_CONNECTIONS", 1)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_CONNECTIONS", 2)
     monkeypatch.setattr("diptych.runtime.http_edge._SPARE_S", 0.5)
 
-    async def door(_: web.BaseRequest) -> web.Response:
+    async def api(_: web.BaseRequest) -> web.Response:
         return web.Response(status=418)
 
     http = await HttpEdge.start(
-        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=door, max_body_bytes=1 << 20
+        "127.0.0.1",
+        0,
+        registry=CollectorRegistry(),
+        ready=lambda: True,
+        api=api,
+        max_body_bytes=1 << 20,
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -192,13 +197,13 @@ async def full(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Edge]:
     await http.close()
 
 
-async def test_when_clients_have_all_connections_the_operators_paths_are_answered_still(full: Edge) -> None:
+async def test_probes_are_answered_beyond_the_connections(full: Edge) -> None:
     kept_alive = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
     for path in (b"/health", b"/ready", b"/metrics", b"/version") * 2:
         assert (await full.send(kept_alive % path))[0] == 200  # and the connection ends, or this would hang
 
 
-async def test_when_clients_have_all_connections_others_are_told_to_come_back(full: Edge) -> None:
+async def test_requests_beyond_the_connections_get_retry_after(full: Edge) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", full.edge.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000
@@ -210,7 +215,7 @@ async def test_when_clients_have_all_connections_others_are_told_to_come_back(fu
     writer.close()
 
 
-async def test_who_says_nothing_loses_a_spare_connection_soon(full: Edge) -> None:
+async def test_a_spare_connection_without_a_request_is_dropped_soon(full: Edge) -> None:
     silent = [await asyncio.open_connection("127.0.0.1", full.edge.port) for _ in range(2)]
     for reader, _ in silent:
         with contextlib.suppress(ConnectionResetError):
@@ -220,9 +225,16 @@ async def test_who_says_nothing_loses_a_spare_connection_soon(full: Edge) -> Non
         writer.close()
 
 
-async def test_the_version_is_told(edge: Edge) -> None:
-    status, body = await edge.get("/version")
-    assert (status, json.loads(body)) == (200, {"version": importlib.metadata.version("diptych")})
+async def test_version_has_the_digest_of_the_configuration() -> None:
+    http = await HttpEdge.start(
+        "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, config_digest="1a2b3c4d5e6f"
+    )
+    try:
+        status, body = await Edge(http).get("/version")
+    finally:
+        await http.close()
+    version = importlib.metadata.version("diptych")
+    assert (status, json.loads(body)) == (200, {"version": version, "config_digest": "1a2b3c4d5e6f"})
 
 
 async def test_close_ends_open_connections() -> None:
@@ -244,7 +256,7 @@ async def test_addresses_are_guarded() -> None:
     await first.close()
 
 
-async def test_who_leaves_answers_once_more_and_a_successor_has_the_port() -> None:
+async def test_leave_answers_once_more_and_frees_the_port() -> None:
     made = [
         await HttpEdge.start(
             "127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, share_port=True
@@ -272,11 +284,11 @@ async def test_who_leaves_answers_once_more_and_a_successor_has_the_port() -> No
         await one.close()
 
 
-async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
+async def test_leave_marks_the_last_answer_in_its_head() -> None:
     """A stream that began before did not, so that its client may have sent another request by its end."""
     go_on = asyncio.Event()
 
-    async def door(request: web.BaseRequest) -> web.StreamResponse:
+    async def api(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"begun")
@@ -284,7 +296,7 @@ async def test_who_leaves_says_in_the_head_which_answer_is_the_last() -> None:
         await response.write_eof(b"over")
         return response
 
-    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=door)
+    http = await HttpEdge.start("127.0.0.1", 0, registry=CollectorRegistry(), ready=lambda: True, api=api)
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"Connection" not in await reader.readuntil(b"\r\n\r\n")

@@ -134,7 +134,7 @@ def test_a_device_that_is_full_is_no_error() -> None:
 def test_a_program_without_standard_error_runs() -> None:
     code = (
         "import logging, sys; from diptych.cli.console import NoteConsole; "
-        "from diptych.runtime.nonblocking_stderr import PatientStream; assert sys.stderr is None; "
+        "from diptych.runtime.nonblocking_stderr import NonblockingStream; assert sys.stderr is None; "
         "logging.basicConfig(handlers=[logging.StreamHandler(NonblockingStream(sys.stderr))]); "
         "logging.error('x'); NoteConsole().print('x'); print('fine')"
     )

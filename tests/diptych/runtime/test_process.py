@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import asyncio, gc, logging, sys
-from diptych.runtime.startup_error import CannotStart
+from diptych.runtime.settings import StartupError
 from diptych.runtime.process import announce_ready, incarnation, run_program
 from diptych.runtime.settings import ProgramSettings
 
@@ -87,8 +88,8 @@ def test_a_second_signal_does_not_wait() -> None:
 
 FIRST_OF_A_CONTAINER = """
 import time
-from diptych.runtime.process import end_when_told
-end_when_told()
+from diptych.runtime.process import exit_on_sigterm
+exit_on_sigterm()
 print("starting", flush=True)
 time.sleep(60)
 """
@@ -117,11 +118,11 @@ def test_a_program_can_be_stopped_before_it_reads_its_settings(
     class Told(Exception):
         pass
 
-    def end_when_told() -> None:
+    def exit_on_sigterm() -> None:
         raise Told
 
     main = importlib.import_module(f"{module}.__main__")
-    monkeypatch.setattr(main, "end_when_told", end_when_told)
+    monkeypatch.setattr(main, "exit_on_sigterm", exit_on_sigterm)
     with pytest.raises(Told):
         main.main(["--no-such-flag"])
 
@@ -142,10 +143,11 @@ def test_an_exception_is_one_line_of_log_and_status_1() -> None:
     assert "second line" in line
 
 
-def test_a_mistake_of_the_user_is_told_without_a_traceback() -> None:
+def test_run_program_reports_a_startup_error_without_a_traceback() -> None:
     code, stderr = Child("mistake").finish()
     assert code == 1
-    [line] = stderr.splitlines()
+    first, line = stderr.splitlines()
+    assert re.search(r"configuration [0-9a-f]{12}$", first)
     assert line.endswith("cannot start: no model at /nowhere")
 
 
@@ -197,8 +199,8 @@ def _alive(pid: int) -> bool:
 
 def test_a_program_has_all_the_descriptors_that_it_may_have() -> None:
     code = (
-        "import resource; from diptych.runtime.process import allow_descriptors; "
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); allow_descriptors(); "
+        "import resource; from diptych.runtime.process import raise_descriptor_limit; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); raise_descriptor_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from diptych.runtime.settings import NoModel, ProgramSettings, cpu_features, resolve_model
+from diptych.runtime.settings_sources import BadSettings
 
 
 class PrefillLikeSettings(ProgramSettings):
@@ -54,23 +55,98 @@ def test_wrong_flags_exit_with_2_and_name_the_flag(
     assert named in capsys.readouterr().err
 
 
-def test_a_wrong_value_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_argv_reports_a_wrong_value_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         PrefillLikeSettings.from_argv(["--dtype=foo"])
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("diptych prefill: --dtype (DIPTYCH_DTYPE): Input should be 'auto', 'fp32'")
 
 
-def test_help_is_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_settings_and_hides_internal_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         PrefillLikeSettings.from_argv(["--help"])
     assert exit_info.value.code == 0
     said = capsys.readouterr().out
-    for wanted in ("--grpc-port int", "DIPTYCH_GRPC_PORT", "{auto,fp32,fp16,bf16,int8,gguf}"):
+    for wanted in (
+        "--grpc-port",
+        "integer 0–65535",
+        "DIPTYCH_GRPC_PORT",
+        "auto|fp32|fp16|bf16",
+        "─ Network ─",
+    ):
         assert wanted in said
     for riddle in ("-fd", "null", "factory", "lambda", "secret"):
         assert riddle not in said
     assert PrefillLikeSettings.from_argv(["--ready-fd", "9"]).ready_fd == 9
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serving.yaml"
+    file.write_text(
+        "grpc-port: 1\nprefill-chunk: 2\nblock-size: 3\nprefill: {http-port: 4}\ndecode: {x: 1}\n"
+    )
+    monkeypatch.setenv("DIPTYCH_GRPC_PORT", "7")
+    monkeypatch.setenv("DIPTYCH_PREFILL_CHUNK", "8")
+    settings, warnings, values = PrefillLikeSettings.read_sources(["--config", str(file), "--grpc-port", "9"])
+    assert (settings.grpc_port, settings.prefill_chunk, settings.block_size) == (9, 8, 3)
+    assert (settings.http_port, settings.transport, warnings) == (4, "auto", ())
+    assert [values[name].origin for name in ("grpc_port", "prefill_chunk", "block_size")] == [
+        "--grpc-port",
+        "DIPTYCH_PREFILL_CHUNK",
+        f"{file}:3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("blok-size: 3", ":1: blok-size: no such setting (block-size?)"),
+        ("prefill:\n  block-size: 0", ":2: block-size: Input should be greater than or equal to 1"),
+        ("grpc-port: many", ":1: grpc-port: Input should be a valid integer"),
+        ("secret: abab", ":1: secret: no such setting"),
+        ("ready-fd: 1", ":1: ready-fd: no such setting"),
+        ("- 1", ":1: must be lines of KEY: VALUE"),
+    ],
+)
+def test_a_fault_of_the_file_names_file_line_and_key(
+    text: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serving.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as exit_info:
+        PrefillLikeSettings.from_argv([f"--config={file}"])
+    assert exit_info.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"diptych prefill: {file}{fault}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault"),
+    [
+        (["--blok-size=1"], "--blok-size: no such flag (--block-size?)"),
+        (["--block-size"], "--block-size: needs a value"),
+        (["--block-size", "--insecure"], "--block-size: needs a value"),
+        (["serve"], "serve: not a flag"),
+        (["--insecure=perhaps"], "--insecure (DIPTYCH_INSECURE): Input should be a valid boolean"),
+    ],
+)
+def test_a_fault_of_the_command_line_names_the_flag(argv: list[str], fault: str) -> None:
+    with pytest.raises(BadSettings) as refused:
+        PrefillLikeSettings.read_argv(argv)
+    [line] = map(str, refused.value.faults)
+    assert line.startswith(fault)
+
+
+def test_digest_follows_what_changes_serving_and_nothing_else() -> None:
+    base = PrefillLikeSettings.read_argv([]).digest
+    assert len(base) == 12
+    for same in ("--grpc-port=9", "--worker-id=w", "--log-level=debug", "--redis-url=redis://elsewhere:1/0"):
+        assert PrefillLikeSettings.read_argv([same]).digest == base
+    for other in ("--block-size=32", "--dtype=bf16", "--model=elsewhere", "--prefill-chunk=1"):
+        assert PrefillLikeSettings.read_argv([other]).digest != base
+    assert PrefillLikeSettings.read_argv(["--config-digest=abc"]).digest == "abc", "its launcher's"
 
 
 @pytest.mark.parametrize("secret", ["no hex at all, but long enough to be one", "abcd"])

@@ -45,7 +45,7 @@ TABLE: list[tuple[errors.DiptychError, grpc.StatusCode, str, dict[str, str]]] = 
     (errors.KvTransferFailed(1), C.ABORTED, "KV_TRANSFER_FAILED", {"tokens_emitted": "1"}),
     (errors.DeadlineExceeded("queue"), C.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", {"phase": "queue"}),
     (errors.Cancelled(), C.CANCELLED, "CANCELLED", {}),
-    (errors.NothingAllowed(), C.FAILED_PRECONDITION, "NOTHING_ALLOWED", {}),
+    (errors.NoValidToken(), C.FAILED_PRECONDITION, "NO_VALID_TOKEN", {}),
     (errors.Internal(), C.INTERNAL, "INTERNAL", {}),
 ]
 
@@ -105,7 +105,7 @@ def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("error", "code", "reason", "metadata"), TABLE, ids=lambda value: type(value).__name__
 )
-async def test_the_table(
+async def test_every_error_has_its_code_and_reason(
     caller: Caller, error: errors.DiptychError, code: grpc.StatusCode, reason: str, metadata: dict[str, str]
 ) -> None:
     answer = await caller.fail(error)

@@ -15,16 +15,17 @@ from decode_worker.engine_loop import EngineLoop as DecodeLoop
 from decode_worker.request import DecodeRequest
 from decode_worker.request_manager import Listeners
 from decode_worker.speculation import Drafter, Speculation
-from decode_worker.step_pacing import StepPacing
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.torch.backend import TorchBackend
 from diptych.engine.backends.triton.backend import TritonBackend
 from diptych.engine.batch import SequenceStep
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.kv.block_pool import BlockPool
 from diptych.engine.kv.kv_memory import KVLayout, KVMemory
 from diptych.engine.loaded_model import Model
 from diptych.engine.runner import Runner
 from diptych.engine.shared_cores import SharedCores
+from diptych.engine.step_pacing import StepPacing
 from diptych.runtime.rpc import bind, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
 from diptych.runtime.rpc_streams.unix_server import UnixServer
@@ -56,13 +57,13 @@ DRAFT_TOKENS = 12
 
 @cache
 def model() -> Model:
-    """Small enough for a step in a millisecond; random, so that every mistake changes the tokens."""
+    """Return a random model, so that every mistake changes the tokens, with steps of a millisecond."""
     backend = TorchBackend(SHAPE, weights_of(SHAPE, torch.float32))
     return Model(SHAPE, "fp32", torch.float32, (), backend, "torch")
 
 
 def launching_model() -> Model:
-    """The same on a device that steps are launched on, whose kernels are their meanings and which is the CPU.
+    """Return the same model on a backend that launches steps, with reference kernels on the CPU.
 
     One for each decode worker: what is recorded is recorded over its memory.
     """
@@ -71,7 +72,7 @@ def launching_model() -> Model:
 
 
 def native_model() -> Model:
-    """The same computed natively, where a thread of the backend's own takes steps that are launched."""
+    """Return the same model on the native backend, whose own thread computes launched steps."""
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
     return Model(SHAPE, "fp32", torch.float32, (), backend, "native")
 
@@ -85,7 +86,7 @@ def layout() -> KVLayout:
 
 @cache
 def greedy(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """What the model says after `prompt`, computed alone and at once."""
+    """Return the model's output after `prompt`, computed alone and at once."""
     runner, blocks = Runner(model(), 1), layout().blocks_for(len(prompt) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
     new, start, out = list(prompt), 0, []
@@ -110,7 +111,7 @@ class Decode:
     ended: list[DecodeRequest]
 
     def leftovers(self) -> list[str]:
-        """What should not be there when no request is; also checks the pool's books."""
+        """Return what is left although no request is; also checks the pool's accounting."""
         self.pool.invariants()
         stats = self.handoff.stats()
         counts = {
@@ -154,7 +155,7 @@ class House:
         return [line for worker in (*self.decodes, *self.prefills) for line in worker.leftovers()]
 
     async def empty(self, seconds: float = 10.0) -> list[str]:
-        """Wait until nothing of any request is left; what is, when that does not happen."""
+        """Wait until nothing of any request is left; return what is, when that does not happen."""
         for _ in range(int(seconds / 0.01)):
             if not self.leftovers():
                 break
@@ -177,10 +178,10 @@ async def house(
 ) -> AsyncIterator[House]:
     """Start that many workers of each kind; ends them all.
 
-    With a `backend` of "device" or "native" all workers draw tokens in their steps, and decode workers launch
-    these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each worker
-    has a core that it lends to the others; by the stretch decode steps make way (`decode_worker.step_pacing`). A
-    `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
+    With a `backend` of "device" or "native" all workers sample tokens in their steps, and decode workers
+    launch these ahead, natively as long as another worker's core is free. With a `stretch`, or natively, each
+    worker has a core that it lends to the others; by the stretch decode steps are paced
+    (`diptych.engine.step_pacing`). A `drafter` drafts for steps of up to DRAFT_TOKENS tokens.
     """
     made = House()
     async with AsyncExitStack() as stack:
@@ -191,13 +192,17 @@ async def house(
             made.shares = [SharedCores(cores, home=[n], cores=workers) for n in range(workers)]
         shares = iter(made.shares or [None] * workers)
         for number in range(decodes):
-            runner = Runner(MODELS[backend](), 1, next(shares))
-            pace = StepPacing(stretch or 1.0)
-            made.decodes.append(await _decode(stack, transport, number, blocks, runner, pace, drafter))
+            runner = _runner(backend, next(shares), StepPacing(stretch or 1.0))
+            made.decodes.append(await _decode(stack, transport, number, blocks, runner, drafter))
         for number in range(prefills):
-            runner = Runner(MODELS[backend](), 1, next(shares))
+            runner = _runner(backend, next(shares))
             made.prefills.append(_prefill(stack, transport, number, scratch, chunk, runner))
         yield made
+
+
+def _runner(backend: str, shared: SharedCores | None, pacing: StepPacing | None = None) -> Runner:
+    model = MODELS[backend]()
+    return Runner(model, cpu=CpuPolicy(model.backend, 1, shared=shared, pacing=pacing))
 
 
 def _fingerprint() -> Fingerprint:
@@ -221,7 +226,6 @@ async def _decode(
     number: int,
     blocks: int,
     runner: Runner,
-    pace: StepPacing,
     drafter: Drafter | None,
 ) -> Decode:
     memory, pool = allocate_pool(layout(), blocks), BlockPool(blocks)
@@ -238,7 +242,6 @@ async def _decode(
         max_batch=MAX_BATCH,
         max_context=SHAPE.max_context,
         listeners=Listeners(ended.append, lambda added, removed: None),
-        pace=pace,
         speculation=speculation,
     )
     handoff = HandoffServer(
@@ -249,12 +252,12 @@ async def _decode(
         pool=pool,
         transports=[transport],
         running=lambda: loop.num_running,
-        on_ready=loop.attempts.on_ready,
-        on_failed=loop.attempts.on_failed,
+        on_ready=loop.requests.on_ready,
+        on_failed=loop.requests.on_failed,
         # A writer here is this very process: nothing may lead to its being killed.
         lease_times=LeaseTimes(interval_s=0.05, fence_after_s=20.0, relink_grace_s=20.0),
     )
-    loop.attempts.grants = handoff
+    loop.requests.grants = handoff
     await handoff.start()
     server = make_server(internal=True)
     add_links(server, [handoff.service])
@@ -290,10 +293,10 @@ def _prefill(
         layout=layout(),
         transports=[transport],
         scratch=lambda: (memory, pool),
-        on_abort=loop.attempts.on_abort,
-        on_peer_lost=loop.attempts.on_peer_lost,
+        on_abort=loop.requests.on_abort,
+        on_peer_lost=loop.requests.on_peer_lost,
     )
-    loop.attempts.handoff = client
+    loop.requests.handoff = client
     stack.push_async_callback(client.close)
     _keep_running(stack, loop.run, loop.tick, loop.close)
     return Prefill(loop, client, pool, memory, ended)

@@ -1,4 +1,4 @@
-"""What the workers of a house must answer: the same model in one piece, each answer alone."""
+"""The oracle of the workers' answers: the same model in one process, each answer alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's share of one request: attempts, retries after a preemption, cancels; it keeps what it heard."""
+"""A gateway's share of one request: attempts, retries after a preemption, cancels; it keeps the messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def work(key: Key, prompt: tuple[int, ...], max_tokens: int, **changes: Any) -> 
 
 @dataclass
 class Heard:
-    """What the workers said of one attempt; `ended` when there is nothing more to hear of any choice."""
+    """The messages of workers on one attempt; `ended` once every choice has its terminal message."""
 
     choices: tuple[int, ...] = (0,)
     outputs: dict[int, list[int]] = field(default_factory=dict)
@@ -68,17 +68,17 @@ class Heard:
 
     @property
     def tokens(self) -> list[int]:
-        """Of the only choice."""
+        """Tokens of the only choice."""
         (output,) = self.outputs.values()
         return output
 
     @property
-    def last_words(self) -> list[str]:
-        """Of all choices."""
+    def terminal_messages(self) -> list[str]:
+        """Terminal messages of all choices."""
         return [word for words in self.words.values() for word in words]
 
     def agree(self, choice: int) -> None:
-        """What both workers said of an output must be the same; any of them may be the faster one."""
+        """Check that both workers sent the same tokens; either may be the faster one."""
         both = zip(self.early[choice], self.outputs[choice], strict=False)
         assert all(early == later for early, later in both)
 
@@ -114,17 +114,17 @@ class Gateway:
     def start(self, decode: Decode, prefill: Prefill, message: work_pb2.Work) -> Heard:
         """Attach and dispatch."""
         heard = self.heard.setdefault(_key(message.id), Heard(tuple(message.choices)))
-        decode.loop.attempts.attach(message, self._decode_streams[id(decode)])
-        prefill.loop.attempts.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
+        decode.loop.requests.attach(message, self._decode_streams[id(decode)])
+        prefill.loop.requests.dispatch(self._dispatch(decode, message), self._prefill_streams[id(prefill)])
         return heard
 
     def lose(self) -> None:
-        """The streams break: the workers have to cancel what came over them."""
+        """Break the streams: the workers have to cancel the attempts that came over them."""
         self.lost = True
         for decode in self.house.decodes:
-            decode.loop.attempts.gateway_lost(self._decode_streams[id(decode)])
+            decode.loop.requests.gateway_lost(self._decode_streams[id(decode)])
         for prefill in self.house.prefills:
-            prefill.loop.attempts.gateway_lost(self._prefill_streams[id(prefill)])
+            prefill.loop.requests.gateway_lost(self._prefill_streams[id(prefill)])
 
     async def close(self) -> None:
         self.lose()

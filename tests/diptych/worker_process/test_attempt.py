@@ -1,4 +1,4 @@
-"""What a worker reads from the gateway's message."""
+"""The attempt that a worker reads from the gateway's message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(sampling: work_pb2.Sampling, **fields: object) -> Attempt:
     return Attempt.from_work(work, max_context=20)
 
 
-def test_every_knob_of_sampling_is_read() -> None:
+def test_every_sampling_parameter_is_read() -> None:
     attempt = read(
         work_pb2.Sampling(
             temperature=0.5,
@@ -36,15 +36,16 @@ def test_every_knob_of_sampling_is_read() -> None:
             allowed_token_ids=[9, 4],
             bad_words=[work_pb2.TokenSequence(ids=[1, 2]), work_pb2.TokenSequence(ids=[3])],
             logprobs=0,
+            top_n_sigma=1.5,
         )
     )
     assert attempt.params == SamplingParams(
-        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 0
+        0.5, 0.75, 4, 0.125, -0.5, 0.25, 1.5, 11, {4: -1.5}, (9, 4), ((1, 2), (3,)), 1.5, logprobs=0
     )
     assert len(attempt.params.logits_processors) == 5, "each of them is applied"
 
 
-def test_absent_is_off() -> None:
+def test_absent_parameters_are_off() -> None:
     attempt = read(work_pb2.Sampling(**OFF))  # type: ignore[arg-type]
     assert attempt.params == SamplingParams(temperature=0.0)
     assert attempt.params.logits_processors == ()
@@ -54,7 +55,7 @@ def test_absent_is_off() -> None:
     assert attempt.max_tokens == 17, "the context ends there"
 
 
-def test_choices_draw_with_seeds_of_their_own() -> None:
+def test_choices_have_seeds_of_their_own() -> None:
     sampling = work_pb2.Sampling(temperature=1.0, seed=11, **OFF)  # type: ignore[arg-type]
     attempt = read(sampling, choices=[0, 3])
     assert {choice: params.seed for choice, params in attempt.choices.items()} == {
@@ -64,13 +65,13 @@ def test_choices_draw_with_seeds_of_their_own() -> None:
     assert read(sampling).choices.keys() == {0}
 
 
-def test_stop_tokens_are_held_back_until_there_are_enough() -> None:
+def test_stop_tokens_are_forbidden_below_min_tokens() -> None:
     attempt = read(work_pb2.Sampling(**OFF))  # type: ignore[arg-type]
     assert attempt.sample_row(attempt.params, [8]).suppress == (2,)
     assert attempt.sample_row(attempt.params, [8, 9]).suppress == ()
 
 
-def test_a_second_try_is_another_attempt() -> None:
+def test_the_attempt_number_is_part_of_the_key() -> None:
     attempt = read(work_pb2.Sampling())
     assert attempt.key == ("r", 2)
     assert attempt.delivered_ids == [8]

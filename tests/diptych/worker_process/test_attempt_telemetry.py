@@ -1,4 +1,4 @@
-"""What the workers' metrics and spans say of attempts, however these ended."""
+"""Metrics and spans of attempts, however these ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from diptych.runtime.telemetry import Telemetry
 from diptych.worker.v1 import work_pb2
 from diptych.worker_process.engine_loader import LoadedEngine
 from prefill_worker.config import PrefillSettings
-from prefill_worker.request import PrefillRequest
-from prefill_worker.trace_spans import attempt_span
+from prefill_worker.request import PrefillRequest, attempt_span
 from prefill_worker.worker import PrefillWorker
 from tests.diptych.worker_process.both_workers import house, layout, model
 from tests.diptych.worker_process.scripted_gateway import Gateway, work
@@ -60,13 +59,13 @@ def lost(registry: CollectorRegistry) -> float:
     )
 
 
-async def test_a_cancelled_attempt_decoded_for_as_long_as_it_did() -> None:
-    """The gateway also ends so what a stop string or a time limit ends."""
+async def test_a_cancelled_attempt_has_its_decode_phase() -> None:
+    """The gateway also cancels at a stop string or a time limit."""
     async with house("shared_memory", blocks=64) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 200))
         await until(lambda: len(heard.tokens) > 2)
-        decode.loop.attempts.cancel(("r", 1))
+        decode.loop.requests.cancel(("r", 1))
         await until(lambda: bool(decode.ended))
         await gateway.close()
     request = decode.ended[0]
@@ -92,10 +91,10 @@ async def test_a_phase_that_never_ran_is_not_counted() -> None:
     [
         (work_pb2.FAILURE_REASON_KV_TRANSFER_FAILED, 1),
         (work_pb2.FAILURE_REASON_PEER_LOST, 1),
-        (work_pb2.FAILURE_REASON_NEVER_FITS, 0),
+        (work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY, 0),
     ],
 )
-async def test_a_decode_worker_counts_the_handoffs_that_failed(
+async def test_the_decode_worker_counts_failed_handoffs(
     reason: work_pb2.FailureReason, failures: int
 ) -> None:
     async with house("shared_memory", blocks=64) as made:
@@ -103,14 +102,14 @@ async def test_a_decode_worker_counts_the_handoffs_that_failed(
         taken = decode.pool.allocate(64)  # so that it waits for its handoff
         gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
         await until(lambda: decode.handoff.stats().waiting_asks == 1)
-        decode.loop.attempts.on_failed(("r", 1), reason, "as if")
+        decode.loop.requests.on_failed(("r", 1), reason, "as if")
         decode.pool.release(taken)
         await until(lambda: bool(decode.ended))
         await gateway.close()
     assert lost(counting(decode.ended[0])) == failures
 
 
-async def test_a_prompt_that_came_too_late_is_no_handoff_that_failed() -> None:
+async def test_a_missed_deadline_is_no_failed_handoff() -> None:
     async with house("shared_memory", blocks=64) as made:
         gateway, decode, prefill = Gateway(made), made.decodes[0], made.prefills[0]
         taken = decode.pool.allocate(64)

@@ -1,4 +1,4 @@
-"""Blocks that hold something wrong: once a row has failed over them nobody reads them again."""
+"""Blocks with wrong contents: once a row has failed over them no request reads them again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("prompt_tokens", [BLOCK - 1, BLOCK, 3 * BLOCK + 1])
-async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_tokens):
+async def test_a_failed_row_removes_its_output_from_the_prefix_cache(prompt_tokens):
     """A prompt that fills no block has no key: its first block has one since there is output in it."""
     prompt = tuple(range(7, 7 + prompt_tokens))
     async with house("shared_memory", blocks=64) as made:
@@ -22,7 +22,7 @@ async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_
         assert decode.pool.cached() > prompt_tokens // BLOCK
         decode.memory.data.fill_(NAN)
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_ROW_FAILED"]
+        assert heard.terminal_messages == ["decode FAILURE_REASON_COMPUTE_FAILED"]
         assert await made.empty() == []
         assert decode.pool.cached() == 0
         decode.memory.data.zero_()  # new blocks are written before they are read
@@ -33,7 +33,7 @@ async def test_what_decoding_wrote_is_forgotten_with_the_row_that_failed(prompt_
         await gateway.close()
 
 
-async def test_a_prefill_worker_that_copies_forgets_the_blocks_that_it_failed_over():
+async def test_a_copying_prefill_worker_forgets_the_blocks_of_a_failed_row():
     prompt = tuple(range(20))
     async with house("tcp", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
@@ -42,12 +42,12 @@ async def test_a_prefill_worker_that_copies_forgets_the_blocks_that_it_failed_ov
             heard = gateway.start(decode, prefill, work((name, 1), prompt, 3))
             await heard.ended.wait()
             assert await made.empty() == []
-            return heard.tokens or heard.last_words[:1]
+            return heard.tokens or heard.terminal_messages[:1]
 
         assert await ask("first") == list(greedy(prompt, 3))
         decode.loop.flush_prefix_cache()
         prefill.scratch_memory.data.fill_(NAN)
-        assert await ask("second") == ["prefill FAILURE_REASON_ROW_FAILED"]
+        assert await ask("second") == ["prefill FAILURE_REASON_COMPUTE_FAILED"]
         prefill.scratch_memory.data.zero_()
         assert prefill.scratch.cached() == 0
         assert await ask("third") == list(greedy(prompt, 3))

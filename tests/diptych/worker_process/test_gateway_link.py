@@ -1,4 +1,4 @@
-"""A gateway's stream at its end: however it comes, the worker cancels what came over it and keeps nothing."""
+"""Ends of a gateway's stream: the worker cancels the attempts that came over it and keeps nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from decode_worker.service import gateway_links
+from decode_worker.worker import gateway_links
 from diptych.runtime.rpc import bind, make_channel, make_server
 from diptych.runtime.rpc_streams import unix_stream as local
 from diptych.runtime.rpc_streams.grpc_stream import add_links
@@ -29,7 +29,7 @@ HELLO = Request(hello=work_pb2.GatewayHello(gateway_id="g"))
 
 @dataclass
 class Edge:
-    """A decode worker's loop behind its real edge."""
+    """A decode worker's loop behind its real server."""
 
     decode: Decode
     links: GatewayLinks
@@ -60,13 +60,13 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """What ends only when the collector comes by would look fine without this."""
+    """Disable the collector, which would hide leaks."""
     gc.disable()
     yield
     gc.enable()
 
 
-async def test_a_stream_that_breaks_takes_its_attempts_along(edge, no_garbage_collection):
+async def test_a_broken_stream_cancels_its_attempts(edge, no_garbage_collection):
     call = await edge.call()
     assert (await call.read()).hello.worker_id == "w"
     await call.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
@@ -75,7 +75,7 @@ async def test_a_stream_that_breaks_takes_its_attempts_along(edge, no_garbage_co
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
-async def test_gateways_that_leave_at_once_leave_nothing_behind(edge, no_garbage_collection):
+async def test_gateways_that_disconnect_at_once_leave_nothing_behind(edge, no_garbage_collection):
     for number in range(30):
         call = await edge.call()
         if number % 2:
@@ -86,7 +86,7 @@ async def test_gateways_that_leave_at_once_leave_nothing_behind(edge, no_garbage
     await until(lambda: not edge.streams, 2)
 
 
-async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, no_garbage_collection):
+async def test_a_broken_stream_of_a_gateway_that_does_not_read_ends_at_once(edge, no_garbage_collection):
     call = await edge.call()
     await call.write(Request(attach=work(("r", 1), (1, 2, 3), 4)))
     await until(lambda: edge.decode.loop.num_waiting == 1)
@@ -100,7 +100,7 @@ async def test_a_gateway_that_does_not_read_and_breaks_is_noticed_at_once(edge, 
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
 
 
-async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
+async def test_a_message_that_cannot_be_handled_ends_the_stream(edge, caplog):
     """Else the gateway would wait for ever: for this request, and for all that it sends afterwards."""
     call = await edge.call()
     await call.read()
@@ -109,11 +109,11 @@ async def test_a_message_that_cannot_be_taken_ends_the_stream(edge, caplog):
     async with asyncio.timeout(60):
         assert await call.read() is grpc.aio.EOF
     await until(lambda: edge.decode.loop.num_waiting == 0 and not edge.streams)
-    assert "could not be taken" in caplog.text
+    assert "could not be handled" in caplog.text
     assert edge.decode.leftovers() == []
 
 
-async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
+async def test_a_silent_gateway_is_dropped_with_its_attempts(edge):
     """A stopped process keeps its connections; one that beats is never silent."""
     silent, beating = await edge.call(), await edge.call()
     await beating.read()
@@ -129,7 +129,7 @@ async def test_a_gateway_that_falls_silent_is_let_go_with_its_attempts(edge):
     assert (await beating.read()).heartbeat.progress == 1
 
 
-async def test_a_silent_gateway_that_does_not_read_either_is_let_go(edge):
+async def test_a_silent_gateway_that_does_not_read_is_dropped(edge):
     """A stopped process: its buffers fill up, and a write waits for room in them as long as it stands."""
     ended = asyncio.Event()
 
@@ -164,7 +164,7 @@ async def _read_all(link: Stream) -> None:
         pass
 
 
-async def test_whoever_does_not_begin_with_a_hello_is_refused(edge):
+async def test_a_stream_without_hello_is_refused(edge):
     call = decode_pb2_grpc.DecodeServiceStub(make_channel(edge.address)).Link()
     await call.write(Request(cancel=work_pb2.Cancel()))
     with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -1,4 +1,4 @@
-"""Grammars in the engine loops of both workers: slow ones, bad ones, and those that are taken up again."""
+"""Grammars in the engine loops of both workers: slow ones, bad ones, and those of resumed requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LetterGrammars(Grammars):
 
 @cache
 def alone(text: str, count: int) -> tuple[int, ...]:
-    """What the model says under the grammar, computed alone and at once."""
+    """Return the model's output under the grammar, computed alone and at once."""
     state = LetterGrammars().start_now(work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text))
     runner, blocks = Runner(model(), 1), layout().blocks_for(len(PROMPT) + count)
     memory, table = KVMemory(layout(), blocks), list(range(blocks))
@@ -81,8 +81,8 @@ def alone(text: str, count: int) -> tuple[int, ...]:
 def grammars_of(made: House) -> tuple[LetterGrammars, LetterGrammars]:
     """The prefill worker's and the decode worker's."""
     ours = LetterGrammars(), LetterGrammars()
-    made.prefills[0].loop.attempts.grammars = ours[0]
-    made.decodes[0].loop.attempts.grammars = ours[1]
+    made.prefills[0].loop.requests.grammars = ours[0]
+    made.decodes[0].loop.requests.grammars = ours[1]
     return ours
 
 
@@ -93,7 +93,7 @@ def asked(number: int, count: int, grammar: work_pb2.Grammar = GRAMMAR, **rest: 
 
 
 @pytest.mark.parametrize("late", ["neither", "prefill", "decode"])
-async def test_a_grammar_may_be_late(late: str) -> None:
+async def test_a_request_waits_for_its_grammar(late: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         held = {"prefill": [for_prefill], "decode": [for_decode], "neither": []}[late]
@@ -106,7 +106,7 @@ async def test_a_grammar_may_be_late(late: str) -> None:
         assert tuple(free.tokens) == greedy(PROMPT, COUNT), "who has no grammar does not wait"
         assert not held or not heard.tokens
         if late == "prefill":
-            states = [one.state for one in made.prefills[0].loop.attempts.all()]
+            states = [one.state for one in made.prefills[0].loop.requests.all()]
             assert states == [State.QUEUED], "no blocks wait for a grammar"
         for one in held:
             one.may_compile.set()
@@ -124,7 +124,7 @@ async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
         await heard.ended.wait()
         assert tuple(heard.tokens) == alone(SHORT.text, COUNT)
         assert len(heard.tokens) == 3
-        assert heard.last_words == ["decode finished"]
+        assert heard.terminal_messages == ["decode finished"]
         await gateway.close()
         assert await made.empty() == []
 
@@ -139,7 +139,7 @@ async def test_a_complete_output_ends_without_an_end_of_sequence() -> None:
     ],
 )
 @pytest.mark.parametrize("width", [0, 3])
-async def test_complete_at_its_last_token_is_no_cut(
+async def test_an_output_complete_at_max_tokens_finishes_with_stop(
     text: str, count: int, reason: work_pb2.FinishReason, width: int
 ) -> None:
     grammar = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_REGEX, text=text)
@@ -163,7 +163,7 @@ async def test_complete_at_its_last_token_is_no_cut(
         assert await made.empty() == []
 
 
-async def test_taken_up_again_after_any_token_it_goes_on_as_before() -> None:
+async def test_a_resumed_output_continues_its_grammar_after_any_token() -> None:
     whole = alone(GRAMMAR.text, COUNT)
     async with house("shared_memory", blocks=64) as made:
         grammars_of(made)
@@ -178,20 +178,20 @@ async def test_taken_up_again_after_any_token_it_goes_on_as_before() -> None:
 
 
 @pytest.mark.parametrize("broken", ["prefill", "decode"])
-async def test_a_grammar_that_one_worker_cannot_compile(broken: str) -> None:
+async def test_a_grammar_that_one_worker_cannot_compile_fails_the_request(broken: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         (for_prefill if broken == "prefill" else for_decode).broken = True
         gateway = Gateway(made)
         heard = gateway.start(made.decodes[0], made.prefills[0], asked(1, COUNT))
         await heard.ended.wait()
-        assert heard.last_words == [f"{broken} FAILURE_REASON_NOTHING_ALLOWED"]
+        assert heard.terminal_messages == [f"{broken} FAILURE_REASON_NO_VALID_TOKEN"]
         await gateway.close()
         assert await made.empty() == []
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
-async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> None:
+async def test_a_cancel_during_compilation_releases_all_blocks(late: str) -> None:
     async with house("shared_memory") as made:
         for_prefill, for_decode = grammars_of(made)
         waiting = for_prefill if late == "prefill" else for_decode
@@ -200,8 +200,8 @@ async def test_cancelled_while_it_compiles_everything_comes_back(late: str) -> N
         gateway.start(decode, made.prefills[0], asked(1, COUNT))
         await until(lambda: decode.pool.available() < decode.pool.total)
         await asyncio.sleep(0.1)  # by now the handoff is complete, if it can be
-        decode.loop.attempts.cancel(("r1", 1))
-        made.prefills[0].loop.attempts.cancel(("r1", 1))
+        decode.loop.requests.cancel(("r1", 1))
+        made.prefills[0].loop.requests.cancel(("r1", 1))
         waiting.may_compile.set()
         await gateway.close()
         assert await made.empty() == []

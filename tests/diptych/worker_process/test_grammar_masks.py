@@ -66,7 +66,7 @@ def allowed(state: GrammarState, size: int) -> set[int]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_allows_what_can_go_on_and_nothing_else(folder: Path, pattern: str) -> None:
+def test_a_mask_allows_exactly_the_tokens_that_can_follow(folder: Path, pattern: str) -> None:
     tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
     ends = set(tokenizer.eos_token_ids)
     pieces = [tokenizer.piece(token_id) for token_id in range(tokenizer.vocab_size)]
@@ -90,7 +90,7 @@ def test_allows_what_can_go_on_and_nothing_else(folder: Path, pattern: str) -> N
             output += pieces[chosen]
 
 
-def test_control_tokens_and_padding_never_come(folder: Path) -> None:
+def test_control_tokens_and_padding_are_always_masked(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     state = Grammars(folder).start_now(message(r"(?s:.)*"))
     control = {tokenizer.id_of(text) for text in CONTROL} - set(tokenizer.eos_token_ids)
@@ -104,7 +104,7 @@ def test_control_tokens_and_padding_never_come(folder: Path) -> None:
     assert tokenizer.id_of("<think>") in found
 
 
-def test_copies_part_and_a_state_is_rebuilt_from_its_tokens(folder: Path) -> None:
+def test_copies_are_independent_and_a_state_is_rebuilt_from_its_tokens(folder: Path) -> None:
     tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
     size, pattern = tokenizer.vocab_size, r"(ab|ac)[0-9]+"
     one = grammars.start_now(message(pattern))
@@ -122,7 +122,7 @@ def test_copies_part_and_a_state_is_rebuilt_from_its_tokens(folder: Path) -> Non
         assert not state.stuck
 
 
-def test_a_token_that_the_grammar_forbids_leaves_nothing(folder: Path) -> None:
+def test_a_forbidden_token_makes_the_state_stuck(folder: Path) -> None:
     tokenizer, grammars = Tokenizer.load(folder), Grammars(folder)
     x = tokenizer.encode_parts(["ax"])[-1]
     for state in (grammars.start_now(message("a+")), grammars.start_now(message("a+"), (x,))):
@@ -133,7 +133,7 @@ def test_a_token_that_the_grammar_forbids_leaves_nothing(folder: Path) -> None:
         assert state.copy().stuck
 
 
-async def test_what_cannot_be_compiled(folder: Path, tmp_path: Path) -> None:
+async def test_bad_grammars_raise(folder: Path, tmp_path: Path) -> None:
     grammars = Grammars(folder)
     bad = work_pb2.Grammar(kind=work_pb2.Grammar.KIND_LARK, text="start: nothing")
     with pytest.raises(BadGrammar, match="does not define"):
@@ -146,7 +146,7 @@ async def test_what_cannot_be_compiled(folder: Path, tmp_path: Path) -> None:
     assert not (await grammars.start(message("ab"))).stuck
 
 
-def test_so_many_are_kept(folder: Path) -> None:
+def test_the_most_recent_grammars_are_kept(folder: Path) -> None:
     grammars = Grammars(folder)
     for number in range(KEPT + 3):
         grammars.start_now(message(f"a{{{number + 1}}}"))
@@ -178,7 +178,7 @@ def fill(bundled_path: Path, grammars: Grammars) -> GrammarState:
     raise AssertionError("there is room for 400 tokens")
 
 
-def test_an_output_that_fills_the_table_leaves_the_others_alone(bundled_path: Path) -> None:
+def test_an_output_that_fills_the_table_does_not_stop_others(bundled_path: Path) -> None:
     grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
     text = tokenizer.encode_parts(["the quick brown fox"])
     running, other = (grammars.start_now(message(CROWDED), text[:2]) for _ in range(2))
@@ -193,7 +193,7 @@ def test_an_output_that_fills_the_table_leaves_the_others_alone(bundled_path: Pa
     assert allowed(other, tokenizer.vocab_size) == set()  # a token that the grammar forbids is none of that
 
 
-def test_so_many_outputs_may_begin_anew(bundled_path: Path) -> None:
+def test_the_number_of_own_tables_is_bounded(bundled_path: Path) -> None:
     grammars, tokenizer = Grammars(bundled_path), Tokenizer.load(bundled_path)
     running = [grammars.start_now(message(CROWDED)) for _ in range(OWN_TABLES + 2)]
     fill(bundled_path, grammars)
@@ -203,7 +203,7 @@ def test_so_many_outputs_may_begin_anew(bundled_path: Path) -> None:
     assert not grammars._own
 
 
-def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:
+def test_a_grammar_in_use_is_compiled_anew_before_its_table_is_full(folder: Path) -> None:
     grammars, tokenizer = Grammars(folder), Tokenizer.load(folder)
     a = tokenizer.encode_parts(["xa"])[-1]
     states = [grammars.start_now(message("a*"), [a] * (FRESH_TOKENS // 2)) for _ in range(3)]
@@ -212,7 +212,7 @@ def test_a_grammar_in_use_gets_a_new_table_in_time(folder: Path) -> None:
     assert len(grammars._compiled) == 1
 
 
-async def test_a_known_grammar_waits_for_no_new_one(folder: Path) -> None:
+async def test_a_known_grammar_does_not_wait_for_a_new_one(folder: Path) -> None:
     grammars = Grammars(folder)
     known = message("a*")
     grammars.start_now(known)

@@ -1,4 +1,4 @@
-"""`--kv-cache-dtype fp8`: the engine passes its probe, blocks are smaller, it pairs with its like only."""
+"""`--kv-cache-dtype fp8`: the self-test passes, blocks are smaller, fp8 workers pair with each other only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def load(
     return await load_engine(settings)
 
 
-async def test_such_an_engine_serves_and_pairs_with_its_like_only(folder: Path) -> None:
+async def test_fp8_engines_serve_and_pair_with_each_other_only(folder: Path) -> None:
     plain, kept, other = [await load(folder, kind) for kind in ("auto", "fp8", "fp8")]
     assert kept.layout.bytes_per_block * 4 == plain.layout.bytes_per_block
     assert kept.fingerprint.kv_dtype == "float8_e4m3fn"
@@ -47,6 +47,6 @@ async def test_such_an_engine_serves_and_pairs_with_its_like_only(folder: Path) 
     assert incompatible_field(kept.fingerprint, plain.fingerprint) == "kv_dtype"
 
 
-async def test_the_native_step_refuses_it_by_name(folder: Path) -> None:
+async def test_the_native_backend_refuses_fp8_kv(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match="kv-cache-dtype fp8"):
         await load(folder, "fp8", "native")

@@ -1,4 +1,4 @@
-"""Decode steps launched before the tokens of the one before are known: the same tokens, greedy and drawn,
+"""Decode steps launched before the tokens of the one before are known: the same tokens, greedy and sampled,
 with finishes, cancels, preemptions and lost gateways in between, and every block comes back.
 
 There are two that are given steps ahead. The device is the CPU, and its kernels are their meanings; loops,
@@ -20,7 +20,7 @@ from diptych.engine.backends.native import backend as native_backend
 from diptych.engine.backends.native.backend import NativeBackend
 from diptych.engine.backends.triton.decode_graphs import DecodeGraphs
 from diptych.engine.batch import AbortWords, SequenceStep
-from diptych.engine.runner import Runner
+from diptych.engine.cpu_policy import CpuPolicy
 from diptych.engine.sampling import SampleRow
 from diptych.engine.shared_cores import SharedCores
 from diptych.engine.step_output import Launched
@@ -84,7 +84,7 @@ async def test_greedy_requests_in_random_order(
     assert launches["following"] > 0, launches
 
 
-async def test_drawn_choices_and_beams_in_random_order(
+async def test_sampled_choices_and_beams_in_random_order(
     backend: str, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -101,9 +101,7 @@ async def test_drawn_choices_and_beams_in_random_order(
     assert (launches["following"] > 0) == (backend == "device"), launches
 
 
-async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
-    backend: str, launches: Counter[str]
-) -> None:
+async def test_a_lone_request_follows_from_its_third_token_on(backend: str, launches: Counter[str]) -> None:
     prompt = (5, 9, 2)
     async with house("shared_memory", blocks=24, backend=backend) as made:
         gateway = Gateway(made)
@@ -119,10 +117,10 @@ async def test_all_tokens_but_the_first_two_of_a_lone_request_follow_others(
     assert made.decodes[0].loop.steps == 19
 
 
-async def test_native_steps_are_launched_again_once_the_tables_reach_further(
+async def test_native_steps_are_launched_again_once_the_rotary_tables_have_grown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who outgrows them is computed on the engine's thread, where they are made, and goes on as before."""
+    """A sequence beyond them is computed on the engine's thread, where they are made."""
     monkeypatch.setattr(native_backend, "_FIRST_POSITIONS", 16)
     reached: list[tuple[int, threading.Thread]] = []
     launched: list[int] = []
@@ -158,7 +156,7 @@ async def test_native_steps_are_launched_again_once_the_tables_reach_further(
 async def test_a_step_that_fails_on_the_device_is_computed_again(
     backend: str, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once in eight times: the rows are computed alone, and nothing goes on from tokens that nobody saw."""
+    """Once in eight times: the rows are computed alone, and no step follows tokens that were not read."""
     calls = Counter[str]()
     owner: Any
     owner, waiting = LAUNCHING[backend]
@@ -193,10 +191,10 @@ async def test_a_step_that_fails_on_the_device_is_computed_again(
         await gateway.close()
 
 
-async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
+async def test_a_dropped_step_is_awaited_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is being computed: streams, heartbeats and handoffs would stand still for a whole step."""
+    """Else streams, heartbeats and handoffs would stand still for a whole step."""
     read = NativeBackend._collect
     failed = False
     waited_for_by: list[threading.Thread] = []
@@ -224,21 +222,23 @@ async def test_what_followed_a_failed_step_is_not_waited_for_on_the_event_loop(
     assert thread is not threading.main_thread()
 
 
-def test_native_steps_follow_at_once_only_while_a_core_is_to_spare() -> None:
+def test_may_launch_ahead_needs_a_spare_core_on_native_backends() -> None:
     fd = os.memfd_create("cores")
     ours, theirs = (SharedCores(fd, home=[core], cores=2) for core in range(2))
-    runner = Runner(MODELS["native"](), 1, ours)
-    assert runner.spare_core()
-    theirs.own()
-    assert not runner.spare_core()
-    theirs.rest()
-    assert runner.spare_core()
-    assert not Runner(MODELS["native"](), 1).spare_core()  # nobody says whether there is one
-    assert Runner(MODELS["device"](), 1).spare_core()
+    cpu = CpuPolicy(MODELS["native"]().backend, 1, shared=ours)
+    assert cpu.may_launch_ahead()
+    theirs.claim()
+    assert not cpu.may_launch_ahead()
+    theirs.yield_()
+    assert cpu.may_launch_ahead()
+    assert not CpuPolicy(
+        MODELS["native"]().backend, 1
+    ).may_launch_ahead()  # no state says whether there is one
+    assert CpuPolicy(MODELS["device"]().backend, 1).may_launch_ahead()
     os.close(fd)
 
 
-def test_a_row_is_given_up_in_every_step_that_has_it() -> None:
+def test_abort_reaches_a_row_in_every_step_in_flight() -> None:
     from diptych.worker_process.step_thread import StepThread
 
     thread: StepThread[object] = StepThread()

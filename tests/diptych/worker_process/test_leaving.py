@@ -1,4 +1,4 @@
-"""A worker that leaves, and what its heartbeats say of a worker that waits."""
+"""Drain: requests are handed back, and heartbeats tell a waiting worker from a stuck one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
-async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
+async def test_handed_back_requests_continue_on_another_worker():
     async with house("shared_memory", decodes=2, blocks=64) as made:
         first, second = made.decodes
         gateway = Gateway(made)
@@ -48,7 +48,7 @@ async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
         first.loop.draining = True
         first.loop.hand_back()
         await heard.ended.wait()
-        assert heard.last_words == ["decode FAILURE_REASON_DRAINING"]
+        assert heard.terminal_messages == ["decode FAILURE_REASON_DRAINING"]
         delivered = tuple(heard.tokens)
         message = work(("r", 2), PROMPT, len(delivered) + 5, delivered=delivered)
         again = gateway.start(second, made.prefills[0], message)
@@ -58,7 +58,7 @@ async def test_what_is_handed_back_goes_on_elsewhere_at_the_next_token():
         await gateway.close()
 
 
-async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes():
+async def test_a_draining_prefill_worker_hands_back_all_its_requests():
     async with house("tcp", blocks=14) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         kept = decode.pool.allocate(12)
@@ -68,20 +68,20 @@ async def test_a_prefill_worker_hands_back_what_it_asks_for_and_what_it_computes
         for one in heard:
             await one.ended.wait()
         assert made.prefills[0].leftovers() == []
-        words = {word for one in heard for word in one.last_words}
+        words = {word for one in heard for word in one.terminal_messages}
         assert "prefill FAILURE_REASON_DRAINING" in words
         decode.pool.release(kept)
         await gateway.close()
         assert await made.empty() == []
 
 
-async def test_who_leaves_while_blocks_are_waited_for_takes_its_ask_along():
+async def test_hand_back_takes_a_waiting_ask_back():
     async with house("shared_memory", blocks=14) as made:
         gateway, decode = Gateway(made), made.decodes[0]
         kept = decode.pool.allocate(14)
         gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 4))
         await until(lambda: decode.handoff.stats().waiting_asks == 1)
-        decode.loop.attempts.cancel(("r", 1))
+        decode.loop.requests.cancel(("r", 1))
         assert decode.handoff.stats().waiting_asks == 0
         decode.pool.release(kept)
         await gateway.close()
@@ -95,7 +95,7 @@ async def test_a_worker_that_waits_for_blocks_is_not_busy():
         heard = gateway.start(decode, made.prefills[0], work(("r", 1), PROMPT, 200))
         await until(lambda: len(heard.tokens) > 0)
         taken = decode.pool.allocate(decode.pool.available() - 1)
-        decode.pool.quarantine(taken)  # somebody's writer does not answer
+        decode.pool.quarantine(taken)  # a writer does not answer
         await until(lambda: decode.loop.num_running == 1 and decode.pool.available() == 0)
         for _ in range(20):
             await asyncio.sleep(0.01)
@@ -114,7 +114,12 @@ async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorke
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = DecodeSettings.from_argv(
-        ["--kv-blocks=16", "--drain-s=0.2", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}"]
+        [
+            "--kv-blocks=16",
+            "--worker-shutdown-timeout=0.2",
+            "--redis-url=redis://127.0.0.1:1/0",
+            f"--ready-fd={writing}",
+        ]
     )
     worker, stop = DecodeWorker(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
     running = asyncio.create_task(worker.run(stop))
@@ -133,7 +138,7 @@ async def leaving(carrier: type = UnixStream) -> AsyncIterator[tuple[DecodeWorke
 
 
 async def told(stream: Any) -> list[work_pb2.FailureReason]:
-    """Why its attempts end."""
+    """Return the reasons with which its attempts end."""
     ended = []
     while not ended and (message := await stream.read()) is not None:
         ended += message.step.ended
@@ -141,14 +146,14 @@ async def told(stream: Any) -> list[work_pb2.FailureReason]:
 
 
 @pytest.mark.parametrize("carrier", [GrpcCall, UnixStream])
-async def test_at_sigterm_a_decode_worker_gives_back_what_does_not_finish(carrier):
+async def test_sigterm_hands_back_requests_that_do_not_finish(carrier):
     async with leaving(carrier) as (_, stream, stop, running):
         stop.set()
         assert await told(stream) == [work_pb2.FAILURE_REASON_DRAINING]
         assert await running == 0
 
 
-async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
+async def test_sigterm_shortens_the_grace_of_a_drain():
     async with leaving() as (worker, stream, stop, running):
         await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
         await until(lambda: worker._loop.draining)
@@ -160,7 +165,7 @@ async def test_sigterm_cuts_the_grace_that_a_worker_was_told_to_drain_with():
             assert await running == 0
 
 
-async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
+async def test_drain_waits_until_large_outputs_are_written():
     """Their requests are over when the search is; a gateway that gets half of one has it searched again."""
     score = TokenLogprob(-1.0, 1, tuple((token, -1.0) for token in range(20)))
     async with leaving() as (worker, stream, _, running):
@@ -172,7 +177,7 @@ async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
             gateway.output(
                 over.key, rank, range(4096), [score] * 4096, work_pb2.FINISH_REASON_LENGTH, over.times_now()
             )
-        worker._shell.drain(60)
+        worker._server.drain(60)
         whole = 0
         while whole < 16:
             message = await stream.read()
@@ -183,7 +188,7 @@ async def test_a_worker_that_drains_stays_until_large_outputs_are_written():
 
 
 @pytest.mark.parametrize("broken", ["_schedule", "tick"])
-async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch, caplog):
+async def test_drain_ends_when_the_engine_loop_dies(broken, monkeypatch, caplog):
     async with leaving() as (worker, stream, _, running):
         await stream.write(Request(drain=work_pb2.Drain(grace=Duration(seconds=600))))
         await until(lambda: worker._loop.draining)
@@ -199,11 +204,11 @@ async def test_a_worker_whose_loop_dies_while_it_drains_ends(broken, monkeypatch
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_step_that_does_not_end_keeps_no_process(again):
+def test_a_stuck_step_does_not_keep_the_process(again):
     """At a second signal it goes at once, and after a while without one."""
     command = [
         *(sys.executable, "-m", "tests.diptych.worker_process.stuck_worker", "600" if again else "0.5"),
-        *("--kv-blocks=16", "--drain-s=0.1", "--redis-url=redis://127.0.0.1:1/0"),
+        *("--kv-blocks=16", "--worker-shutdown-timeout=0.1", "--redis-url=redis://127.0.0.1:1/0"),
     ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -221,7 +226,7 @@ def test_a_step_that_does_not_end_keeps_no_process(again):
 
 
 def _up_to(process: subprocess.Popen[str], words: str) -> None:
-    """Read its log until these."""
+    """Read the log until these lines."""
     seen = ""
     for line in process.stderr or ():
         seen += line

@@ -1,4 +1,4 @@
-"""Decode steps make way for prompts that queue, and for nothing else; the tokens are the same."""
+"""Decode yields cores to prompts that queue, and to nothing else; the tokens are the same."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TOKENS = 30
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[SharedCores]:
-    """Grows by a share whenever its owner lets go of its cores."""
+    """Record every yield of cores."""
     seen: list[SharedCores] = []
-    rest = SharedCores.rest
+    yield_cores = SharedCores.yield_
 
     def counting(share: SharedCores) -> None:
         seen.append(share)
-        rest(share)
+        yield_cores(share)
 
-    monkeypatch.setattr(SharedCores, "rest", counting)
+    monkeypatch.setattr(SharedCores, "yield_", counting)
     return seen
 
 
@@ -48,7 +48,7 @@ def prompts_waiting(share: SharedCores) -> Iterator[None]:
     share.set_backlog(None)
 
 
-async def test_steps_make_way_while_prompts_wait(rests: list[SharedCores]) -> None:
+async def test_decode_yields_cores_between_steps_while_prompts_wait(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.5, prefills=2) as made:
         decode, _, other_prefill = made.shares
         assert await streamed(made, "alone") == greedy(PROMPT, TOKENS)
@@ -60,7 +60,7 @@ async def test_steps_make_way_while_prompts_wait(rests: list[SharedCores]) -> No
     assert beside >= TOKENS - 3, "after each step but the last"
 
 
-async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[SharedCores]) -> None:
+async def test_decode_without_pacing_does_not_yield(rests: list[SharedCores]) -> None:
     async with house("shared_memory", stretch=1.0, prefills=2) as made:
         decode, _, other_prefill = made.shares
         with prompts_waiting(other_prefill):
@@ -68,23 +68,23 @@ async def test_steps_that_are_not_stretched_wait_for_nobody(rests: list[SharedCo
         assert rests.count(decode) < TOKENS / 2
 
 
-async def test_prefill_says_when_more_waits_than_a_step_takes() -> None:
+async def test_prefill_publishes_a_backlog_beyond_its_step() -> None:
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, _ = made.shares
         gateway, heard_waiting = Gateway(made), False
         long = tuple(range(2, 50))
         heard = gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), long, 2))
         while not heard.ended.is_set():
-            heard_waiting = heard_waiting or decode.others_waited_s() is not None
+            heard_waiting = heard_waiting or decode.others_backlog_s() is not None
             await asyncio.sleep(0)
         assert heard_waiting
         assert await made.empty() == []
-        assert decode.others_waited_s() is None
-        assert decode.free() == 1
+        assert decode.others_backlog_s() is None
+        assert decode.num_idle() == 1
         await gateway.close()
 
 
-async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_included() -> None:
+async def test_the_backlog_includes_the_wait_in_the_gateways_queue() -> None:
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, _ = made.shares
         gateway, prompt = Gateway(made), tuple(range(2, 50))
@@ -94,15 +94,15 @@ async def test_prefill_says_how_long_prompts_have_waited_their_gateways_queue_in
             gateway.start(made.decodes[0], made.prefills[0], message)
         heard: set[float | None] = set()
         while not all(one.ended.is_set() for one in gateway.heard.values()):
-            heard.add(decode.others_waited_s())
+            heard.add(decode.others_backlog_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) >= 4
         assert await made.empty() == []
         await gateway.close()
 
 
-async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
-    """Decode steps that made way for it would give it its blocks later, and nobody would use the cores."""
+async def test_prompts_that_wait_for_blocks_are_no_backlog() -> None:
+    """Yielding to it would delay the blocks that it waits for, and leave the cores idle."""
     async with house("shared_memory", decodes=2, stretch=1.0, chunk=8) as made:
         full, other = made.decodes
         gateway, prefill = Gateway(made), made.prefills[0]
@@ -110,12 +110,12 @@ async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
         message = work(("no blocks", 1), PROMPT, 2)
         message.waited.FromSeconds(4)
         blocked = gateway.start(full, prefill, message)
-        await until(lambda: prefill.loop.attempts[("no blocks", 1)].state is State.ASKED)
+        await until(lambda: prefill.loop.requests[("no blocks", 1)].state is State.ASKED)
         await asyncio.sleep(0.2)
         heard: set[float | None] = set()
         computed = gateway.start(other, prefill, work(("blocks", 1), tuple(range(2, 50)), 2))
         while not computed.ended.is_set():
-            heard.add(made.shares[1].others_waited_s())
+            heard.add(made.shares[1].others_backlog_s())
             await asyncio.sleep(0)
         assert max(waited for waited in heard if waited is not None) < 2
         full.pool.release(taken)
@@ -126,11 +126,11 @@ async def test_who_waits_for_blocks_does_not_wait_for_cores() -> None:
 
 
 async def test_a_prompt_waits_until_its_first_step() -> None:
-    """While it is computed it waits no longer, however long it is."""
+    """A prompt that is being computed does not wait, however long it is."""
     async with house("shared_memory", stretch=1.0) as made:
         gateway = Gateway(made)
         gateway.start(made.decodes[0], made.prefills[0], work(("r", 1), PROMPT, 2))
-        request = made.prefills[0].loop.attempts[("r", 1)]
+        request = made.prefills[0].loop.requests[("r", 1)]
         came = request.entered[State.QUEUED]
         assert request.waited_s(came + 3) == pytest.approx(3)
         request.begin(came + 1)
@@ -141,8 +141,8 @@ async def test_a_prompt_waits_until_its_first_step() -> None:
         await gateway.close()
 
 
-async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() -> None:
-    """Nobody would take it back before a successor has work, and decode steps would wait for nothing."""
+async def test_a_closed_worker_yields_its_cores_and_has_no_backlog() -> None:
+    """Else the backlog would stay until a successor has work, and decode steps would wait for nothing."""
     async with house("shared_memory", stretch=1.0, chunk=8) as made:
         decode, prefill = made.shares
         gateway = Gateway(made)
@@ -150,8 +150,8 @@ async def test_who_leaves_in_mid_work_leaves_its_cores_and_no_word_of_waiting() 
         await until(lambda: made.decodes[0].loop.steps > 0)
         gateway.start(made.decodes[0], made.prefills[0], work(("long", 1), tuple(range(2, 50)), 2))
         async with asyncio.timeout(10):
-            while decode.others_waited_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
+            while decode.others_backlog_s() is None:  # noqa: ASYNC110 - for a few steps of a millisecond
                 await asyncio.sleep(0)
-    assert decode.others_waited_s() is None
-    assert (decode.free(), prefill.free()) == (1, 1)
+    assert decode.others_backlog_s() is None
+    assert (decode.num_idle(), prefill.num_idle()) == (1, 1)
     await gateway.close()

@@ -1,4 +1,4 @@
-"""How a worker loads its model."""
+"""Loading of a worker's model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from diptych.worker_process import engine_loader as engine
 
 
 class Reached(Exception):
-    """The model would be read now."""
+    """Raised where the model would be read."""
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-async def test_weights_are_converted_on_the_workers_own_threads(
+async def test_weights_are_converted_on_the_configured_threads(
     monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     seen: list[int] = []
@@ -36,19 +36,19 @@ async def test_weights_are_converted_on_the_workers_own_threads(
 
 
 @pytest.mark.parametrize("tokens", [48, 256])
-def test_blocks_that_a_gpu_cannot_read_are_refused_by_name(tokens: int) -> None:
+def test_a_block_size_that_a_gpu_cannot_read_is_refused(tokens: int) -> None:
     engine._check_block_size(tokens, torch.device("cpu"))
     with pytest.raises(engine.BlockSizeUnfit, match=f"--block-size {tokens}: .*at most 128"):
         engine._check_block_size(tokens, torch.device("cuda"))
     engine._check_block_size(128, torch.device("cuda"))
 
 
-def test_only_who_computes_on_cores_shares_them() -> None:
+def test_only_workers_on_a_cpu_share_cores() -> None:
     """A worker on a GPU must not make its streams wait for prompts that its cores cannot compute."""
     fd = os.memfd_create("cores")
     settings = DecodeSettings.from_argv([f"--cores-fd={fd}", "--home-cores=1", "--machine-cores=2"])
-    share = engine._core_share(settings, torch.device("cpu"))
+    share = engine._shared_cores(settings, torch.device("cpu"))
     assert share is not None
-    assert (share.home, share.others) == (1, [0])
-    assert engine._core_share(settings, torch.device("cuda")) is None
+    assert (share.num_home, share.others) == (1, [0])
+    assert engine._shared_cores(settings, torch.device("cuda")) is None
     os.close(fd)

@@ -1,4 +1,4 @@
-"""What an operator tells workers over a gateway's link: drain, and forget cached prefixes."""
+"""An operator's messages over a gateway's link: drain, and flush the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from decode_worker.config import DecodeSettings
-from decode_worker.service import gateway_links
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import DecodeWorker, gateway_links
 from diptych.engine.runner import Runner
 from diptych.runtime.rpc import bind, make_channel, make_server
 from diptych.runtime.rpc_streams.grpc_stream import add_links
@@ -42,7 +41,7 @@ async def serving(
     engine = LoadedEngine(model(), Runner(model(), 1), layout(), "tiny", "fp32")
     reading, writing = os.pipe()
     settings = settings_of.from_argv(
-        ["--drain-s=60", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}", *flags]
+        ["--worker-shutdown-timeout=60", "--redis-url=redis://127.0.0.1:1/0", f"--ready-fd={writing}", *flags]
     )
     worker, stop = make(settings, engine, Telemetry.start("t", "w")), asyncio.Event()
     running = asyncio.create_task(worker.run(stop))
@@ -55,7 +54,7 @@ async def serving(
         await running
 
 
-async def test_a_decode_worker_drains_when_it_is_told_to():
+async def test_a_drain_message_drains_a_decode_worker():
     async with (
         serving(DecodeWorker, DecodeSettings, "--kv-blocks=16") as (address, running),
         make_channel(address) as channel,
@@ -83,7 +82,7 @@ async def test_a_decode_worker_drains_when_it_is_told_to():
             assert await running == 0
 
 
-async def test_a_prefill_worker_drains_when_it_is_told_to():
+async def test_a_drain_message_drains_a_prefill_worker():
     async with (
         serving(PrefillWorker, PrefillSettings) as (address, running),
         make_channel(address) as channel,
@@ -102,7 +101,7 @@ async def test_a_prefill_worker_drains_when_it_is_told_to():
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_a_flush_forgets_every_prefix_and_says_how_many(held):
+async def test_a_flush_forgets_every_prefix_and_reports_their_number(held):
     async with house("shared_memory", blocks=64) as made:
         gateway, (decode,), (prefill,) = Gateway(made), made.decodes, made.prefills
         heard = gateway.start(decode, prefill, work(("r", 1), PROMPT, 200 if held else 3))

@@ -1,4 +1,4 @@
-"""Workers that cannot start, as real processes: their user is told why, in one line."""
+"""Workers that cannot start, as real processes: the error is one line."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
         ),
     ],
 )
-def test_a_mistake_of_its_user_is_told_in_one_line(
+def test_a_startup_error_is_one_line(
     module: str, flags: tuple[str, ...], problem: str, tmp_path: Path
 ) -> None:
     (tmp_path / "model.gguf").write_text("no model")
@@ -65,7 +65,7 @@ sys.exit(main([]))
 """
 
 
-def test_who_is_stopped_while_it_loads_does_not_load_on() -> None:
+def test_a_signal_while_loading_ends_the_process() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LOADING], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -75,7 +75,7 @@ def test_who_is_stopped_while_it_loads_does_not_load_on() -> None:
         assert process.wait(30) == 0
 
 
-def test_a_pool_of_less_than_a_context_is_told_of() -> None:
+def test_a_pool_smaller_than_a_context_is_logged() -> None:
     command = [sys.executable, "-m", "decode_worker", "--device=cpu", "--redis-url=redis://127.0.0.1:1/0"]
     with subprocess.Popen(
         [*command, "--kv-memory-mib=1"], cwd=ROOT, stderr=subprocess.PIPE, text=True

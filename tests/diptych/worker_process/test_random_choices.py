@@ -69,8 +69,8 @@ class Walk:
             await asyncio.sleep(self.rng.expovariate(20))
             if self.rng.random() < 0.3:
                 loop.flush_prefix_cache()
-            elif key := loop.attempts.grants.abort_newest_grant():
-                loop.attempts.preempt_attempt(key)
+            elif key := loop.requests.grants.abort_newest_grant():
+                loop.requests.preempt_request(key)
 
     def start(self, name: str, prompt: tuple[int, ...], **changes: object) -> tuple[Heard, tuple[str, int]]:
         self.attempts[name] += 1
@@ -82,7 +82,7 @@ class Walk:
     def cancel(self, key: tuple[str, int], choices: list[int]) -> None:
         workers = [self.house.decodes[0], *self.house.prefills]
         for worker in self.rng.sample(workers, len(workers)):
-            worker.loop.attempts.cancel(key, choices)
+            worker.loop.requests.cancel(key, choices)
 
     async def choices(self, name: str) -> None:
         prompt, count = self.rng.choice(PROMPTS), self.rng.randint(1, 5)

@@ -25,7 +25,7 @@ PROMPTS = [tuple(random.Random(n).randrange(VOCABULARY) for _ in range(1 + n % 3
 
 @dataclass
 class Plan:
-    """What will happen to one request."""
+    """The events of one request."""
 
     name: str
     prompt: tuple[int, ...]
@@ -74,8 +74,8 @@ class Walk:
             match self.rng.choice(["abort", "abort", "break", "gateway"]):
                 case "abort":
                     loop = self.rng.choice(self.house.decodes).loop
-                    if key := loop.attempts.grants.abort_newest_grant():
-                        loop.attempts.preempt_attempt(key)
+                    if key := loop.requests.grants.abort_newest_grant():
+                        loop.requests.preempt_request(key)
                 case "break":
                     links = list(self.rng.choice(self.house.prefills).client._links.values())
                     if links:
@@ -88,7 +88,7 @@ class Walk:
                         heard.end_all("gateway lost")
 
     async def request(self, planned: Plan, gateways: list[Gateway]) -> None:
-        """As a gateway does: a preempted request comes back with its tokens, others are over."""
+        """Act as a gateway: a preempted request comes back with its tokens, others have ended."""
         gateway = self.rng.choice(gateways)
         delivered: tuple[int, ...] = ()
         for attempt in range(1, 30):
@@ -117,7 +117,7 @@ class Walk:
             await self.settle((planned.name, attempt), planned, decode, prefill)
             delivered += tuple(heard.tokens)
             assert delivered == greedy(planned.prompt, planned.max_tokens)[: len(delivered)]
-            word = heard.last_words[0]
+            word = heard.terminal_messages[0]
             self.outcomes[word] += 1
             if word == "decode finished":
                 assert len(delivered) == planned.max_tokens
@@ -126,13 +126,13 @@ class Walk:
         raise AssertionError(f"{planned.name} was preempted again and again")
 
     async def cancel(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
-        first, second = self.rng.sample([decode.loop.attempts.cancel, prefill.loop.attempts.cancel], 2)
+        first, second = self.rng.sample([decode.loop.requests.cancel, prefill.loop.requests.cancel], 2)
         first(key)
         await asyncio.sleep(planned.late_s)
         second(key)
 
     async def settle(self, key: tuple[str, int], planned: Plan, decode: Decode, prefill: Prefill) -> None:
-        """After one worker's last word the gateway tells the other."""
+        """Cancel the attempt on the other worker after a terminal message."""
         await self.cancel(key, planned, decode, prefill)
 
 

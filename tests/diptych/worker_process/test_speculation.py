@@ -65,7 +65,7 @@ async def test_right_drafts_save_steps_and_wrong_ones_cost_none(
 
 
 @pytest.mark.parametrize("place", range(1, 12))
-async def test_what_ends_an_output_within_a_draft_ends_it_there(place: int) -> None:
+async def test_a_stop_token_within_a_draft_ends_the_output(place: int) -> None:
     """A stop token, and the blocks that were published by then: who asks again reads the same."""
     truth = greedy(PROMPT, 12)
     stop = truth[place]
@@ -100,8 +100,8 @@ class Failing:
 
 
 @pytest.mark.parametrize("drafts", [None, [1] * 30, [VOCABULARY + 5], [-1]], ids=str)
-async def test_a_drafter_that_fails_costs_nobody_a_token(backend: str, drafts: Sequence[int] | None) -> None:
-    """What a step failed of is not tried again with it."""
+async def test_a_failing_drafter_changes_no_token(backend: str, drafts: Sequence[int] | None) -> None:
+    """A failed step is tried again without its drafts."""
     async with house("shared_memory", backend=backend, drafter=Failing(drafts)) as made:
         gateway = Gateway(made)
         requests = [work((f"r{number}", 1), (*PROMPT, number), 12) for number in range(3)]
@@ -114,7 +114,7 @@ async def test_a_drafter_that_fails_costs_nobody_a_token(backend: str, drafts: S
 
 
 class Silent(Failing):
-    """Says nothing, and rests."""
+    """A drafter that always rests."""
 
     def rests(self, sequence: DecodeSequence) -> bool:
         return True
@@ -142,7 +142,7 @@ async def test_steps_are_launched_ahead_while_the_drafter_rests(
     assert any(followed) == following
 
 
-async def test_what_more_than_logits_decides_gets_no_drafts() -> None:
+async def test_rows_that_need_the_logits_get_no_drafts() -> None:
     drafter = Knowing(0.0)
     async with house("shared_memory", drafter=drafter) as made:
         gateway = Gateway(made)
@@ -172,10 +172,10 @@ async def test_greedy_requests_in_random_order(
     assert drafter.drafted > 100
 
 
-async def test_drawn_choices_and_beams_in_random_order(
+async def test_sampled_choices_and_beams_in_random_order(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is drawn warm is what it would have been without drafts, as the oracle of this walk has none."""
+    """Sampled tokens are those without drafts, as the oracle of this walk has none."""
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(test_random_choices, "REQUESTS", 60)
     drafter = Knowing(0.3, resting=0.3)

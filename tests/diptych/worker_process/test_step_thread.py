@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.attempt_blocks import AttemptBlocks
-from decode_worker.sequence import DecodeSequence
+from decode_worker.sequence import AttemptBlocks, DecodeSequence
 from diptych.engine.batch import AbortWords
 from diptych.engine.sampling import SampleFailure
 from diptych.worker_process.attempt import Attempt
@@ -26,10 +25,10 @@ def halves(rows: Sequence[int], abort: AbortWords) -> list[float]:
 
 
 def nothing() -> None:
-    """For those who do not watch the time."""
+    """Do nothing at a retry."""
 
 
-def test_rows_that_can_be_computed_are():
+def test_good_rows_of_a_failed_step_are_computed():
     assert compute_rows([2, 0, 4], AbortWords(3), halves, nothing) == [
         0.5,
         SampleFailure("step failed: ZeroDivisionError"),
@@ -37,7 +36,7 @@ def test_rows_that_can_be_computed_are():
     ]
 
 
-def test_alone_too_a_row_hears_that_nobody_wants_it():
+def test_an_abort_reaches_rows_that_are_computed_again():
     abort = AbortWords(3)
 
     def compute(rows: Sequence[int], words: AbortWords) -> list[float]:
@@ -52,7 +51,7 @@ def test_alone_too_a_row_hears_that_nobody_wants_it():
 
 
 @pytest.mark.parametrize("bad", [[0], [13], [63], [13, 50], [*range(64)]])
-def test_the_fewer_rows_are_bad_the_fewer_steps_it_takes(bad: list[int]) -> None:
+def test_steps_to_isolate_bad_rows_are_few(bad: list[int]) -> None:
     rows = [0 if number in bad else 2 for number in range(64)]
     steps = 0
 
@@ -66,8 +65,8 @@ def test_the_fewer_rows_are_bad_the_fewer_steps_it_takes(bad: list[int]) -> None
     assert steps <= 1 + 2 * 6 * len(bad)
 
 
-async def test_a_step_that_is_tried_again_in_parts_is_not_late() -> None:
-    """Gateways leave a worker whose step is two seconds late: one bad row would move all others."""
+async def test_retried_parts_of_a_step_are_not_late() -> None:
+    """Gateways give up a worker whose step is two seconds late: one bad row would move all others."""
     step_s = 0.12
     thread: StepThread[object] = StepThread()
     owners = [object() for _ in range(16)]
@@ -81,10 +80,10 @@ async def test_a_step_that_is_tried_again_in_parts_is_not_late() -> None:
     late = 0.0
     while not again.done():
         await asyncio.sleep(0.01)
-        late = max(late, thread.clock.late_s(time.monotonic()))
+        late = max(late, thread.watchdog.late_s(time.monotonic()))
     assert late == 0.0
-    thread.clock.begin(16, 0.0)
-    assert thread.clock.late_s(2.0) > 0.0, "what took longer than one step says nothing about the next one"
+    thread.watchdog.begin(16, 0.0)
+    assert thread.watchdog.late_s(2.0) > 0.0, "what took longer than one step says nothing about the next one"
     thread.close()
 
 
@@ -97,7 +96,7 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
         bad = gateway.start(decode, prefill, work(("bad", 1), (1, VOCABULARY + 7), 6))
         for one in (*heard, bad):
             await one.ended.wait()
-        assert bad.last_words[0].endswith("FAILURE_REASON_ROW_FAILED")
+        assert bad.terminal_messages[0].endswith("FAILURE_REASON_COMPUTE_FAILED")
         assert bad.tokens == []
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 6) for p in prompts]
         gateway.lose()
@@ -107,7 +106,7 @@ async def test_a_token_outside_the_vocabulary_spares_the_batch(transport):
 
 @pytest.mark.parametrize("index", [0, 3])
 @pytest.mark.parametrize("sampling", [{}, {"beam_width": 3}], ids=["choice", "beams"])
-async def test_what_is_made_of_a_rows_result_may_raise(sampling, index, monkeypatch):
+async def test_an_error_in_a_rows_result_fails_its_request_only(sampling, index, monkeypatch):
     """At the handoff or after a step: its request fails, and takes nothing with it that is not its own."""
     prompts = [(n, n + 1, n + 2) for n in range(3)]
     finish_reason, fork = Attempt.finish_reason, AttemptBlocks.fork
@@ -132,7 +131,7 @@ async def test_what_is_made_of_a_rows_result_may_raise(sampling, index, monkeypa
         bad = gateway.start(decode, prefill, work(("bad", 1), (9, 8, 7), 9, sampling=sampling))
         for one in (*heard, bad):
             await one.ended.wait()
-        assert bad.last_words == ["decode FAILURE_REASON_INTERNAL"]
+        assert bad.terminal_messages == ["decode FAILURE_REASON_INTERNAL"]
         assert [tuple(one.tokens) for one in heard] == [greedy(p, 9) for p in prompts]
         assert await made.empty() == []
         await gateway.close()

@@ -1,4 +1,4 @@
-"""Lateness is by a worker's own measure, and generous."""
+"""Lateness of steps, by a worker's own measure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_classes_are_powers_of_two(tokens: int, kind: int) -> None:
     assert size_class(tokens) == kind
 
 
-def test_the_first_step_may_take_long_and_between_steps_nothing_is_late() -> None:
+def test_the_first_step_may_be_slow_and_idle_time_is_not_late() -> None:
     clock = StepWatchdog()
     assert clock.late_s(1e9) == 0
     clock.begin(512, 0.0)
@@ -36,7 +36,7 @@ def test_the_first_step_may_take_long_and_between_steps_nothing_is_late() -> Non
     assert clock.late_s(1e9) == 0
 
 
-def test_a_step_is_late_by_the_measure_of_its_class() -> None:
+def test_lateness_is_measured_by_size_class() -> None:
     clock = StepWatchdog()
     now = stepped(clock, 512, 1.0, 0.0)
     now = stepped(clock, 1, 0.01, now)
@@ -47,13 +47,13 @@ def test_a_step_is_late_by_the_measure_of_its_class() -> None:
     assert clock.late_s(now + LEAST_S + 1) == pytest.approx(1)
 
 
-def test_a_step_that_failed_is_late_by_its_parts_and_no_measure_for_others() -> None:
+def test_a_failed_step_is_late_by_its_parts_and_not_recorded() -> None:
     clock = StepWatchdog()
     now = stepped(clock, 64, 1.0, 0.0)
-    clock.again(now)
+    clock.retry(now)
     assert clock.late_s(1e9) == 0, "none is running"
     clock.begin(64, now)
-    clock.again(now + MARGIN)
+    clock.retry(now + MARGIN)
     assert clock.late_s(now + 2 * MARGIN) == 0
     assert clock.late_s(now + 2 * MARGIN + 1) == pytest.approx(1)
     clock.end(now + 100)
@@ -62,7 +62,7 @@ def test_a_step_that_failed_is_late_by_its_parts_and_no_measure_for_others() -> 
     assert clock.late_s(now + MARGIN + 1) == pytest.approx(1)
 
 
-def test_a_larger_step_than_ever_is_judged_by_its_size() -> None:
+def test_a_step_of_a_new_size_class_is_judged_by_its_size() -> None:
     clock = StepWatchdog()
     now = stepped(clock, 64, 1.0, 0.0)
     clock.begin(512, now)
@@ -70,7 +70,7 @@ def test_a_larger_step_than_ever_is_judged_by_its_size() -> None:
     assert clock.late_s(now + MARGIN * 8 + 1) == pytest.approx(1)
 
 
-def test_times_are_the_medians_of_what_is_recent() -> None:
+def test_times_are_medians_of_recent_steps() -> None:
     clock = StepWatchdog()
     stepped(clock, 1, 9.0, 0.0)
     now = 9.0 + RECENT_S + 1

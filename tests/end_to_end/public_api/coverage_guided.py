@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["gateway", "diptych.runtime.tokenizer",
     from gateway.frontends.openai.chat_request import read_chat
     from gateway.frontends.openai.completions_request import read_completions
     from gateway.model.served_model import ServedModel
-    from gateway.request.json_body import parse_body
+    from gateway.request.json_values import parse_body
     from gateway.request.validation import parse_message, parse_request
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
@@ -35,21 +35,21 @@ from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end import tiny_system
 from tests.end_to_end.public_api import hostile
-from tests.end_to_end.public_api.found_inputs import CHAT, COMPLETIONS, FILE, GENERATE, INFER, KEPT, Door
+from tests.end_to_end.public_api.found_inputs import CHAT, COMPLETIONS, FILE, GENERATE, INFER, KEPT, Api
 
 LONGEST = 2048
 TOKEN_LIMIT = 512
-READERS: dict[Door, Callable[[bytes], list[pb.GenerateRequest]]] = {
+READERS: dict[Api, Callable[[bytes], list[pb.GenerateRequest]]] = {
     GENERATE: lambda data: [parse_message(pb.GenerateRequest, data)],
-    COMPLETIONS: lambda data: [draft.request for draft in read_completions(parse_body(data)).drafts],
-    CHAT: lambda data: [draft.request for draft in read_chat(parse_body(data)).drafts],
+    COMPLETIONS: lambda data: [builder.request for builder in read_completions(parse_body(data)).builders],
+    CHAT: lambda data: [builder.request for builder in read_chat(parse_body(data)).builders],
     INFER: lambda data: [read_request(parse_message(oip.ModelInferRequest, data), streaming=True).request],
 }
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> tuple[Door, bytes]:
-    """A door, and what is sent to it."""
+def messages(draw: st.DrawFn) -> tuple[Api, bytes]:
+    """Draw an API, and what is sent to it."""
     match draw(st.integers(0, 5)):
         case 0 | 1:
             return GENERATE, draw(hostile.requests()).SerializeToString()
@@ -62,33 +62,33 @@ def messages(draw: st.DrawFn) -> tuple[Door, bytes]:
             return (CHAT if path == CHAT.path else COMPLETIONS), body
 
 
-def target(model: ServedModel, seen: list[tuple[Door, bytes]] | None = None) -> Callable[[bytes], object]:
+def target(model: ServedModel, seen: list[tuple[Api, bytes]] | None = None) -> Callable[[bytes], object]:
     """What is run for each input of the fuzzer's; ``seen`` hears of what it stands for."""
 
     @settings(deadline=None, database=None)
     @given(messages())
-    def read(message: tuple[Door, bytes]) -> None:
-        door, data = message
+    def read(message: tuple[Api, bytes]) -> None:
+        api, data = message
         if seen is not None:
             seen.append(message)
         with contextlib.suppress(DiptychError):
-            for request in READERS[door](data):
+            for request in READERS[api](data):
                 parse_request(request, model, token_limit=TOKEN_LIMIT)
 
     return read.hypothesis.fuzz_one_input
 
 
 def keep(corpus: Path, model: ServedModel) -> None:
-    """Write `KEPT` messages of every door, spread over their lengths, as base64, one a line."""
-    seen: list[tuple[Door, bytes]] = []
+    """Write `KEPT` messages of every API, spread over their lengths, as base64, one a line."""
+    seen: list[tuple[Api, bytes]] = []
     run = target(model, seen)
     for path in sorted(corpus.iterdir()):
         run(path.read_bytes())
     lines = []
-    for door in READERS:
-        mine = sorted({data for to, data in seen if to == door}, key=lambda data: (len(data), data))
+    for api in READERS:
+        mine = sorted({data for to, data in seen if to == api}, key=lambda data: (len(data), data))
         step = max(1, len(mine) // KEPT)
-        lines += [f"{door.path} {base64.b64encode(data).decode()}" for data in mine[::step][:KEPT]]
+        lines += [f"{api.path} {base64.b64encode(data).decode()}" for data in mine[::step][:KEPT]]
     FILE.write_text("\n".join(lines) + "\n")
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 KEPT: Final = 60
-"""Of each door."""
+"""Of each API."""
 FILE: Final = Path(__file__).with_name("found_inputs.txt")
 
 
-class Door(NamedTuple):
+class Api(NamedTuple):
     """One way in."""
 
     kind: str
@@ -19,14 +19,14 @@ class Door(NamedTuple):
     path: str
 
 
-GENERATE: Final = Door("grpc", "/diptych.v1.InferenceService/Generate")
-COMPLETIONS: Final = Door("http", "/v1/completions")
-CHAT: Final = Door("http", "/v1/chat/completions")
-INFER: Final = Door("grpc", "/inference.GRPCInferenceService/ModelInfer")
-_DOORS: Final = {door.path: door for door in (GENERATE, COMPLETIONS, CHAT, INFER)}
+GENERATE: Final = Api("grpc", "/diptych.v1.InferenceService/Generate")
+COMPLETIONS: Final = Api("http", "/v1/completions")
+CHAT: Final = Api("http", "/v1/chat/completions")
+INFER: Final = Api("grpc", "/inference.GRPCInferenceService/ModelInfer")
+_DOORS: Final = {api.path: api for api in (GENERATE, COMPLETIONS, CHAT, INFER)}
 
 
-def found_inputs() -> list[tuple[Door, bytes]]:
-    """All of them: the door and what is sent through it."""
+def found_inputs() -> list[tuple[Api, bytes]]:
+    """Return all of them: the API and what is sent to it."""
     lines = [line.partition(" ") for line in FILE.read_text().splitlines()]
     return [(_DOORS[path], base64.b64decode(data)) for path, _, data in lines]

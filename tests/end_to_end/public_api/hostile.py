@@ -1,4 +1,4 @@
-"""Requests that nobody would send by mistake, as hypothesis strategies: messages, bytes, JSON.
+"""Requests that no client sends by mistake, as hypothesis strategies: messages, bytes, JSON.
 
 Most of a message is right, so that it comes far: a field or two are out of range, of a wrong kind, or huge.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from diptych.kserve.v2 import open_inference_pb2 as oip
+from diptych.parameters import SAMPLING_NUMBERS
 from diptych.v1 import inference_pb2 as pb
 from tests.end_to_end.tiny_system import MODEL
 
@@ -52,8 +53,7 @@ def _some(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[s
 _IDS = st.lists(st.integers(0, 330) | _ODD_COUNTS, max_size=20)
 _SAMPLING = _some(
     {
-        **dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty"), _ODD_FLOATS),
-        **dict.fromkeys(("presence_penalty", "repetition_penalty"), _ODD_FLOATS),
+        **dict.fromkeys((name for name, row in SAMPLING_NUMBERS.items() if row.type is float), _ODD_FLOATS),
         **{name: st.integers(0, 4) | _ODD_COUNTS for name in ("n", "best_of", "beam_width")},
         "top_k": st.integers(-(2**31), 2**31 - 1),
         "seed": st.integers(-(2**63), 2**63 - 1),

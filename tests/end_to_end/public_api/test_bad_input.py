@@ -1,4 +1,4 @@
-"""Bad input through real sockets: the code, the reason and the field at the gRPC door, its name over HTTP.
+"""Bad input through real sockets: the code, the reason and the field over gRPC, its name over HTTP.
 
 No process may end of it (the fixture looks), and nothing that the server says or logs may hold a value of the
 caller's. Bad credentials and another tenant's request are in tests/gateway/access/test_credentials.py, floods
@@ -125,20 +125,22 @@ def refusal(call: Any, message: Any) -> Any:
 @pytest.mark.parametrize(
     ("field", "changes"), FIELDS, ids=[f"{i}-{case[0]}" for i, case in enumerate(FIELDS)]
 )
-def test_a_bad_field_is_named(stub: Any, field: str, changes: dict[str, Any]) -> None:
+def test_bad_field_is_named(stub: Any, field: str, changes: dict[str, Any]) -> None:
     found = told(refusal(stub.Generate, request(**changes)))
     assert (found.code, found.reason, found.fields) == (Code.INVALID_ARGUMENT, "INVALID_PARAMETER", [field])
     assert found.retry_s is None
 
 
 @pytest.mark.parametrize(("field", "changes"), UNSUPPORTED)
-def test_what_is_not_there_is_refused(stub: Any, field: str, changes: dict[str, Any]) -> None:
+def test_unsupported_field_is_refused_by_name_over_grpc(
+    stub: Any, field: str, changes: dict[str, Any]
+) -> None:
     found = told(refusal(stub.Generate, request(**changes)))
     assert (found.code, found.reason, found.fields) == (Code.INVALID_ARGUMENT, "UNSUPPORTED_FEATURE", [field])
 
 
 @pytest.mark.parametrize("changes", FINE)
-def test_odd_but_fine(stub: Any, changes: dict[str, Any]) -> None:
+def test_odd_values_in_range_are_served(stub: Any, changes: dict[str, Any]) -> None:
     assert stub.Generate(request(**changes), timeout=60).usage.completion_tokens == 1
 
 
@@ -157,7 +159,7 @@ EXPLOSIVE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("grammar", EXPLOSIVE)
-def test_what_explodes_elsewhere_costs_little(stub: Any, grammar: dict[str, Any]) -> None:
+def test_explosive_grammar_costs_little(stub: Any, grammar: dict[str, Any]) -> None:
     """As grammars go some are too complex: then they are refused by name, and at once."""
     wanted = request(structured_output=grammar, stopping={"max_tokens": 40})
     began = time.monotonic()
@@ -178,14 +180,14 @@ def test_unknown_fields_are_ignored(channel: grpc.Channel) -> None:
     assert pb.GenerateResponse.FromString(call(data, timeout=60)).usage.completion_tokens == 1
 
 
-def test_longer_than_the_context(stub: Any) -> None:
+def test_prompt_longer_than_the_context_is_refused(stub: Any) -> None:
     found = told(refusal(stub.Generate, request(token_ids={"ids": [1] * 500}, stopping={"max_tokens": 500})))
     assert (found.code, found.reason) == (Code.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
     assert found.metadata == {"prompt_tokens": "500", "max_tokens": "500", "limit": str(CONTEXT)}
 
 
 @pytest.mark.parametrize("name", ["other", "../../etc/passwd", "x" * 100_000])
-def test_an_unknown_model(stub: Any, name: str) -> None:
+def test_unknown_model_is_not_found(stub: Any, name: str) -> None:
     found = told(refusal(stub.Generate, request(model=name)))
     assert (found.code, found.reason) == (Code.NOT_FOUND, "UNKNOWN_MODEL")
     assert found.resource == ("model", name[:128])
@@ -196,24 +198,24 @@ GARBAGE = [b"\xff\xff\xff\x01", b"\x1a\x02\xff\xfe", b"\x2a" * 60_000, b"\x0a\xf
 
 @pytest.mark.parametrize("data", GARBAGE)
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize", "CancelRequest", "GetModel"])
-def test_garbage(channel: grpc.Channel, method: str, data: bytes) -> None:
+def test_garbage_over_grpc_is_an_invalid_argument(channel: grpc.Channel, method: str, data: bytes) -> None:
     found = told(refusal(channel.unary_unary(f"{SERVICE}/{method}"), data))
     assert found.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
 
 
-def test_metadata_that_is_too_large(stub: Any) -> None:
+def test_large_metadata_is_refused(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.Generate(request(), metadata=(("x-big", "x" * 65_536),), timeout=60)
     assert caught.value.code() is Code.RESOURCE_EXHAUSTED
 
 
-def test_operators_calls_are_not_on_the_public_port(channel: grpc.Channel) -> None:
+def test_public_port_has_no_admin_rpcs(channel: grpc.Channel) -> None:
     for method in ("AdminService/GetServerInfo", "AdminService/DrainWorker", "InferenceService/Nothing"):
         error = refusal(channel.unary_unary(f"/diptych.v1.{method}"), b"")
         assert error.code() is Code.UNIMPLEMENTED
 
 
-def test_a_time_limit_is_no_error(stub: Any) -> None:
+def test_time_limit_ends_with_status_ok(stub: Any) -> None:
     soon = request(stopping={"max_tokens": 400, "ignore_eos": True, "time_limit": {"nanos": 1_000_000}})
     assert stub.Generate(soon, timeout=60).outputs[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
 
@@ -233,14 +235,16 @@ HTTP: list[tuple[int, str, str | None, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("status", "code", "param", "changes"), HTTP)
-def test_over_http(stack: Stack, status: int, code: str, param: str | None, changes: dict[str, Any]) -> None:
+def test_http_error_names_the_member(
+    stack: Stack, status: int, code: str, param: str | None, changes: dict[str, Any]
+) -> None:
     body = {"model": MODEL, "prompt": SECRET, "max_tokens": 1, **changes}
     found = post(stack, json.dumps(body).encode(), status)
     assert (found["code"], found["param"]) == (code, param)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"a": NaN}', b"[" * 100_000, b'{"a": "\xff"}', b"\x00"])
-def test_garbage_over_http(stack: Stack, data: bytes) -> None:
+def test_garbage_over_http_is_an_invalid_parameter(stack: Stack, data: bytes) -> None:
     assert post(stack, data, 400)["code"] == "invalid_parameter"
 
 
@@ -254,6 +258,6 @@ def post(stack: Stack, data: bytes, status: int) -> dict[str, Any]:
         return check_http(status, error.read().decode(), dict(error.headers))
 
 
-def test_nothing_of_the_callers_is_in_the_log(stack: Stack) -> None:
+def test_log_holds_no_value_of_callers(stack: Stack) -> None:
     """The last of this module: all processes write to this one file."""
     assert SECRET not in stack.log.read_text(errors="replace")

@@ -180,7 +180,7 @@ def test_what_coverage_guided_fuzzing_found(stack: Stack, sender: Sender) -> Non
     before = stack.pids()
     found = found_inputs()
     for at in range(0, len(found), BATCH):
-        sender.send([(door.kind, (door.path, data)) for door, data in found[at : at + BATCH]])
+        sender.send([(api.kind, (api.path, data)) for api, data in found[at : at + BATCH]])
     assert stack.pids() == before
     assert sum(sender.answers.values()) == len(found)
     assert {"OK", "INVALID_ARGUMENT", "HTTP 200", "HTTP 400"} <= set(sender.answers)

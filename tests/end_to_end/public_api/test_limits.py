@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from diptych.parameters import PARAMETERS
 from diptych.v1 import inference_pb2 as pb
 from diptych.v1 import inference_pb2_grpc as rpc
 from gateway import limits
@@ -54,11 +55,11 @@ def test_where_a_message_is_parsed_changes_nothing(stub: Any, more: int) -> None
 
 
 AT_AND_ABOVE: dict[str, Any] = {
-    "sampling.n": lambda more: {"sampling": {"n": limits.MAX_N + more}},
-    "stopping.stop": lambda more: {"stopping": {"stop": ["\x01"] * (limits.MAX_STOP_STRINGS + more)}},
-    "response.logprobs": lambda more: {"response": {"logprobs": limits.MAX_LOGPROBS + more}},
-    "cache.salt": lambda more: {"cache": {"salt": "s" * (limits.MAX_SALT_BYTES + more)}},
-    "request_id": lambda more: {"request_id": "r" * (limits.MAX_REQUEST_ID_CHARS + more)},
+    "sampling.n": lambda more: {"sampling": {"n": PARAMETERS["n"].high + more}},
+    "stopping.stop": lambda more: {"stopping": {"stop": ["\x01"] * (PARAMETERS["stop"].most + more)}},
+    "response.logprobs": lambda more: {"response": {"logprobs": PARAMETERS["logprobs"].high + more}},
+    "cache.salt": lambda more: {"cache": {"salt": "s" * (PARAMETERS["cache_salt"].longest + more)}},
+    "request_id": lambda more: {"request_id": "r" * (PARAMETERS["request_id"].longest + more)},
 }
 
 

@@ -57,7 +57,7 @@ def rapid_reset(stack: Stack) -> None:
 
 
 def ping_flood(stack: Stack) -> None:
-    """CVE-2019-9512: pings whose answers nobody reads."""
+    """CVE-2019-9512: pings whose answers are not read."""
     with frames.connection(stack.address) as made:
         pings = frames.frame(frames.PING, 0, 0, b"12345678") * 1000
         for _ in range(100):
@@ -104,7 +104,7 @@ def header_bomb(stack: Stack) -> None:
 
 
 def never_reading(stack: Stack) -> None:
-    """Streams into a window of no bytes: sixteen answers that nobody takes, and then the client is gone."""
+    """Streams into a window of no bytes: sixteen answers that are not read, and then the client is gone."""
     wanted = pb.GenerateRequest(
         model=MODEL, text="a", stopping=pb.StoppingCriteria(max_tokens=500, ignore_eos=True)
     )

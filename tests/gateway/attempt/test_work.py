@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import Sampling
 from diptych.worker.v1 import work_pb2
 from gateway.attempt.work import Attempt, Job, TraceParent, build_work
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 
 PLAIN = Sampling(0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, seed=5)
 REQUEST = ParsedRequest(
@@ -71,6 +72,7 @@ def test_every_sampling_parameter_is_sent() -> None:
         logit_bias={4: -1.5, 9: 2.0},
         allowed_token_ids=(9, 4),
         bad_words=((1, 2), (3,)),
+        top_n_sigma=1.5,
     )
     message = built(sampling=sampling, logprobs=3).sampling
     for field in dataclasses.fields(Sampling):

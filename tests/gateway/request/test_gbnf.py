@@ -56,7 +56,7 @@ def matches(grammar: str, text: str) -> bool:
         ),
     ],
 )
-def test_what_matches(grammar: str, kind: Kind, good: list[str], bad: list[str]) -> None:
+def test_grammar_matches_what_it_should(grammar: str, kind: Kind, good: list[str], bad: list[str]) -> None:
     assert translate(grammar).kind is kind
     for text in good:
         assert matches(grammar, text), text
@@ -95,7 +95,7 @@ def test_bad_grammars_are_named_and_not_quoted(grammar: str, fault: str) -> None
     assert "secret" not in str(raised.value)
 
 
-def test_at_the_limits() -> None:
+def test_grammars_at_the_limits_are_read() -> None:
     assert matches("root ::= " + "(" * MAX_DEPTH + '"a"' + ")" * MAX_DEPTH, "a")
     assert matches(f'root ::= "a"{{{MAX_REPEATS}}}', "a" * MAX_REPEATS)
     # Forty rules that each use the last one twice: written out, a regular expression of terabytes.

@@ -14,8 +14,8 @@ import pytest
 
 from diptych.runtime.errors import Draining, GrammarNotChecked, InvalidParameter, QueueFull
 from diptych.runtime.grammar.grammar import BadGrammar, Grammar, Kind
-from gateway.request.constraint import Constraint
 from gateway.request.grammar_check import MAX_WAITING, GrammarCheck
+from gateway.request.structured_output import Constraint
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ async def checker() -> AsyncIterator[GrammarCheck]:
     await checker.close()
 
 
-async def test_good_and_bad(checker: GrammarCheck) -> None:
+async def test_good_and_bad_grammars_are_told_apart(checker: GrammarCheck) -> None:
     await checker.check(Grammar(Kind.REGEX, "[a-z]+"))
     with pytest.raises(BadGrammar, match="is not valid"):
         await checker.check(Grammar(Kind.REGEX, "["))
@@ -42,13 +42,13 @@ async def test_a_folder_called_like_our_package_is_not_run(
     checker: GrammarCheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "diptych" / "runtime").mkdir(parents=True)
-    (tmp_path / "diptych" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    (tmp_path / "diptych" / "__init__.py").write_text("raise SystemExit('another package')")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     await checker.check(Grammar(Kind.REGEX, "[a-z]+"))
 
 
-async def test_what_never_ends_is_refused_and_delays_nobody_for_long(checker: GrammarCheck) -> None:
+async def test_endless_grammar_is_refused_and_delays_others_little(checker: GrammarCheck) -> None:
     await checker.check(Grammar(Kind.REGEX, "a"))
     first = checker.child.process
     begun = time.monotonic()
@@ -148,7 +148,7 @@ async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(
     async with flood(checker, monkeypatch, 8) as asked:
         await asyncio.gather(*(checker.check(Grammar(Kind.REGEX, letter), "calm") for letter in "xy"))
         assert [grammar.text for grammar in asked[1:3]] == ["x", "y"]
-    await checker.check(Grammar(Kind.REGEX, "z"), "flood")  # what nobody waits for is left out
+    await checker.check(Grammar(Kind.REGEX, "z"), "flood")  # a grammar that no request waits for is left out
     assert len(asked) == 5
 
 
@@ -217,7 +217,7 @@ async def test_a_caller_that_leaves_keeps_the_child_and_takes_no_answer_of_anoth
     assert checker.child.process is child
 
 
-async def test_at_the_end_those_that_wait_are_told() -> None:
+async def test_close_ends_waiting_requests_with_draining() -> None:
     checker = GrammarCheck()
     asked = [Grammar(Kind.JSON_SCHEMA, ENDLESS), Grammar(Kind.REGEX, "a")]
     waiting = [asyncio.create_task(checker.check(grammar)) for grammar in asked]

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.parameters import Sampling
 from diptych.runtime.errors import InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from diptych.worker.v1 import work_pb2
 from gateway.model.served_model import ServedModel
 from gateway.output.output_stream import OutputStream
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 from gateway.request.resume_token import LIFETIME_S, ResumeTokens
 from gateway.tools.tool import Tool, Toolbox
 from tests.gateway.failing_calls import told
@@ -75,7 +76,7 @@ def test_a_token_says_what_was_resolved_and_nothing_more() -> None:
 
 
 @given(st.integers(0, 52), st.integers(1, 255))
-def test_an_altered_token_is_none(place: int, flip: int) -> None:
+def test_altered_token_is_refused(place: int, flip: int) -> None:
     data = bytearray(base64.urlsafe_b64decode(tokens().issue(REQUEST, 77, TENANT) + "="))
     data[place] ^= flip
     altered = base64.urlsafe_b64encode(bytes(data)).rstrip(b"=").decode()
@@ -83,11 +84,11 @@ def test_an_altered_token_is_none(place: int, flip: int) -> None:
 
 
 @given(st.text(max_size=80))
-def test_anything_else_is_no_token(text: str) -> None:
+def test_other_text_is_no_token(text: str) -> None:
     assert fault_of(lambda: tokens().open(text)) == "is not a token of this service"
 
 
-def test_of_another_fleet_or_too_old() -> None:
+def test_token_of_another_fleet_or_too_old_is_refused() -> None:
     token = tokens().issue(REQUEST, 77, TENANT)
     assert fault_of(lambda: tokens(secret=b"t" * 32).open(token)) == "is not a token of this service"
     assert fault_of(lambda: tokens(now=1e9 + LIFETIME_S + 1).open(token)) == "has expired"
@@ -106,13 +107,13 @@ def test_of_another_fleet_or_too_old() -> None:
         {"model": "other"},
     ],
 )
-def test_of_another_request(changes: dict[str, Any]) -> None:
+def test_token_of_another_request_is_refused(changes: dict[str, Any]) -> None:
     opened = tokens().open(tokens().issue(REQUEST, 77, TENANT))
     for service, request in ((tokens(), replace(REQUEST, **changes)), (tokens(model="n"), REQUEST)):
         assert "another" in fault_of(lambda s=service, r=request: s.check(opened, r, TENANT))
 
 
-def test_of_a_request_that_may_call_more_often() -> None:
+def test_token_is_bound_to_parallel_tool_calls() -> None:
     several = replace(REQUEST, tools=Toolbox((Tool("f"),)))
     one = replace(several, tools=Toolbox((Tool("f"),), single=True))
     opened = tokens().open(tokens().issue(one, 77, TENANT))
@@ -120,7 +121,7 @@ def test_of_a_request_that_may_call_more_often() -> None:
     assert "another" in fault_of(lambda: tokens().check(opened, several, TENANT))
 
 
-def test_what_does_not_change_the_output_may_change() -> None:
+def test_token_ignores_fields_without_effect_on_the_output() -> None:
     opened = tokens().open(tokens().issue(REQUEST, 77, TENANT))
     tokens().check(
         opened, replace(REQUEST, request_id="r2", priority=3, time_limit_s=1.0, stream_interval=9), TENANT

@@ -161,7 +161,7 @@ def test_tools_that_the_template_would_not_show(bundled: ServedModel) -> None:
     )
 
 
-def test_template_settings(bundled: ServedModel) -> None:
+def test_template_kwargs_are_checked(bundled: ServedModel) -> None:
     switch = with_template(
         bundled, "{% if enable_thinking %}yes{% else %}no{% endif %} {{ reasoning_effort }}"
     )

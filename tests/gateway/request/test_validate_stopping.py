@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import ContextLengthExceeded, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
-from gateway import limits
-from gateway.request.validate_stopping import Stopping, TokenBudget, budget, stopping
+from gateway.request.validate_stopping import Stopping, TokenBudget, prompt_budget, read_stopping
 
 VOCAB = 1000
-MOST_SECONDS = int(limits.MAX_TIME_LIMIT_SECONDS)
+MOST_SECONDS = int(PARAMETERS["time_limit_s"].high)
 
 
 def checked(**criteria: Any) -> Stopping:
-    return stopping(pb.StoppingCriteria(**criteria), VOCAB)
+    return read_stopping(pb.StoppingCriteria(**criteria), VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def checked(**criteria: Any) -> Stopping:
     [
         ("max_tokens", {"max_tokens": 0}),
         ("min_tokens", {"max_tokens": 4, "min_tokens": 5}),
-        ("stop", {"stop": [str(index) for index in range(limits.MAX_STOP_STRINGS + 1)]}),
+        ("stop", {"stop": [str(index) for index in range(PARAMETERS["stop"].most + 1)]}),
         ("stop", {"stop": ["x"] * 100_000}),
         ("stop[1]", {"stop": ["x", ""]}),
-        ("stop[0]", {"stop": ["x" * (limits.MAX_STOP_STRING_BYTES + 1)]}),
-        ("stop[0]", {"stop": ["é" * (limits.MAX_STOP_STRING_BYTES // 2 + 1)]}),
+        ("stop[0]", {"stop": ["x" * (PARAMETERS["stop"].longest + 1)]}),
+        ("stop[0]", {"stop": ["é" * (PARAMETERS["stop"].longest // 2 + 1)]}),
         ("stop[0]", {"stop": ["x" * 1_000_000]}),
-        ("stop_token_ids", {"stop_token_ids": [1] * (limits.MAX_STOP_TOKEN_IDS + 1)}),
+        ("stop_token_ids", {"stop_token_ids": [1] * (PARAMETERS["stop_token_ids"].most + 1)}),
         ("stop_token_ids[2]", {"stop_token_ids": [1, 2, VOCAB]}),
         ("time_limit", {"time_limit": {}}),
         ("time_limit", {"time_limit": {"seconds": -1}}),
@@ -40,7 +40,7 @@ def checked(**criteria: Any) -> Stopping:
         ("time_limit", {"time_limit": {"seconds": 2**63 - 1}}),
     ],
 )
-def test_a_bad_field_is_named(path: str, criteria: dict[str, Any]) -> None:
+def test_bad_field_is_named(path: str, criteria: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter) as caught:
         checked(**criteria)
     (violation,) = caught.value.violations
@@ -52,10 +52,10 @@ def test_a_bad_field_is_named(path: str, criteria: dict[str, Any]) -> None:
     [
         ({"max_tokens": 1}, "max_tokens", 1),
         ({"max_tokens": 4, "min_tokens": 4}, "min_tokens", 4),
-        ({"stop": ["x" * limits.MAX_STOP_STRING_BYTES]}, "stop", ("x" * limits.MAX_STOP_STRING_BYTES,)),
-        ({"stop_token_ids": [VOCAB - 1] * limits.MAX_STOP_TOKEN_IDS}, "stop_token_ids", (VOCAB - 1,)),
+        ({"stop": ["x" * PARAMETERS["stop"].longest]}, "stop", ("x" * PARAMETERS["stop"].longest,)),
+        ({"stop_token_ids": [VOCAB - 1] * PARAMETERS["stop_token_ids"].most}, "stop_token_ids", (VOCAB - 1,)),
         ({"time_limit": {"nanos": 1}}, "time_limit_s", 1e-9),
-        ({"time_limit": {"seconds": MOST_SECONDS}}, "time_limit_s", limits.MAX_TIME_LIMIT_SECONDS),
+        ({"time_limit": {"seconds": MOST_SECONDS}}, "time_limit_s", PARAMETERS["time_limit_s"].high),
     ],
 )
 def test_a_field_at_its_limit_is_fine(criteria: dict[str, Any], field: str, expected: object) -> None:
@@ -63,7 +63,7 @@ def test_a_field_at_its_limit_is_fine(criteria: dict[str, Any], field: str, expe
 
 
 def test_as_many_stop_strings_as_allowed() -> None:
-    stops = [str(index) for index in range(limits.MAX_STOP_STRINGS)]
+    stops = [str(index) for index in range(PARAMETERS["stop"].most)]
     assert checked(stop=stops).stop == tuple(stops)
 
 
@@ -72,7 +72,7 @@ def test_as_many_stop_strings_as_allowed() -> None:
     [({}, 1), ({"max_tokens": 5}, 5), ({"min_tokens": 3}, 3), ({"max_tokens": 5, "min_tokens": 3}, 5)],
 )
 def test_what_a_request_insists_on(criteria: dict[str, Any], wanted: int) -> None:
-    assert budget(checked(**criteria), limit=100) == TokenBudget(limit=100, wanted=wanted)
+    assert prompt_budget(checked(**criteria), limit=100) == TokenBudget(limit=100, wanted=wanted)
 
 
 def test_a_budget_at_its_limit_and_one_over() -> None:

@@ -12,6 +12,7 @@ from google.protobuf.struct_pb2 import Struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.parameters import PARAMETERS, Sampling
 from diptych.runtime.errors import (
     ContextLengthExceeded,
     DiptychError,
@@ -23,10 +24,11 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.served_model import ServedModel
-from gateway.request.parsed_request import ParsedRequest, Sampling
+from gateway.request.parsed_request import ParsedRequest
 from gateway.request.validation import parse_message, parse_request
 
 MODEL = "SmolLM2-135M-Instruct"
+MOST_INTERVAL = PARAMETERS["stream_interval"].high
 
 
 def valid(**changes: Any) -> pb.GenerateRequest:
@@ -113,6 +115,7 @@ IMPLEMENTED: dict[str, tuple[dict[str, Any], Callable[[ParsedRequest], object], 
     "sampling.n": ({"sampling": {"n": 3}}, lambda r: r.n, 3),
     "sampling.best_of": ({"sampling": {"best_of": 3}}, lambda r: r.best_of, 3),
     "sampling.beam_width": ({"sampling": {"beam_width": 4}}, lambda r: r.beam_width, 4),
+    "sampling.top_n_sigma": ({"sampling": {"top_n_sigma": 1.5}}, lambda r: r.sampling.top_n_sigma, 1.5),
     "stopping.max_tokens": ({"stopping": {"max_tokens": 9}}, lambda r: r.max_tokens, 9),
     "stopping.min_tokens": ({"stopping": {"min_tokens": 3}}, lambda r: r.min_tokens, 3),
     "stopping.stop": ({"stopping": {"stop": ["x", "y", "x"]}}, lambda r: r.stop, ("x", "y")),
@@ -216,7 +219,7 @@ def test_stop_strings_are_refused_with_several_beams_only(bundled: ServedModel) 
     assert parsed(bundled, valid(sampling={"beam_width": 2}, stopping=ids)).stop_token_ids == (4,)
 
 
-def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> None:
+def test_harmless_values_of_unsupported_fields_pass(bundled: ServedModel) -> None:
     assert parsed(bundled, valid(sampling={"n": 1, "best_of": 1}, response={"echo_prompt": False}))
 
 
@@ -224,7 +227,7 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
     ("path", "changes"),
     [
         ("model", {"model": ""}),
-        ("request_id", {"request_id": "a" * (limits.MAX_REQUEST_ID_CHARS + 1)}),
+        ("request_id", {"request_id": "a" * (PARAMETERS["request_id"].longest + 1)}),
         ("request_id", {"request_id": "a b"}),
         ("request_id", {"request_id": "a\n"}),
         ("request_id", {"request_id": "é"}),
@@ -236,19 +239,22 @@ def test_asking_for_what_is_so_anyway_is_no_feature(bundled: ServedModel) -> Non
             {"sampling": {"allowed_token_ids": [2]}, "stopping": {"min_tokens": 1}},
         ),
         ("sampling.bad_words[1]", {"sampling": {"bad_words": ["a", ""]}}),
-        ("cache.salt", {"cache": {"salt": "x" * (limits.MAX_SALT_BYTES + 1)}}),
-        ("cache.salt", {"cache": {"salt": "é" * (limits.MAX_SALT_BYTES // 2 + 1)}}),
+        ("cache.salt", {"cache": {"salt": "x" * (PARAMETERS["cache_salt"].longest + 1)}}),
+        ("cache.salt", {"cache": {"salt": "é" * (PARAMETERS["cache_salt"].longest // 2 + 1)}}),
         ("cache.salt", {"cache": {"salt": "x" * 1_000_000}}),
         ("cache.salt", {"cache": {"salt": "a\x00b"}}),
         ("cache.salt", {"cache": {"salt": "\x7f"}}),
         ("cache.salt", {"cache": {"salt": "\x85"}}),
-        ("session_id", {"session_id": "x" * (limits.MAX_SESSION_ID_BYTES + 1)}),
+        ("session_id", {"session_id": "x" * (PARAMETERS["session_id"].longest + 1)}),
         ("session_id", {"session_id": "a\r\nb"}),
         ("response.stream_interval", {"response": {"stream_interval": 0}}),
-        ("response.stream_interval", {"response": {"stream_interval": limits.MAX_STREAM_INTERVAL + 1}}),
+        (
+            "response.stream_interval",
+            {"response": {"stream_interval": MOST_INTERVAL + 1}},
+        ),
     ],
 )
-def test_a_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str, Any]) -> None:
+def test_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str, Any]) -> None:
     error = refusal(bundled, valid(**changes))
     assert isinstance(error, InvalidParameter)
     assert field_of(error) == path
@@ -257,10 +263,10 @@ def test_a_bad_field_is_named(bundled: ServedModel, path: str, changes: dict[str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"request_id": "a" * limits.MAX_REQUEST_ID_CHARS},
-        {"cache": {"salt": "é" * (limits.MAX_SALT_BYTES // 2)}},
-        {"session_id": "x" * limits.MAX_SESSION_ID_BYTES},
-        {"response": {"stream_interval": limits.MAX_STREAM_INTERVAL}},
+        {"request_id": "a" * PARAMETERS["request_id"].longest},
+        {"cache": {"salt": "é" * (PARAMETERS["cache_salt"].longest // 2)}},
+        {"session_id": "x" * PARAMETERS["session_id"].longest},
+        {"response": {"stream_interval": PARAMETERS["stream_interval"].high}},
         {"priority": -(2**31)},
         {"response": {"text": False, "token_ids": False}},
     ],
@@ -349,7 +355,7 @@ def _deep_template_kwargs(depth: int) -> bytes:
     return _delimited(b"\x2a", _delimited(b"\x12", struct))  # GenerateRequest.chat.template_kwargs
 
 
-def test_bytes_that_are_no_request(bundled: ServedModel) -> None:
+def test_parse_message_refuses_garbage(bundled: ServedModel) -> None:
     deep = chat(("user", "x")).SerializeToString() + _deep_template_kwargs(10_000)
     invalid_utf8 = valid().SerializeToString() + b"\x1a\x02\xff\xfe"
     for data in (b"\xff" * 50, deep, invalid_utf8, b"\x0a\x7f"):
@@ -434,8 +440,8 @@ def test_any_message_is_parsed_or_refused(bundled: ServedModel, data: st.DataObj
     else:
         assert result.prompt_ids
         assert result.output_budget(bundled.card.max_context) >= max(1, result.min_tokens)
-        assert 1 <= result.n <= result.choices <= limits.MAX_N
-        assert result.beam_width is None or result.n <= result.beam_width <= limits.MAX_BEAM_WIDTH
+        assert 1 <= result.n <= result.choices <= PARAMETERS["n"].high
+        assert result.beam_width is None or result.n <= result.beam_width <= PARAMETERS["beam_width"].high
         assert all(len(word) for word in result.sampling.bad_words)
 
 
@@ -458,3 +464,16 @@ def _seconds_to_refuse(model: ServedModel, request: pb.GenerateRequest) -> float
     begun = time.process_time()
     refusal(model, request)
     return time.process_time() - begun
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_alternatives_have_a_limit(bundled: ServedModel, name: str) -> None:
+    most = int(PARAMETERS[name].high or 0)
+    for count in (0, 1, most):
+        assert getattr(parsed(bundled, valid(response={name: count})), name) == count
+    assert field_of(refusal(bundled, valid(response={name: most + 1}))) == f"response.{name}"
+
+
+def test_echo_is_read(bundled: ServedModel) -> None:
+    assert parsed(bundled, valid(response={"echo_prompt": True})).echo
+    assert not parsed(bundled, valid()).echo

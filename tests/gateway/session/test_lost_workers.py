@@ -100,7 +100,7 @@ async def test_wait_for_a_worker_expires(
     bundled: ServedModel, redis_url: str, answer: list[int], tokens_first: int
 ) -> None:
     prefill, decode = ScriptedPrefill(idle=True), ScriptedDecode()
-    async with running(bundled, redis_url, prefill, decode, recovery_wait_s=0.3) as stack:
+    async with running(bundled, redis_url, prefill, decode, worker_wait_timeout=0.3) as stack:
         call = stack.stub.StreamGenerate(stack.request())
         (work,) = await decode.wait_for("attach")
         if tokens_first:
@@ -123,7 +123,7 @@ async def test_request_that_kills_two_workers_gets_no_third(bundled: ServedModel
 
     decodes = [ScriptedDecode(die) for _ in range(3)]
     async with running(
-        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, recovery_wait_s=0.5
+        bundled, redis_url, ScriptedPrefill(idle=True), *decodes, worker_wait_timeout=0.5
     ) as stack:
         await linked(stack, 4)
         error = await failure(stack.stub.StreamGenerate(stack.request()))
@@ -139,7 +139,9 @@ async def test_deaths_confirmed_by_a_supervisor_end_the_request_at_once(
         await worker.kill()
 
     first, second, third = (ScriptedDecode(die) for _ in range(3))
-    async with running(bundled, redis_url, ScriptedPrefill(idle=True), first, recovery_wait_s=300.0) as stack:
+    async with running(
+        bundled, redis_url, ScriptedPrefill(idle=True), first, worker_wait_timeout=300.0
+    ) as stack:
         await linked(stack, 2)
         call = stack.stub.StreamGenerate(stack.request())
         await first.wait_for("attach")
@@ -220,7 +222,7 @@ async def test_failed_compute_is_retried_once_uncached(
     async def script(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         if work.id.attempt <= failures:
             worker.tokens(work, 0, answer[:2])
-            worker.fail(work, work_pb2.FAILURE_REASON_ROW_FAILED)
+            worker.fail(work, work_pb2.FAILURE_REASON_COMPUTE_FAILED)
         else:
             assert not work.cache_read
             await answering(answer)(worker, work)

@@ -221,7 +221,7 @@ async def test_best_of_ended_by_a_shutdown_is_unavailable(
         sent_some.set()
 
     workers = (ScriptedPrefill(), ScriptedDecode(script))
-    async with running(bundled, redis_url, *workers, drain_grace_s=0.3) as stack:
+    async with running(bundled, redis_url, *workers, shutdown_timeout=0.3) as stack:
         call = stack.stub.StreamGenerate(stack.request(sampling=pb.SamplingParams(best_of=2)))
         await sent_some.wait()
         await stack.gateway.drain()

@@ -12,7 +12,7 @@ from diptych.runtime.grammar.grammar import Grammar, Kind
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.model.tool_support import ToolSupport
-from gateway.request.constraint import Constraint
+from gateway.request.structured_output import Constraint
 from gateway.request.validate_tools import constraint_of, tool_call_id, tool_calls, toolbox
 from gateway.tools.formats import FORMATS
 from gateway.tools.tool import Mode

@@ -154,7 +154,7 @@ async def test_stopped_or_killed_process_is_lost_within_seconds(
 ) -> None:
     async with (
         worker_process(redis_url) as process,
-        running(bundled, redis_url, recovery_wait_s=0) as stack,
+        running(bundled, redis_url, worker_wait_timeout=0) as stack,
     ):
         await stack.until_ready()
         call = stack.stub.StreamGenerate(stack.request())

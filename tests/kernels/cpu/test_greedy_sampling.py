@@ -57,15 +57,15 @@ def test_greedy_rows_come_as_tokens_and_the_others_as_logits(
     expected = sample(logits, [GREEDY] * 15)
     draws = [GREEDY, None, WARM, GREEDY, GREEDY, None, *[GREEDY] * 9]
     left = [1, 2, 5]
-    drawn = backend.forward_and_draw(steps, draws, None)
+    drawn = backend.forward_and_sample(steps, draws, None)
     assert drawn.tokens == [None if row in left else token for row, token in enumerate(expected)]
     several = {token.token_id for token in expected if isinstance(token, Sampled)}
     assert vocab_size == 2 or len(several) > 1
     assert torch.equal(drawn.logits, logits[left])
-    everything = backend.forward_and_draw(steps, [GREEDY] * 15, None)
+    everything = backend.forward_and_sample(steps, [GREEDY] * 15, None)
     assert everything.tokens == expected
     assert everything.logits.shape == (0, vocab_size)
-    assert torch.equal(backend.forward_and_draw(steps, [None] * 15, None).logits, logits)
+    assert torch.equal(backend.forward_and_sample(steps, [None] * 15, None).logits, logits)
 
 
 def head_of(change: Callable[[torch.Tensor, int], None]) -> tuple[NativeBackend, Pool, int]:
@@ -86,13 +86,13 @@ def test_of_equal_tokens_the_first_is_taken(others: tuple[int, int]) -> None:
         head[list(others)] = head[best].clone()
 
     backend, pool, best = head_of(repeat)
-    drawn = backend.forward_and_draw([pool.sequence(16).step([3])], [GREEDY], None)
+    drawn = backend.forward_and_sample([pool.sequence(16).step([3])], [GREEDY], None)
     assert drawn.tokens == [Sampled(min(best, *others))]
 
 
 def test_where_all_are_equal_it_is_the_first() -> None:
     backend, pool, _ = head_of(lambda head, _: head.zero_())
-    assert backend.forward_and_draw([pool.sequence(16).step([3])], [GREEDY], None).tokens == [Sampled(0)]
+    assert backend.forward_and_sample([pool.sequence(16).step([3])], [GREEDY], None).tokens == [Sampled(0)]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), -float("nan")])
@@ -102,7 +102,7 @@ def test_one_logit_that_is_not_finite_fails_the_row(bad: float, token: int) -> N
         head[token] = bad
 
     backend, pool, _ = head_of(spoil)
-    assert backend.forward_and_draw([pool.sequence(16).step([3])], [GREEDY], None).tokens == [NOT_FINITE]
+    assert backend.forward_and_sample([pool.sequence(16).step([3])], [GREEDY], None).tokens == [NOT_FINITE]
 
 
 def test_a_row_that_fails_leaves_the_others_alone() -> None:
@@ -112,7 +112,7 @@ def test_a_row_that_fails_leaves_the_others_alone() -> None:
     backend = NativeBackend(shape, weights, torch.float32)
     pool = Pool(layout_of(shape, 16, torch.float32), 4)
     steps = [pool.sequence(16).step([token]) for token in (3, 9, 4)]
-    first, second, third = backend.forward_and_draw(steps, [GREEDY] * 3, None).tokens
+    first, second, third = backend.forward_and_sample(steps, [GREEDY] * 3, None).tokens
     assert second == NOT_FINITE
     assert [first, third] == sample(backend.forward([steps[0], steps[2]], None), [GREEDY, GREEDY])
 
@@ -123,9 +123,9 @@ def test_rows_of_aborted_sequences_have_no_token(aborted: list[int]) -> None:
     backend = NativeBackend(shape, weights_of(shape, torch.float32), torch.float32)
     pool = Pool(layout_of(shape, 16, torch.float32), 4)
     steps = [pool.sequence(16).step([token]) for token in (3, 4)]
-    expected = backend.forward_and_draw(steps, [GREEDY] * 2, None).tokens
+    expected = backend.forward_and_sample(steps, [GREEDY] * 2, None).tokens
     words = AbortWords(2)
     for number in aborted:
         words.abort(number)
-    drawn = backend.forward_and_draw(steps, [GREEDY] * 2, words)
+    drawn = backend.forward_and_sample(steps, [GREEDY] * 2, words)
     assert drawn.tokens == [NOT_FINITE if row in aborted else expected[row] for row in range(2)]

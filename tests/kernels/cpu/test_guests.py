@@ -52,7 +52,7 @@ class Cores:
 
 def assisted(cores: Cores) -> NativeBackend:
     backend = NativeBackend(SHAPE, weights_of(SHAPE, torch.float32), torch.float32)
-    backend.assist(ctypes.addressof(cores.states), OTHERS)
+    backend.use_idle_cores(ctypes.addressof(cores.states), OTHERS)
     return backend
 
 
@@ -68,7 +68,7 @@ def steps(count: int) -> list[SequenceStep]:
 def test_coming_and_going_changes_no_bit(threads: int, after: float) -> None:
     cores, batch = Cores(), steps(200)
     backend = assisted(cores)
-    backend.welcome(after)
+    backend.use_idle_cores_after(after)
     cores.all(native.CORE_OWNED)
     expected = backend.forward(batch, None)
     backend.set_threads(threads)
@@ -108,7 +108,7 @@ def test_guests_help_on_free_cores_and_leave_them_free() -> None:
 def test_a_step_that_wants_no_help_gets_none() -> None:
     cores, batch = Cores(), steps(900)
     backend = assisted(cores)
-    backend.welcome(1.0)
+    backend.use_idle_cores_after(1.0)
     with watched(cores) as seen:
         for _ in range(5):
             backend.forward(batch, None)
@@ -134,7 +134,7 @@ def test_teams_with_guests_begin_and_end() -> None:
             for _ in range(chooser.randrange(4)):
                 backend.forward(batch, None)
             if chooser.random() < 0.3:
-                backend.assist(ctypes.addressof(cores.states), chooser.choice([[], [2], OTHERS]))
+                backend.use_idle_cores(ctypes.addressof(cores.states), chooser.choice([[], [2], OTHERS]))
                 backend.forward(batch, None)
 
 

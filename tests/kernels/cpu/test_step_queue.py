@@ -63,7 +63,7 @@ def test_launched_ahead_the_tokens_are_those_of_steps_one_by_one(threads: int) -
     plain, ahead = backend_of(), backend_of(threads)
     expected, said = Streams(plain), Streams(ahead)
     for members in batches:
-        drawn = plain.forward_and_draw(expected.steps(members), [GREEDY] * len(members), None)
+        drawn = plain.forward_and_sample(expected.steps(members), [GREEDY] * len(members), None)
         expected.say(members, drawn.tokens)
     launched: Launched | None = None
     before: list[int] = []
@@ -111,7 +111,7 @@ def test_a_row_that_is_not_there_is_not_followed() -> None:
     backend = backend_of()
     streams = Streams(backend)
     steps, other = streams.steps([0, 1]), streams.steps([2])[0]
-    expected = backend.forward_and_draw(steps, [GREEDY] * 2, None)
+    expected = backend.forward_and_sample(steps, [GREEDY] * 2, None)
     launched = backend.launch(steps, [GREEDY] * 2, None)
     assert launched is not None
     for row in (-2, 2, 1000):
@@ -141,7 +141,7 @@ def test_a_launch_makes_no_tables() -> None:
     assert backend.launch([beyond], [GREEDY], None) is None
     launched.collect()
     assert backend.launch([beyond], [GREEDY], None) is None
-    backend.forward_and_draw([beyond], [GREEDY], None)
+    backend.forward_and_sample([beyond], [GREEDY], None)
     again = backend.launch([beyond], [GREEDY], None)
     assert again is not None
     again.collect()
@@ -151,7 +151,7 @@ def test_a_launch_makes_no_tables() -> None:
 def test_a_step_beside_a_launched_one_is_refused_before_it_replaces_the_tables() -> None:
     backend = backend_of()
     streams, far = Streams(backend), Pool(LAYOUT, 300).sequence(4000)
-    expected = backend.forward_and_draw(streams.steps([0]), [GREEDY], None).tokens
+    expected = backend.forward_and_sample(streams.steps([0]), [GREEDY], None).tokens
     table = weakref.ref(backend._rotary[0])
     launched = backend.launch(streams.steps([0]), [GREEDY], None)
     assert launched is not None
@@ -172,7 +172,9 @@ def test_an_aborted_step_ends_and_the_next_one_follows() -> None:
     assert one is not None
     assert two is not None
     assert not isinstance(one.collect().tokens[0], Sampled)
-    expected = backend.forward_and_draw(streams.steps([1]), [GREEDY], None).tokens if two.collect() else None
+    expected = (
+        backend.forward_and_sample(streams.steps([1]), [GREEDY], None).tokens if two.collect() else None
+    )
     assert expected is not None
     assert isinstance(expected[0], Sampled)
 

@@ -104,9 +104,9 @@ async def test_ask_beyond_the_pool_is_denied_at_once(make_pair, transport):
     pair = await make_pair(transport, scratch_blocks=64)
     with pytest.raises(GrantDeniedError) as refused:
         await pair.grant("r", 17 * BLOCK)
-    assert refused.value.failure.reason == work_pb2.FAILURE_REASON_NEVER_FITS
+    assert refused.value.failure.reason == work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY
     assert [(key, reason) for key, reason, _ in pair.decode.failed] == [
-        (("r", 1), work_pb2.FAILURE_REASON_NEVER_FITS)
+        (("r", 1), work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY)
     ]
 
 

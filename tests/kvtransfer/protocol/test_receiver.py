@@ -201,7 +201,7 @@ def test_ask_beyond_the_pool_is_denied_at_once():
     denied, failed = receiver.ask(WRITER, KEY)
     assert isinstance(denied, SendDenied)
     assert isinstance(failed, Fail)
-    assert failed.reason == work_pb2.FAILURE_REASON_NEVER_FITS
+    assert failed.reason == work_pb2.FAILURE_REASON_EXCEEDS_KV_CAPACITY
     receiver.expect(PendingTransfer(("r", 2), 16, []))
     (grant,) = receiver.ask(WRITER, ("r", 2))
     assert isinstance(grant, SendGrant)

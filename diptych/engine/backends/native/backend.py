@@ -88,13 +88,13 @@ class NativeBackend:
         """Use `threads` cores from the next step on."""
         self._threads = threads
 
-    def assist(self, states: int, cores: Sequence[int]) -> None:
-        """See `CoreLendingBackend.assist`. `states` must stay valid as long as this backend lives."""
+    def use_idle_cores(self, states: int, cores: Sequence[int]) -> None:
+        """See `CoreLendingBackend.use_idle_cores`. `states` must stay valid as long as this backend lives."""
         numbers = (ctypes.c_int32 * len(cores))(*cores)
         self._check(self._library.diptych_set_guests(self._model, states, numbers, len(cores)))
 
-    def welcome(self, after: float) -> None:
-        """See `CoreLendingBackend.welcome`."""
+    def use_idle_cores_after(self, after: float) -> None:
+        """See `CoreLendingBackend.use_idle_cores_after`."""
         self._guests_from = math.ceil(after * self._shape.num_layers)
 
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
@@ -105,13 +105,13 @@ class NativeBackend:
         rows = sum(step.logit_rows for step in sequences)
         return self._step(sequences, bytes(rows), abort)[0]
 
-    def forward_and_draw(
+    def forward_and_sample(
         self,
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> StepOutput:
-        """See `SamplingBackend.forward_and_draw`: greedy rows are drawn as their logits come."""
+        """See `SamplingBackend.forward_and_sample`: greedy rows are drawn as their logits come."""
         greedy = bytes([draw is not None and draw.params.greedy for draw in draws])
         logits, likeliest = self._step(sequences, greedy, abort)
         tokens = [_to_sampled(token) if drew else None for token, drew in zip(likeliest, greedy, strict=True)]
@@ -291,7 +291,7 @@ class _LaunchedStep:
         self.number = 0
         self._is_over, self._collect = is_over, collect
 
-    def over(self) -> bool:
+    def done(self) -> bool:
         return self._is_over(self)
 
     def collect(self) -> StepOutput:

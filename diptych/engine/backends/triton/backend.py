@@ -74,22 +74,22 @@ class TritonBackend:
     def forward(self, sequences: Sequence[SequenceStep], abort: AbortWords | None) -> torch.Tensor:
         """See `Backend.forward`; rows of aborted sequences are NaN."""
         rows = sum(step.logit_rows for step in sequences)
-        return self.forward_and_draw(sequences, [None] * rows, abort).logits
+        return self.forward_and_sample(sequences, [None] * rows, abort).logits
 
-    def forward_and_draw(
+    def forward_and_sample(
         self,
         sequences: Sequence[SequenceStep],
         draws: Sequence[SampleRow | None],
         abort: AbortWords | None,
     ) -> StepOutput:
-        """See `SamplingBackend.forward_and_draw`."""
+        """See `SamplingBackend.forward_and_sample`."""
         with self._current(), torch.no_grad():
             if self._graphs is not None and self._graphs.accepts(sequences):
                 return self._graphs.launch(sequences, draws, abort).collect()
             logits = self._compute(sequences, abort)
             if logits is None:
                 missing = torch.full((len(draws), self._shape.vocab_size), torch.nan)
-                return StepOutput.nothing(missing)
+                return StepOutput.logits_only(missing)
             return self._draw(logits, draws)
 
     def launch(
@@ -166,7 +166,7 @@ class TritonBackend:
     def _draw(self, logits: torch.Tensor, draws: Sequence[SampleRow | None]) -> StepOutput:
         rows = [row for row, draw in enumerate(draws) if draw is not None]
         if not rows:
-            return StepOutput.nothing(logits.cpu())
+            return StepOutput.logits_only(logits.cpu())
         left = [row for row, draw in enumerate(draws) if draw is None]
         values = [sampling_values(draw) for draw in draws if draw is not None]
         by = {

@@ -120,8 +120,8 @@ class DecodeGraphs:
         if done is not None:
             done.record()
         left = [row for row, draw in enumerate(draws) if draw is None]
-        over = done.query if done is not None else lambda: True
-        launched = LaunchedStep(left, over, lambda: self._read(turn, count, left, done))
+        ready = done.query if done is not None else lambda: True
+        launched = LaunchedStep(left, ready, lambda: self._read(turn, count, left, done))
         self._waiting[turn] = launched
         return launched
 
@@ -175,7 +175,7 @@ class LaunchedStep:
 
     left: Sequence[int]
     """Rows whose logits the host wants."""
-    over: Callable[[], bool]
+    done: Callable[[], bool]
     collect: Callable[[], StepOutput]
 
 

@@ -93,3 +93,24 @@ def test_min_p_keeps_the_same_tokens_alone_and_after_top_p() -> None:
     ):
         ids, _ = distribution(scores, params)
         assert ids.tolist() == kept
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 50.0])
+@pytest.mark.parametrize("sigmas", [1e-3, 1.0, 3.0, 1000.0])
+def test_top_n_sigma_keeps_what_is_near_the_largest_logit(sigmas: float, temperature: float) -> None:
+    scores = np.random.default_rng(7).standard_normal(VOCAB).astype(np.float32)
+    scores[::3] = -np.inf  # forbidden, and no part of the deviation
+    possible = scores[np.isfinite(scores)].astype(np.float64)
+    expected = np.flatnonzero(scores >= possible.max() - sigmas * possible.std())
+    before = scores.copy()
+    ids, weights = distribution(scores, SamplingParams(temperature=temperature, top_n_sigma=sigmas))
+    assert set(ids[weights > 0.0]) <= set(expected)
+    if temperature >= 1.0:
+        assert set(ids[weights > 0.0]) == set(expected)
+    assert (scores == before).all()
+
+
+def test_top_n_sigma_of_equal_logits_keeps_all() -> None:
+    ids, weights = distribution(np.zeros(100, np.float32), SamplingParams(top_n_sigma=0.5))
+    assert len(ids) == 100
+    assert (weights == 1.0).all()

@@ -21,7 +21,7 @@ from diptych.runtime.rpc_streams.grpc_stream import GrpcCall
 from diptych.runtime.rpc_streams.method import DECODE, HANDOFF
 from diptych.runtime.rpc_streams.stream import LinkService, Stream, StreamLost
 from diptych.runtime.rpc_streams.unix_server import UnixServer
-from diptych.runtime.rpc_streams.unix_stream import Kind, UnixStream, socket_name
+from diptych.runtime.rpc_streams.unix_stream import FrameKind, UnixStream, socket_name
 from diptych.worker.v1 import decode_pb2, work_pb2
 from tests.diptych.runtime.eventually import eventually
 
@@ -81,7 +81,7 @@ async def test_another_user_s_door_is_not_taken(address, served, monkeypatch):
 async def test_another_user_is_not_let_in(address, served, monkeypatch):
     monkeypatch.setattr(local_door, "same_user", lambda connection: False)
     reader, writer = await _raw(address)
-    writer.write(_frame(Kind.OPEN, DECODE.path.encode()))
+    writer.write(_frame(FrameKind.OPEN, DECODE.path.encode()))
     with contextlib.suppress(ConnectionResetError):  # the kernel's word where something was not read
         assert await reader.read() == b""
     writer.close()
@@ -108,18 +108,19 @@ async def test_who_does_not_say_what_he_wants_is_shown_out(address, served, monk
 @pytest.mark.parametrize(
     ("bad", "code"),
     [
-        (_frame(Kind.MESSAGE, b"", MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (_frame(Kind.MESSAGE, b"\xff\xff\xff"), grpc.StatusCode.INTERNAL),
+        (_frame(FrameKind.MESSAGE, b"", MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (_frame(FrameKind.MESSAGE, b"\xff\xff\xff"), grpc.StatusCode.INTERNAL),
         (_frame(77, b"?"), grpc.StatusCode.INTERNAL),
-        (_frame(Kind.END, b""), grpc.StatusCode.UNKNOWN),
-        (_frame(Kind.MESSAGE, b"half", 10), grpc.StatusCode.UNAVAILABLE),
+        (_frame(FrameKind.END, b""), grpc.StatusCode.UNKNOWN),
+        (_frame(FrameKind.MESSAGE, b"half", 10), grpc.StatusCode.UNAVAILABLE),
     ],
 )
 async def test_a_frame_that_should_not_come_ends_the_stream_and_no_other(address, served, bad, code):
     good = await open_link(address, DECODE)
     _, writer = await _raw(address)
     writer.write(
-        _frame(Kind.OPEN, DECODE.path.encode()) + _frame(Kind.MESSAGE, Heartbeat.SerializeToString())
+        _frame(FrameKind.OPEN, DECODE.path.encode())
+        + _frame(FrameKind.MESSAGE, Heartbeat.SerializeToString())
     )
     writer.write(bad)
     writer.write_eof()

@@ -34,7 +34,7 @@ def parameters(response: oip.ModelInferResponse) -> dict[str, object]:
     return {name: getattr(response.parameters[name], kind or "") for name, kind in kinds.items()}
 
 
-def test_a_whole_answer() -> None:
+def test_whole_answer_has_all_choices() -> None:
     response = answer.whole(message(delta(0, "hé", 5, 6, reason="STOP"), last=True), asked())
     assert (response.model_name, response.model_version, response.id) == (MODEL, "1", "r")
     assert outputs(response) == {

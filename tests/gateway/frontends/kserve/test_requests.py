@@ -13,7 +13,7 @@ from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.runtime.errors import DiptychError
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.kserve.parameters import MAX_PARAMETERS
-from gateway.frontends.kserve.request import in_the_clients_words, read_request
+from gateway.frontends.kserve.request import read_request, with_client_field
 from gateway.model.served_model import ServedModel
 from gateway.request.validation import parse_message, parse_request
 from tests.gateway.frontends.kserve.tensors import MODEL, add, asking, asking_raw, raw_texts
@@ -27,7 +27,7 @@ def with_json(**members: Any) -> oip.ModelInferRequest:
     return asking(inputs={"sampling_parameters": ("BYTES", [json.dumps(members).encode()])})
 
 
-def test_prompts() -> None:
+def test_prompt_tensors_are_read() -> None:
     assert read(asking("Hé")).text == "Hé"
     assert read(asking_raw(("text_input", "BYTES", [1, 1], raw_texts(b"x")))).text == "x"
     for name in ("token_ids", "input_ids"):
@@ -36,7 +36,7 @@ def test_prompts() -> None:
             assert list(asked.token_ids.ids) == [5, 6]
 
 
-def test_knobs_come_three_ways() -> None:
+def test_parameters_are_read_from_all_three_places() -> None:
     expected = pb.GenerateRequest(
         model=MODEL,
         text="Count:",
@@ -68,14 +68,14 @@ def test_knobs_come_three_ways() -> None:
         assert read(request) == expected
 
 
-def test_lists() -> None:
+def test_lists_are_read_from_tensors_and_json() -> None:
     expected = pb.StoppingCriteria(stop=["a", "b"], stop_token_ids=[1, 2])
     tensors = {"stop": ("BYTES", [b"a", b"b"]), "stop_token_ids": ("INT32", [1, 2])}
     assert read(asking(inputs=tensors)).stopping == expected
     assert read(with_json(stop=["a", "b"], stop_token_ids=[1, 2])).stopping == expected
 
 
-def test_how_the_answer_is_wanted() -> None:
+def test_stream_timeout_and_outputs_are_read() -> None:
     assert read_request(asking(), streaming=True).stream
     assert not read_request(asking(stream=False), streaming=True).stream
     assert not read_request(asking(inputs={"stream": ("BOOL", [False])}), streaming=True).stream
@@ -169,14 +169,14 @@ BAD: list[tuple[oip.ModelInferRequest, str]] = [
 
 
 def refusal(request: oip.ModelInferRequest, model: ServedModel) -> DiptychError:
-    """What the door or the core finds, as the door says it."""
+    """Return the error of the frontend or of the core, as the frontend sends it."""
     try:
         asked = read_request(request, streaming=True)
     except DiptychError as error:
         return error
     with pytest.raises(DiptychError) as refused:
         parse_request(asked.request, model)
-    return in_the_clients_words(refused.value, asked.names)
+    return with_client_field(refused.value, asked.names)
 
 
 @pytest.mark.parametrize(("request_", "field"), BAD, ids=[f"{i}-{field}" for i, (_, field) in enumerate(BAD)])
@@ -203,14 +203,14 @@ def test_another_model_or_version_is_not_found(bundled: ServedModel) -> None:
     assert parse_request(read(changed(asking(), model_version="1")), bundled).model == MODEL
 
 
-def test_a_stream_needs_the_streaming_rpc() -> None:
+def test_stream_parameter_needs_the_streaming_rpc() -> None:
     with pytest.raises(DiptychError) as refused:
         read_request(asking(stream=True), streaming=False)
     assert refused.value.reason == "UNSUPPORTED_FEATURE"
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_refused_or_read(data: bytes) -> None:
+def test_any_message_is_read_or_refused(data: bytes) -> None:
     try:
         read_request(parse_message(oip.ModelInferRequest, data), streaming=True)
     except DiptychError as error:

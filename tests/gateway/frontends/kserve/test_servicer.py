@@ -1,4 +1,4 @@
-"""The door through real sockets, with scripted workers behind it."""
+"""The KServe frontend through real sockets, with scripted workers behind it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from diptych.client.failure import read_failure
 from diptych.kserve.v2 import open_inference_pb2 as oip
 from diptych.kserve.v2 import open_inference_pb2_grpc
 from diptych.worker.v1 import decode_pb2, work_pb2
-from gateway.frontends.grpc.grpc_call import Context, GrpcCall
-from gateway.frontends.kserve import servicer as door_module
+from gateway.frontends.grpc.grpc_service import Context, GrpcCall
+from gateway.frontends.kserve import servicer
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.kserve.tensors import MODEL, asking, outputs, text
 from tests.gateway.running_gateway import Stack, running
@@ -25,7 +25,7 @@ TEXT = " One two three four five."
 
 
 @contextlib.asynccontextmanager
-async def door(
+async def gateway_api(
     model: ServedModel, redis_url: str, script: Script | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Stack, Any, ScriptedDecode]]:
     """A gateway whose model says ``TEXT``, unless a script says otherwise, and a stub of the protocol."""
@@ -65,8 +65,8 @@ def final(messages: list[oip.ModelStreamInferResponse]) -> list[bool]:
     return [m.infer_response.parameters["triton_final_response"].bool_param for m in messages]
 
 
-async def test_it_says_what_it_is(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, stub, _):
+async def test_metadata_describes_server_and_model(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (stack, stub, _):
         assert (await stub.ServerLive(oip.ServerLiveRequest())).live
         assert (await stub.ServerReady(oip.ServerReadyRequest())).ready
         assert (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL))).ready
@@ -94,8 +94,8 @@ async def test_without_workers_it_is_not_ready(bundled: ServedModel, redis_url: 
         assert read_failure(refused.value).reason == "NO_READY_WORKER"
 
 
-async def test_a_whole_answer(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, stub, decode):
+async def test_whole_answer_has_text_ids_and_usage(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (_, stub, decode):
         response = await stub.ModelInfer(asking(id="mine", max_tokens=9, temperature=0.5, timeout=30_000_000))
         (work,) = await decode.wait_for("attach")
     assert response.id == "mine"
@@ -110,10 +110,10 @@ async def test_a_whole_answer(bundled: ServedModel, redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["text_output", "token_ids", "finish_reason"])
-async def test_one_output_alone(bundled: ServedModel, redis_url: str, name: str) -> None:
+async def test_one_output_tensor_comes_alone(bundled: ServedModel, redis_url: str, name: str) -> None:
     request = asking(id="r")
     request.outputs.add(name=name)
-    async with door(bundled, redis_url) as (_, stub, _):
+    async with gateway_api(bundled, redis_url) as (_, stub, _):
         whole = await stub.ModelInfer(request)
         pieces = answers((await collect(stream(stub, request)))["r"])
     assert list(outputs(whole)) == [name]
@@ -125,7 +125,7 @@ async def test_one_output_alone(bundled: ServedModel, redis_url: str, name: str)
 
 
 async def test_refusals_are_statuses_of_unary_calls(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, stub, _):
+    async with gateway_api(bundled, redis_url) as (stack, stub, _):
         for request, field in (
             (asking(top_p=2.0), "parameters[top_p]"),
             (asking(colour=1), "parameters[colour]"),
@@ -135,14 +135,14 @@ async def test_refusals_are_statuses_of_unary_calls(bundled: ServedModel, redis_
                 await stub.ModelInfer(request)
             failure = read_failure(refused.value)
             assert (failure.code.name, list(failure.violations)) == ("INVALID_ARGUMENT", [field])
-        garbage = stack.channel.unary_unary(f"/{door_module.SERVICE}/ModelInfer")
+        garbage = stack.channel.unary_unary(f"/{servicer.SERVICE}/ModelInfer")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await garbage(b"\xff\xff")
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_requests_of_a_stream_run_side_by_side(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, stub, decode):
+    async with gateway_api(bundled, redis_url) as (_, stub, decode):
         call = stub.ModelStreamInfer()
         order: list[str] = []
         found: dict[str, list[oip.ModelStreamInferResponse]] = {}
@@ -173,11 +173,11 @@ async def test_an_error_of_one_leaves_the_others_alone(bundled: ServedModel, red
         if work.stopping.max_tokens == 7:
             worker.tokens(work, 0, ids_of(bundled)[:2])
             await asyncio.sleep(0.05)
-            worker.fail(work, work_pb2.FAILURE_REASON_NOTHING_ALLOWED)
+            worker.fail(work, work_pb2.FAILURE_REASON_NO_VALID_TOKEN)
         else:
             await answering(ids_of(bundled), pause_s=0.02)(worker, work)
 
-    async with door(bundled, redis_url, script) as (_, stub, _):
+    async with gateway_api(bundled, redis_url, script) as (_, stub, _):
         good, same = asking(id="good"), asking(id="good")
         bad, unknown = asking(id="bad", max_tokens=7), asking(id="unknown")
         unknown.model_name = "other"
@@ -185,15 +185,15 @@ async def test_an_error_of_one_leaves_the_others_alone(bundled: ServedModel, red
     errors = {name: [m.error_message for m in found[name] if m.error_message] for name in found}
     assert [error.split(":")[0] for error in errors["unknown"]] == ["NOT_FOUND UNKNOWN_MODEL"]
     assert [error.split(":")[0] for error in errors["good"]] == ["ALREADY_EXISTS DUPLICATE_REQUEST"]
-    assert [error.split(":")[0] for error in errors["bad"]] == ["FAILED_PRECONDITION NOTHING_ALLOWED"]
+    assert [error.split(":")[0] for error in errors["bad"]] == ["FAILED_PRECONDITION NO_VALID_TOKEN"]
     assert text(answers([m for m in found["bad"] if not m.error_message])) == " One two"
     assert text(answers([m for m in found["good"] if not m.error_message])) == TEXT
 
 
 async def test_garbage_on_a_stream_is_one_error(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _):
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         raw = stack.channel.stream_stream(
-            f"/{door_module.SERVICE}/ModelStreamInfer",
+            f"/{servicer.SERVICE}/ModelStreamInfer",
             response_deserializer=oip.ModelStreamInferResponse.FromString,
         )
         found = await collect(raw(iter([b"\xff\xff", asking(id="good").SerializeToString()])))
@@ -203,7 +203,7 @@ async def test_garbage_on_a_stream_is_one_error(bundled: ServedModel, redis_url:
 
 async def test_a_cancelled_stream_cancels_all_of_it(bundled: ServedModel, redis_url: str) -> None:
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
-    async with door(bundled, redis_url, slow) as (stack, stub, decode):
+    async with gateway_api(bundled, redis_url, slow) as (stack, stub, decode):
         call = stub.ModelStreamInfer()
         for name in ("a", "b"):
             await call.write(asking(id=name, max_tokens=400))
@@ -219,9 +219,11 @@ async def test_a_cancelled_stream_cancels_all_of_it(bundled: ServedModel, redis_
         await decode.wait_for("cancel", 3)
 
 
-async def test_timeouts(bundled: ServedModel, redis_url: str) -> None:
+async def test_timeouts_of_stream_and_request_end_with_deadline_exceeded(
+    bundled: ServedModel, redis_url: str
+) -> None:
     """The request's own, in microseconds, ends it alone; the RPC's ends all of a stream."""
-    async with door(bundled, redis_url, silent) as (_, stub, decode):
+    async with gateway_api(bundled, redis_url, silent) as (_, stub, decode):
         for options in ({"request": asking(timeout=200_000)}, {"request": asking(), "timeout": 0.2}):
             with pytest.raises(grpc.aio.AioRpcError) as late:
                 await stub.ModelInfer(**options)
@@ -251,7 +253,7 @@ async def test_a_stream_out_of_time_by_the_gateways_clock_ends_with_that(
         usual(call, method, context, received_at - 29.8, *more)
 
     monkeypatch.setattr(GrpcCall, "__init__", early)
-    async with door(bundled, redis_url, silent) as (_, stub, decode):
+    async with gateway_api(bundled, redis_url, silent) as (_, stub, decode):
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await collect(stream(stub, asking(id="a"), asking(id="b"), timeout=30))
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -282,8 +284,8 @@ def saying_letters(bundled: ServedModel) -> Script:
     return script
 
 
-async def test_several_choices(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url, saying_letters(bundled)) as (_, stub, _):
+async def test_choices_are_numbered(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url, saying_letters(bundled)) as (_, stub, _):
         whole = await stub.ModelInfer(asking(n=2))
         found = await collect(stream(stub, asking(id="r", n=2)))
     assert outputs(whole) == {"text_output": [b" One", b" two three"], "finish_reason": [b"length"] * 2}
@@ -300,8 +302,8 @@ async def test_several_choices(bundled: ServedModel, redis_url: str) -> None:
 async def test_a_stream_takes_no_more_than_its_places(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "MAX_RUNNING", 2)
-    async with door(bundled, redis_url) as (_, stub, decode):
+    monkeypatch.setattr(servicer, "MAX_RUNNING", 2)
+    async with gateway_api(bundled, redis_url) as (_, stub, decode):
         found = await collect(stream(stub, *(asking(id=str(i)) for i in range(5))))
         assert len(await decode.wait_for("attach", 5)) == 5
     assert {name: text(answers(messages)) for name, messages in found.items()} == {

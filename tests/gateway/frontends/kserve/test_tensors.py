@@ -45,7 +45,7 @@ def test_raw_numbers_are_those_of_numpy(datatype: str) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
-def test_raw_texts(texts: list[bytes]) -> None:
+def test_raw_texts_are_read(texts: list[bytes]) -> None:
     read = read_inputs(asking_raw(("a", "BYTES", [len(texts)], raw_texts(*texts))))["a"]
     assert list(read.values) == texts
 
@@ -54,7 +54,7 @@ def test_raw_texts(texts: list[bytes]) -> None:
     ("datatype", "values"),
     [("BYTES", [b"x", b""]), ("BOOL", [True]), ("INT32", [-1, 2]), ("UINT64", [2**64 - 1]), ("FP64", [0.5])],
 )
-def test_typed_contents(datatype: str, values: list[Any]) -> None:
+def test_typed_contents_are_read(datatype: str, values: list[Any]) -> None:
     assert list(read_inputs(asking(None, inputs={"a": (datatype, values)}))["a"].values) == values
 
 
@@ -92,7 +92,7 @@ def test_the_largest_shapes_are_read() -> None:
     assert list(read_inputs(deep)["a"].values) == [5]
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_faults_are_named_with_their_field() -> None:
     twice = asking("x")
     add(twice, "text_input", "BYTES", [b"y"])
     assert field_of(twice) == "inputs[1].name"

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from diptych.v1 import inference_pb2 as pb
-from gateway.frontends.openai.answer import DONE, Answer
+from gateway.frontends.openai.answer import DONE, Answer, blocks
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.json_text import blocks
-from gateway.frontends.openai.logprobs import chat_logprobs, completion_logprobs
+from gateway.frontends.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.frontends.openai.request_builder import param_of
-from gateway.frontends.openai.text_offsets import TextOffsets
 from gateway.output.detokenizer import Utf8Text
-from gateway.request.validate_structured import structured_output
+from gateway.request.structured_output import structured_output
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "héllo"}
@@ -258,22 +256,22 @@ def test_structure_in_all_its_spellings() -> None:
         {"json_schema": json.dumps(schema)},
         {"structured_outputs": {"json": schema}},
     ):
-        output = read_chat({**CHAT, **members}).drafts[0].request.structured_output
+        output = read_chat({**CHAT, **members}).builders[0].request.structured_output
         assert json.loads(output.json_schema) == schema
     for members in (
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"json_object": True}},
     ):
-        assert read_chat({**CHAT, **members}).drafts[0].request.structured_output.json_object
+        assert read_chat({**CHAT, **members}).builders[0].request.structured_output.json_object
     for members in ({"guided_choice": ["a", "b"]}, {"structured_outputs": {"choice": ["a", "b"]}}):
-        output = read_completions({**COMPLETION, **members}).drafts[0].request.structured_output
+        output = read_completions({**COMPLETION, **members}).builders[0].request.structured_output
         assert list(output.choice.values) == ["a", "b"]
     for members in ({"guided_grammar": "root ::= x"}, {"ebnf": "root ::= x"}):
-        output = read_completions({**COMPLETION, **members}).drafts[0].request.structured_output
+        output = read_completions({**COMPLETION, **members}).builders[0].request.structured_output
         assert output.ebnf_grammar == "root ::= x"
     assert (
         not read_chat({**CHAT, "response_format": {"type": "text"}})
-        .drafts[0]
+        .builders[0]
         .request.HasField("structured_output")
     )
 
@@ -295,10 +293,10 @@ def test_structure_in_all_its_spellings() -> None:
 )
 def test_a_constraint_is_called_as_the_client_wrote_it(members: dict[str, Any], param: str) -> None:
     """Also in what is found out later: that it cannot be compiled, or not be had beside a forced call."""
-    (draft,) = read_chat({**CHAT, **members}).drafts
-    constraint = structured_output(draft.request.structured_output)
+    (builder,) = read_chat({**CHAT, **members}).builders
+    constraint = structured_output(builder.request.structured_output)
     assert constraint is not None
-    assert param_of(constraint.path, draft.names) == param
+    assert param_of(constraint.path, builder.names) == param
 
 
 def test_tools_and_their_turns() -> None:
@@ -314,26 +312,26 @@ def test_tools_and_their_turns() -> None:
     ]
     named = {"type": "function", "function": {"name": "f"}}
     members = {"messages": turns, "tools": [{"type": "function", "function": function}], "tool_choice": named}
-    made = read_chat({**CHAT, **members}).drafts[0].request.chat
+    made = read_chat({**CHAT, **members}).builders[0].request.chat
     assert made.tools[0] == pb.Tool(name="f", description="d", parameters_json_schema='{"type": "object"}')
     assert made.messages[1].tool_calls[0] == pb.ToolCall(id="1", name="f", arguments_json="{}")
     assert (made.messages[2].role, made.messages[2].tool_call_id) == ("tool", "1")
     assert made.tool_choice == pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="f")
-    assert not read_chat({**CHAT, "tool_choice": "auto"}).drafts[0].request.chat.HasField("tool_choice")
+    assert not read_chat({**CHAT, "tool_choice": "auto"}).builders[0].request.chat.HasField("tool_choice")
     for parallel in (None, True, False):
         asked = read_chat({**CHAT, "parallel_tool_calls": parallel, "tools": members["tools"]})
-        choice = asked.drafts[0].request.chat.tool_choice
+        choice = asked.builders[0].request.chat.tool_choice
         assert (choice.HasField("parallel") and not choice.parallel) is (parallel is False)
     for content, expected in ((None, ""), ("", ""), ("So:", "So:")):
         asked = read_chat({**CHAT, **members, "messages": [{**turns[1], "content": content}]})
-        assert asked.drafts[0].request.chat.messages[0].content == expected
-    alone = read_chat({**CHAT, "parallel_tool_calls": False}).drafts[0].request.chat
+        assert asked.builders[0].request.chat.messages[0].content == expected
+    alone = read_chat({**CHAT, "parallel_tool_calls": False}).builders[0].request.chat
     assert not alone.HasField("tool_choice")
 
 
 def test_beams_as_vllm_asks_for_them() -> None:
     asked = read_completions({**COMPLETION, "use_beam_search": True, "best_of": 4, "n": 2, "temperature": 0})
-    sampling = asked.drafts[0].request.sampling
+    sampling = asked.builders[0].request.sampling
     assert (sampling.beam_width, sampling.n) == (4, 2)
     assert not sampling.HasField("best_of")
     assert not sampling.HasField("temperature")

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.parameters import PARAMETERS
 from diptych.runtime.errors import DiptychError, InvalidParameter
 from diptych.v1 import inference_pb2 as pb
 from gateway import limits
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_request import read_completions
 from gateway.model.served_model import ServedModel
-from gateway.request.json_body import parse_body
-from tests.gateway.frontends.openai.test_routes import door, post, root
+from gateway.request.json_values import parse_body
+from tests.gateway.frontends.openai.test_routes import gateway_api, post, root
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -84,7 +85,7 @@ BAD_MEMBERS: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"n": 0}, "n"),
     (COMPLETIONS, {"n": 5_000_000}, "n"),
     (COMPLETIONS, {"stop": [""]}, "stop[0]"),
-    (COMPLETIONS, {"stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}, "stop"),
+    (COMPLETIONS, {"stop": ["x"] * (PARAMETERS["stop"].most + 1)}, "stop"),
     (COMPLETIONS, {"stop": ["x"] * 100_000}, "stop"),
     (COMPLETIONS, {"stop": 3}, "stop"),
     (COMPLETIONS, {"stop": ["a", 3]}, "stop[1]"),
@@ -172,8 +173,8 @@ def good(path: str, model: str) -> dict[str, Any]:
     return {"model": model, **({"prompt": "x"} if path == COMPLETIONS else {"messages": USER})}
 
 
-async def test_bad_bodies(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _):
+async def test_bad_bodies_are_answered_with_400_and_the_member(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         for data, param in BAD_BYTES:
             status, answer, _ = await post(stack, COMPLETIONS, data)
             assert (status, answer["error"]["param"]) == (400, param), data[:40]
@@ -193,15 +194,18 @@ async def test_bad_bodies(bundled: ServedModel, redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("separator", "most"), [(b",", limits.MAX_JSON_COMMAS), (b":", limits.MAX_JSON_COLONS)]
 )
-def test_what_takes_long_to_parse_is_not_parsed(separator: bytes, most: int) -> None:
+def test_parse_body_refuses_too_many_elements(separator: bytes, most: int) -> None:
     body = b'{"a": "' + separator * (most - separator.count(b":")) + b'"}'
     assert len(parse_body(body)) == 1
     with pytest.raises(InvalidParameter, match="too many elements"):
         parse_body(body.replace(b'"}', separator + b'"}'))
 
 
-async def test_what_is_no_request_for_output(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession(root(stack)) as session:
+async def test_other_paths_methods_and_types_are_refused(bundled: ServedModel, redis_url: str) -> None:
+    async with (
+        gateway_api(bundled, redis_url) as (stack, _, _),
+        aiohttp.ClientSession(root(stack)) as session,
+    ):
 
         async def status(method: str, path: str, **more: Any) -> tuple[int, str]:
             async with session.request(method, path, **more) as answer:
@@ -224,7 +228,7 @@ async def test_what_is_no_request_for_output(bundled: ServedModel, redis_url: st
             "body_too_large",
         )
 
-        async def pieces() -> Any:  # chunked: nobody says the length ahead
+        async def pieces() -> Any:  # chunked: the length is not known ahead
             for _ in range(limits.MAX_BODY_BYTES // 65536 + 2):
                 yield b"x" * 65536
 
@@ -235,15 +239,18 @@ async def test_what_is_no_request_for_output(bundled: ServedModel, redis_url: st
             assert answer.status == 200
 
 
-async def test_a_client_that_waits_for_leave_gets_it(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession(root(stack)) as session:
+async def test_expect_continue_is_answered(bundled: ServedModel, redis_url: str) -> None:
+    async with (
+        gateway_api(bundled, redis_url) as (stack, _, _),
+        aiohttp.ClientSession(root(stack)) as session,
+    ):
         body = good(COMPLETIONS, bundled.card.name)
         async with session.post(COMPLETIONS, json=body, expect100=True) as answer:
             assert answer.status == 200
 
 
-async def test_http_that_is_none(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, _, _):
+async def test_malformed_http_is_answered_with_400(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         for data, expected in (
             (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),  # TLS
@@ -290,8 +297,8 @@ def test_any_members_are_a_request_or_an_error(members: dict[str, Any], chat: bo
         refused = error.violations
     else:
         refused = ()
-        for draft in asked.drafts:
-            assert pb.GenerateRequest.FromString(draft.request.SerializeToString()) == draft.request
+        for builder in asked.builders:
+            assert pb.GenerateRequest.FromString(builder.request.SerializeToString()) == builder.request
     assert bool(refused) is (asked is None)
 
 
@@ -308,7 +315,7 @@ def test_any_bytes_are_members_or_an_error(data: bytes) -> None:
     assert isinstance(found, dict)
 
 
-def test_lists_of_numbers_may_be_longer_than_other_lists() -> None:
+def test_parse_body_allows_longer_lists_of_numbers() -> None:
     body = b'{"prompt": [' + b"7,\n" * limits.MAX_JSON_NUMBERS + b"7]}"
     assert len(parse_body(body)["prompt"]) == limits.MAX_JSON_NUMBERS + 1  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="too many elements"):

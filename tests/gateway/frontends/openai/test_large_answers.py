@@ -10,19 +10,17 @@ import pytest
 
 from diptych.v1 import inference_pb2 as pb
 from gateway.cooperative_yield import PORTION, Yielder
-from gateway.frontends.openai.answer import Answer
+from gateway.frontends.openai.answer import BLOCK, Answer, blocks, ids_inside
 from gateway.frontends.openai.chat_answer import ChatAnswer
 from gateway.frontends.openai.chat_request import read_chat
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.json_text import BLOCK, blocks, ids_inside
-from gateway.frontends.openai.logprobs import chat_logprobs, completion_logprobs
-from gateway.frontends.openai.text_offsets import TextOffsets
+from gateway.frontends.openai.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_answers import CHAT, ENVELOPE, events, message, token
 from tests.gateway.frontends.openai.test_answers import TOKENS as KNOWN
 from tests.gateway.frontends.openai.test_routes import TEXT as SAID
-from tests.gateway.frontends.openai.test_routes import door, post
+from tests.gateway.frontends.openai.test_routes import gateway_api, post
 from tests.gateway.loop_turns import turns_beside
 
 TOKENS, ALTERNATIVES = 700, 20
@@ -109,7 +107,7 @@ async def test_a_chat_with_logprobs(stream: bool) -> None:
     assert turns >= RECORDS // (2 * PORTION)
 
 
-async def test_many_token_ids() -> None:
+async def test_many_token_ids_are_written_in_turns() -> None:
     ids = range(200_000)
     made, turns = await turns_beside(ids_inside(ids, Yielder()))
     assert json.loads(f"[{made}]") == list(ids)
@@ -130,7 +128,7 @@ async def test_a_large_answer_over_http(bundled: ServedModel, redis_url: str) ->
     """More than one block, with its length said ahead; and as events of prompts that are written at once."""
     prompts = [f"{number}{' ' * 2 * BLOCK}" for number in range(3)]
     body: Any = {"model": bundled.card.name, "prompt": prompts, "echo": True}
-    async with door(bundled, redis_url) as (stack, client, _):
+    async with gateway_api(bundled, redis_url) as (stack, client, _):
         status, answer, headers = await post(stack, "/v1/completions", body)
         assert (status, headers["Content-Type"]) == (200, "application/json")
         assert int(headers["Content-Length"]) > 6 * BLOCK

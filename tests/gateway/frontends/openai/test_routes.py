@@ -1,4 +1,4 @@
-"""The door through real sockets: OpenAI's own client, and aiohttp for what that one would not do."""
+"""The OpenAI frontend through real sockets: OpenAI's own client, and aiohttp for what that cannot do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT = " One two three four five."
 
 
 @contextlib.asynccontextmanager
-async def door(
+async def gateway_api(
     model: ServedModel, redis_url: str, script: Script | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Stack, openai.AsyncOpenAI, ScriptedDecode]]:
     """A gateway whose model says ``TEXT``, unless a script says otherwise, and OpenAI's client for it."""
@@ -55,7 +55,7 @@ async def post(stack: Stack, path: str, body: Any, **headers: str) -> tuple[int,
 
 
 async def test_a_completion_as_a_whole(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, client, _):
+    async with gateway_api(bundled, redis_url) as (_, client, _):
         answer = await client.completions.create(model=bundled.card.name, prompt="Count:", max_tokens=32)
     assert answer.object == "text_completion"
     assert answer.model == bundled.card.name
@@ -73,7 +73,7 @@ async def test_a_completion_as_a_whole(bundled: ServedModel, redis_url: str) -> 
 
 
 async def test_a_streamed_completion(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, client, _):
+    async with gateway_api(bundled, redis_url) as (_, client, _):
         stream = await client.completions.create(model=bundled.card.name, prompt="Count:", stream=True)
         chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
@@ -88,7 +88,7 @@ async def test_a_chat_as_a_whole_and_streamed(bundled: ServedModel, redis_url: s
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Count "}, {"type": "text", "text": "up"}]},
     ]
-    async with door(bundled, redis_url) as (_, client, decode):
+    async with gateway_api(bundled, redis_url) as (_, client, decode):
         whole = await client.chat.completions.create(model=bundled.card.name, messages=messages)
         stream = await client.chat.completions.create(
             model=bundled.card.name, messages=messages, stream=True, stream_options={"include_usage": True}
@@ -110,7 +110,7 @@ async def test_a_chat_as_a_whole_and_streamed(bundled: ServedModel, redis_url: s
 
 
 async def test_knobs_reach_the_workers(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, client, decode):
+    async with gateway_api(bundled, redis_url) as (_, client, decode):
         await client.completions.create(
             model=bundled.card.name,
             prompt="x",
@@ -148,7 +148,7 @@ async def test_knobs_reach_the_workers(bundled: ServedModel, redis_url: str) -> 
 async def test_absent_max_tokens_is_16_for_completions_and_the_context_for_chats(
     bundled: ServedModel, redis_url: str
 ) -> None:
-    async with door(bundled, redis_url) as (_, client, decode):
+    async with gateway_api(bundled, redis_url) as (_, client, decode):
         await client.completions.create(model=bundled.card.name, prompt="x")
         await client.chat.completions.create(
             model=bundled.card.name, messages=[{"role": "user", "content": "x"}]
@@ -159,15 +159,15 @@ async def test_absent_max_tokens_is_16_for_completions_and_the_context_for_chats
 
 
 async def test_a_stop_string_ends_the_output_and_is_named(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, client, _):
+    async with gateway_api(bundled, redis_url) as (_, client, _):
         answer = await client.completions.create(model=bundled.card.name, prompt="x", stop=[" three"])
     assert answer.choices[0].text == " One two"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason == " three"  # type: ignore[attr-defined]
 
 
-async def test_models(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (_, client, _):
+async def test_models_are_listed_and_described(bundled: ServedModel, redis_url: str) -> None:
+    async with gateway_api(bundled, redis_url) as (_, client, _):
         (listed,) = (await client.models.list()).data
         assert listed.id == bundled.card.name
         assert listed.max_model_len == bundled.card.max_context  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ async def test_models(bundled: ServedModel, redis_url: str) -> None:
 
 async def test_request_ids_come_back(bundled: ServedModel, redis_url: str) -> None:
     body = {"model": bundled.card.name, "prompt": "x"}
-    async with door(bundled, redis_url) as (stack, _, _):
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         _, answer, headers = await post(stack, "/v1/completions", body, x_request_id="mine")
         assert (answer["id"], headers["x-request-id"]) == ("cmpl-mine", "mine")
         _, answer, headers = await post(stack, "/v1/completions", body)
@@ -199,7 +199,7 @@ async def test_request_ids_come_back(bundled: ServedModel, redis_url: str) -> No
 
 async def test_a_client_that_leaves_cancels_on_both_workers(bundled: ServedModel, redis_url: str) -> None:
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
-    async with door(bundled, redis_url, slow) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url, slow) as (stack, client, decode):
         stream = await client.completions.create(
             model=bundled.card.name, prompt="x", max_tokens=400, stream=True
         )
@@ -222,7 +222,7 @@ async def test_the_deadline_header(bundled: ServedModel, redis_url: str) -> None
         pass
 
     body = {"model": bundled.card.name, "prompt": "x"}
-    async with door(bundled, redis_url, silent) as (stack, _, decode):
+    async with gateway_api(bundled, redis_url, silent) as (stack, _, decode):
         for stream in (False, True):  # nothing went out, so both have a status
             status, answer, _ = await post(
                 stack, "/v1/completions", {**body, "stream": stream}, x_request_timeout_ms="200"
@@ -241,7 +241,7 @@ async def test_an_error_in_mid_stream_is_an_event(bundled: ServedModel, redis_ur
         await asyncio.sleep(0.1)
         await worker.kill()
 
-    async with door(bundled, redis_url, dies, recovery_wait_s=0.3) as (_, client, _):
+    async with gateway_api(bundled, redis_url, dies, worker_wait_timeout=0.3) as (_, client, _):
         stream = await client.completions.create(model=bundled.card.name, prompt="x", stream=True)
         seen: list[str] = []
 
@@ -259,7 +259,7 @@ async def test_overload_says_when_to_come_back(bundled: ServedModel, redis_url: 
     async def silent(worker: ScriptedDecode, work: work_pb2.Work) -> None:
         pass
 
-    async with door(bundled, redis_url, silent, max_inflight=1, max_queued_tokens=200) as (
+    async with gateway_api(bundled, redis_url, silent, max_inflight=1, max_queued_tokens=200) as (
         stack,
         client,
         decode,
@@ -281,7 +281,7 @@ async def test_overload_says_when_to_come_back(bundled: ServedModel, redis_url: 
 async def test_a_live_id_twice_is_a_conflict(bundled: ServedModel, redis_url: str) -> None:
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
     body: Any = {"model": bundled.card.name, "prompt": "x", "max_tokens": 400}
-    async with door(bundled, redis_url, slow) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url, slow) as (stack, client, decode):
         named = {"request_id": "twin"}
         first = asyncio.ensure_future(client.completions.create(**body, extra_body=named))
         await decode.wait_for("attach")
@@ -294,7 +294,7 @@ async def test_a_live_id_twice_is_a_conflict(bundled: ServedModel, redis_url: st
 
 async def test_one_header_may_name_several_live_requests(bundled: ServedModel, redis_url: str) -> None:
     """Meshes pass one x-request-id on to all calls that one action of a user causes."""
-    async with door(bundled, redis_url) as (stack, client, _):
+    async with gateway_api(bundled, redis_url) as (stack, client, _):
         ask = partial(client.completions.create, model=bundled.card.name, prompt="x")
         headers = {"x-request-id": "click"}
         answers = await asyncio.gather(*(ask(extra_headers=headers) for _ in range(3)))
@@ -315,7 +315,7 @@ async def test_without_workers_it_is_unavailable(bundled: ServedModel, redis_url
 
 
 async def test_requests_are_counted(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, client, _):
+    async with gateway_api(bundled, redis_url) as (stack, client, _):
         await client.completions.create(model=bundled.card.name, prompt="x")
         await post(stack, "/v1/completions", {"model": "other", "prompt": "x"})
         for status in ("200", "404"):
@@ -326,7 +326,7 @@ async def test_requests_are_counted(bundled: ServedModel, redis_url: str) -> Non
 async def test_a_header_gives_way_to_a_name_that_is_asked_for(bundled: ServedModel, redis_url: str) -> None:
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
     body: Any = {"model": bundled.card.name, "prompt": "x", "max_tokens": 400}
-    async with door(bundled, redis_url, slow) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url, slow) as (stack, client, decode):
         first = asyncio.ensure_future(client.completions.create(**body, extra_body={"request_id": "job"}))
         await decode.wait_for("attach")
         second = await client.completions.create(**body, stream=True, extra_headers={"x-request-id": "job"})

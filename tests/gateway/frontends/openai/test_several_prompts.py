@@ -7,15 +7,15 @@ from typing import Any
 import openai
 import pytest
 
-from gateway import limits
+from diptych.parameters import PARAMETERS
 from gateway.frontends.openai.http_call import part_id
 from gateway.model.served_model import ServedModel
-from tests.gateway.frontends.openai.test_routes import TEXT, door, post
+from tests.gateway.frontends.openai.test_routes import TEXT, gateway_api, post
 from tests.gateway.running_gateway import running
 
 
 async def test_several_prompts_are_several_choices(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url) as (stack, client, decode):
         ids = bundled.tokenizer.encode("Three", add_special=True)
         asked: Any = {"model": bundled.card.name, "prompt": [ids, ids, ids]}
         whole = await client.completions.create(**asked, extra_headers={"x-request-id": "batch"})
@@ -36,7 +36,7 @@ async def test_several_prompts_are_several_choices(bundled: ServedModel, redis_u
 
 
 async def test_one_bad_prompt_of_several_is_named(bundled: ServedModel, redis_url: str) -> None:
-    async with door(bundled, redis_url) as (stack, client, _):
+    async with gateway_api(bundled, redis_url) as (stack, client, _):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.completions.create(model=bundled.card.name, prompt=["good", "", "good"])
         await stack.until_idle()
@@ -44,9 +44,9 @@ async def test_one_bad_prompt_of_several_is_named(bundled: ServedModel, redis_ur
 
 
 async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedModel, redis_url: str) -> None:
-    longest = "r" * limits.MAX_REQUEST_ID_CHARS
+    longest = "r" * PARAMETERS["request_id"].longest
     body = {"model": bundled.card.name, "prompt": ["x"] * 11}
-    async with door(bundled, redis_url) as (stack, _, _):
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         status, answer, headers = await post(stack, "/v1/completions", body, x_request_id=longest)
         assert (status, headers["x-request-id"]) == (200, longest)
         assert answer["id"] == f"cmpl-{longest}"
@@ -57,11 +57,11 @@ async def test_the_longest_request_id_may_have_several_prompts(bundled: ServedMo
 
 
 def test_parts_of_requests_have_ids_of_their_own() -> None:
-    long = "r" * (limits.MAX_REQUEST_ID_CHARS - 1)
+    long = "r" * (PARAMETERS["request_id"].longest - 1)
     ids = [part_id(request_id, prompt) for request_id in ("r", f"{long}1", f"{long}2") for prompt in (0, 127)]
     assert ids[:2] == ["r-0", "r-127"]
     assert len(set(ids)) == 6
-    assert max(map(len, ids)) == limits.MAX_REQUEST_ID_CHARS
+    assert max(map(len, ids)) == PARAMETERS["request_id"].longest
 
 
 @pytest.mark.parametrize("prompt", ["x", ["x", "y", "z"]])

@@ -17,7 +17,7 @@ from gateway.frontends.openai.completions_request import read_completions
 from gateway.frontends.openai.http_call import EventStream
 from gateway.model.served_model import ServedModel
 from tests.gateway.frontends.openai.test_answers import ENVELOPE, TOKENS
-from tests.gateway.frontends.openai.test_routes import door, post
+from tests.gateway.frontends.openai.test_routes import gateway_api, post
 
 MEGABYTE = pb.GenerateResponse(outputs=[pb.OutputDelta(text="x" * (1 << 20))])
 
@@ -53,7 +53,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
     bundled: ServedModel, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.frontends.openai.routes._BODY_S", 0.3)
-    async with door(bundled, redis_url) as (stack, _, _):
+    async with gateway_api(bundled, redis_url) as (stack, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -68,7 +68,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(
 async def test_an_answer_is_not_begun_for_a_client_that_left_early(
     bundled: ServedModel, redis_url: str
 ) -> None:
-    async with door(bundled, redis_url) as (stack, _, decode):
+    async with gateway_api(bundled, redis_url) as (stack, _, decode):
         for _ in range(20):
             _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.http_port)
             writer.write(

@@ -10,11 +10,11 @@ import pytest
 from diptych.v1 import inference_pb2 as pb
 from gateway.frontends.openai.completions_answer import CompletionsAnswer
 from gateway.frontends.openai.completions_request import read_completions
-from gateway.frontends.openai.text_offsets import TextOffsets
+from gateway.frontends.openai.logprobs import TextOffsets
 from gateway.model.served_model import ServedModel
 from gateway.output.detokenizer import REPLACEMENT, Utf8Text
 from tests.gateway.frontends.openai.test_answers import ENVELOPE, TOKENS, events, message, sent, token, whole
-from tests.gateway.frontends.openai.test_routes import door
+from tests.gateway.frontends.openai.test_routes import gateway_api
 from tests.gateway.scripted_workers import answering
 
 # "😀 hello 漢字 x"
@@ -95,7 +95,7 @@ async def test_a_prompt_may_end_within_a_character(
     said = [last] if completed else bundled.tokenizer.encode("{}")
     extra = {"return_token_ids": True}
     asked: Any = {"model": bundled.card.name, "prompt": prompt, "extra_body": extra}
-    async with door(bundled, redis_url, answering(said)) as (_, client, _):
+    async with gateway_api(bundled, redis_url, answering(said)) as (_, client, _):
         whole = await client.completions.create(**asked, echo=echo)
         stream = await client.completions.create(**asked, echo=echo, stream=True)
         streamed = "".join([piece.choices[0].text async for piece in stream])

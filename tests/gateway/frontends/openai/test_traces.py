@@ -11,7 +11,7 @@ import pytest
 
 from gateway.model.served_model import ServedModel
 from tests.diptych.runtime.otlp_collector import OtlpCollector
-from tests.gateway.frontends.openai.test_routes import door, ids_of, root
+from tests.gateway.frontends.openai.test_routes import gateway_api, ids_of, root
 from tests.gateway.scripted_workers import answering
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -30,7 +30,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpCollector]:
 async def test_the_trace_of_a_completion(
     bundled: ServedModel, redis_url: str, collector: OtlpCollector
 ) -> None:
-    async with door(bundled, redis_url) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url) as (stack, client, decode):
         await client.completions.create(model=bundled.card.name, prompt="secret", extra_headers=PARENT)
         (attach,) = await decode.wait_for("attach")
         await stack.until_idle()
@@ -51,7 +51,7 @@ async def test_the_trace_of_a_completion(
 async def test_each_of_several_prompts_has_a_span(
     bundled: ServedModel, redis_url: str, collector: OtlpCollector
 ) -> None:
-    async with door(bundled, redis_url) as (stack, client, _):
+    async with gateway_api(bundled, redis_url) as (stack, client, _):
         await client.completions.create(model=bundled.card.name, prompt=["a", "b"], extra_headers=PARENT)
         await stack.until_idle()
     spans = [span for _, span in collector.spans(at_least=11)]
@@ -78,7 +78,7 @@ async def test_the_time_in_which_the_body_came_is_in_the_trace(
         ("Tracestate", "a=1"),
         ("Tracestate", "b=2"),
     ]
-    async with door(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession() as session:
+    async with gateway_api(bundled, redis_url) as (stack, _, _), aiohttp.ClientSession() as session:
         async with session.post(f"{root(stack)}/v1/completions", data=slowly(), headers=sent) as answer:
             assert answer.status == 200
         await stack.until_idle()
@@ -97,7 +97,7 @@ async def test_interrupted_streams_are_traced_as_such(
     bundled: ServedModel, redis_url: str, collector: OtlpCollector, headers: dict[str, str], status: str
 ) -> None:
     slow = answering(ids_of(bundled) * 50, pause_s=0.02)
-    async with door(bundled, redis_url, slow) as (stack, client, decode):
+    async with gateway_api(bundled, redis_url, slow) as (stack, client, decode):
         stream = await client.completions.create(
             model=bundled.card.name, prompt="x", max_tokens=400, stream=True, extra_headers=headers
         )

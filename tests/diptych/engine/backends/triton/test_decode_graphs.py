@@ -96,7 +96,7 @@ def test_sampled_tokens_are_those_of_sampling_on_the_host(recorded: bool) -> Non
         steps = [s.step(tokens_of(1, seed=number)) for s in sequences]
         logits = runner.forward(steps, None)  # computing a step twice is safe
         rows = rows_of(number)
-        drawn = runner.forward_and_draw(steps, [rows[0], rows[1], None, rows[2], rows[3]], None)
+        drawn = runner.forward_and_sample(steps, [rows[0], rows[1], None, rows[2], rows[3]], None)
         assert drawn.tokens[2] is None
         assert torch.equal(drawn.logits, logits[2:3])
         assert [t for t in drawn.tokens if t is not None] == sample(logits[[0, 1, 3, 4]], rows)
@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(recorded: bool) -> None
     pool.memory.data[broken.table[0]] = torch.inf
     steps = [broken.step([1]), sound.step([1])]
     row = rows_of(0)[0]
-    drawn = runner.forward_and_draw(steps, [row, row], None)
+    drawn = runner.forward_and_sample(steps, [row, row], None)
     assert isinstance(drawn.tokens[0], SampleFailure)
     assert isinstance(drawn.tokens[1], Sampled)
     assert drawn.logits.shape == (0, SHAPE.vocab_size)
@@ -130,7 +130,7 @@ def test_steps_launched_ahead_sample_what_single_steps_do() -> None:
     expected, said = [], [list(output) for output in outputs]
     for members in batches:
         steps = [other[m].step(said[m][-1:]) for m in members]
-        drawn = plain.forward_and_draw(steps, [row_after(PARAMS[m], said[m]) for m in members], None)
+        drawn = plain.forward_and_sample(steps, [row_after(PARAMS[m], said[m]) for m in members], None)
         for member, token in zip(members, drawn.tokens, strict=True):
             assert isinstance(token, Sampled)
             said[member].append(token.token_id)
@@ -207,7 +207,8 @@ def test_only_rows_without_processors_are_sampled_on_the_device() -> None:
     for row in (
         SampleRow(SamplingParams(logprobs=0), (), ()),
         SampleRow(SamplingParams(repetition_penalty=1.2), (), ()),
+        SampleRow(SamplingParams(top_n_sigma=1.0), (), ()),
         SampleRow(SamplingParams(), (), (), suppress=(2,)),
     ):
         assert can_sample_on_device(row) is None
-    assert StepOutput.nothing(torch.zeros(2, 5)).tokens == [None, None]
+    assert StepOutput.logits_only(torch.zeros(2, 5)).tokens == [None, None]

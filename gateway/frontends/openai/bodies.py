@@ -1,0 +1,249 @@
+"""Bodies of ``POST /v1/completions`` and ``POST /v1/chat/completions``, as pydantic models.
+
+Scalar members come from the table of `diptych.parameters`, under OpenAI's names or else vLLM's. Prompts and
+constraints, which have several forms, are `Any` here and read by the builders of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field, Tag, WithJsonSchema, create_model
+
+from diptych.parameters import PARAMETERS
+from gateway import limits
+from gateway.frontends.openai.body_model import (
+    BodyModel,
+    Count,
+    Raw,
+    Text,
+    absent,
+    at_most,
+    either,
+    parameter_fields,
+    tagged,
+    unsupported,
+)
+
+ROWS: Final = {row.http: row for row in PARAMETERS.values() if row.http and not row.own_reader}
+"""Rows of the table by the member that both bodies have."""
+# Accepted and without effect: they concern OpenAI's own books and storage.
+IGNORED: Final = ("user", "metadata", "store", "safety_identifier", "service_tier", "prompt_cache_retention")
+CONSTRAINTS: Final[Mapping[str, dict[str, Any]]] = {
+    "json": {"description": "JSON schema, or its text.", "anyOf": [{"type": "object"}, {"type": "string"}]},
+    "json_object": {"description": "Any JSON object.", "type": "boolean"},
+    "regex": {"description": "Regular expression.", "type": "string"},
+    "choice": {"description": "One of these texts.", "type": "array", "items": {"type": "string"}},
+    "grammar": {"description": "Grammar in llama.cpp's notation, GBNF.", "type": "string"},
+}
+"""Members of vLLM's ``structured_outputs``; with ``guided_`` before them its older ones."""
+
+
+_NO_EFFECT: Final = WithJsonSchema({"description": "Accepted, to no effect."})
+
+
+def _constraint(name: str) -> WithJsonSchema:
+    return WithJsonSchema(CONSTRAINTS[name])
+
+
+def _described(name: str) -> Any:
+    return Field(None, description=PARAMETERS[name].about)
+
+
+def _function_only(kind: str) -> str:
+    if kind != "function":
+        raise unsupported("must be function")
+    return kind
+
+
+def _text_only(kind: str) -> str:
+    if kind != "text":
+        raise unsupported("must be text: this server reads nothing else")
+    return kind
+
+
+FunctionType = Annotated[Text, AfterValidator(_function_only)]
+
+
+class StreamOptions(BodyModel):
+    """Options of a stream. Obfuscation pads against eavesdroppers of TLS, which is not in use here."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Annotated[Any, absent(False)] = None
+
+
+class JsonSchemaFormat(BodyModel):
+    """Schema of an answer. It always holds, strict or not."""
+
+    name: Text | None = None
+    description: Text | None = None
+    strict: bool | None = None
+    schema_: Raw = Field(alias="schema")
+
+
+class ResponseFormat(BodyModel):
+    """Form of an answer: ``text``, ``json_object`` or ``json_schema``."""
+
+    type: Text
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BodyModel):
+    """Constraint on the output, in vLLM's form."""
+
+    json_: Annotated[Any, _constraint("json")] = Field(None, alias="json")
+    json_object: Annotated[Any, _constraint("json_object")] = None
+    regex: Annotated[Any, _constraint("regex")] = None
+    choice: Annotated[Any, _constraint("choice")] = None
+    grammar: Annotated[Any, _constraint("grammar")] = None
+
+
+class CalledFunction(BodyModel):
+    """Function that an earlier answer called."""
+
+    name: Text
+    arguments: Text | None = None
+
+
+class CallOfTool(BodyModel):
+    """Call in an assistant's turn; ``index`` is what a client kept of a stream."""
+
+    type: FunctionType | None = None
+    function: CalledFunction
+    id: Text | None = None
+    index: Any = None
+
+
+class ContentPart(BodyModel):
+    """Part of a turn's content."""
+
+    type: Annotated[Text, AfterValidator(_text_only)]
+    text: Text
+
+
+Parts = Annotated[list[ContentPart], at_most(limits.MAX_JSON_LIST), Tag(tagged("list"))]
+Content = Annotated[
+    Annotated[Text, Tag(tagged("text"))] | Parts,
+    either("must be a string or an array of parts"),
+]
+
+
+class ChatTurn(BodyModel):
+    """Message of a chat."""
+
+    role: Text
+    content: Content | None = None
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: Annotated[list[CallOfTool], at_most(limits.MAX_JSON_LIST)] | None = None
+    refusal: Annotated[Any, absent()] = None
+    audio: Annotated[Any, absent()] = None
+    annotations: Annotated[Any, absent([])] = None
+    function_call: Annotated[Any, absent()] = None
+
+
+class ToolFunction(BodyModel):
+    """Function that the model may call. Forced calls always hold to their schema, strict or not."""
+
+    name: Text
+    description: Text | None = None
+    strict: bool | None = None
+    parameters: Raw | None = None
+
+
+class OfferedTool(BodyModel):
+    """Tool that the model may call."""
+
+    type: FunctionType | None = None
+    function: ToolFunction
+
+
+class NamedFunction(BodyModel):
+    """Name of the function to call."""
+
+    name: Text
+
+
+class NamedTool(BodyModel):
+    """Tool that the model must call."""
+
+    type: FunctionType | None = None
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Text, Tag(tagged("text"))] | Annotated[NamedTool, Tag(tagged("object"))],
+    either("must be a string or an object"),
+]
+
+
+class CommonMembers(BodyModel):
+    """Members of both bodies that are no rows of the table."""
+
+    model: Text
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = _described("beam_width")
+    max_tokens: Count | None = _described("max_tokens")
+    return_token_ids: bool | None = _described("return_token_ids")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Annotated[Any, _constraint("json")] = None
+    regex: Annotated[Any, _constraint("regex")] = None
+    ebnf: Annotated[Any, _constraint("grammar")] = None
+
+
+PROMPT_SCHEMA: Final = {
+    "description": "Text, token ids, or a list of either.",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer"}]}},
+    ],
+}
+
+
+class CompletionsMembers(CommonMembers):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)]
+    echo: bool | None = _described("echo")
+    logprobs: Count | None = _described("logprobs")
+    suffix: Annotated[Any, absent("")] = None
+    add_special_tokens: Annotated[Any, absent(True)] = None
+
+
+class ChatMembers(CommonMembers):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatTurn], at_most(limits.MAX_MESSAGES)]
+    max_completion_tokens: Count | None = _described("max_tokens")
+    logprobs: bool | None = Field(None, description="Returns the logprob of each token.")
+    top_logprobs: Count | None = _described("logprobs")
+    tools: Annotated[list[OfferedTool], at_most(limits.MAX_JSON_LIST)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Raw | None = None
+    reasoning_effort: Text | None = None
+    # Of OpenAI's API, and beyond a server of text.
+    modalities: Annotated[Any, absent(["text"])] = None
+    audio: Annotated[Any, absent()] = None
+    prediction: Annotated[Any, absent()] = None
+    web_search_options: Annotated[Any, absent()] = None
+    functions: Annotated[Any, absent()] = None
+    function_call: Annotated[Any, absent()] = None
+    verbosity: Annotated[Any, absent()] = None
+    echo: Annotated[Any, absent(False)] = None
+    continue_final_message: Annotated[Any, absent(False)] = None
+    add_special_tokens: Annotated[Any, absent(False)] = None
+
+
+_SHARED: Final[dict[str, Any]] = {
+    **parameter_fields(ROWS),
+    **{f"guided_{name}": (Annotated[Any, _constraint(name)], None) for name in CONSTRAINTS},
+    **dict.fromkeys(IGNORED, (Annotated[Any, _NO_EFFECT], None)),
+}
+CompletionsBody: Final = create_model("CompletionsBody", __base__=CompletionsMembers, **_SHARED)
+ChatBody: Final = create_model("ChatBody", __base__=ChatMembers, **_SHARED)
